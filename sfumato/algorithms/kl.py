@@ -1,0 +1,49 @@
+"""Penalties that keep a policy near its reference, as a value per (sample, step) row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sfumato.algorithms.dynamics.step import GaussianStep, mean_over_sample
+
+
+@dataclass(frozen=True)
+class NoKL:
+    """No penalty; the reference is never computed."""
+
+    type: ClassVar[str] = "none"
+    coef: ClassVar[float] = 0.0
+
+
+@dataclass(frozen=True)
+class GaussianKL:
+    """The exact KL of two Gaussians with equal variance, per element: mean((mu - mu_ref)^2) / (2 S^2)."""
+
+    type: ClassVar[str] = "gaussian"
+
+    coef: float = 0.01
+    """Factor of the penalty in the loss."""
+
+    def penalty(self, step: GaussianStep, reference_mean: torch.Tensor) -> torch.Tensor:
+        """float32 ``[R]`` for a step of R rows and the reference's means ``[R, ...]``."""
+        return mean_over_sample((step.mean - reference_mean) ** 2) / (2 * step.std**2)
+
+
+@dataclass(frozen=True)
+class FlowGRPOKL:
+    """Flow-GRPO's penalty, mean((mu - mu_ref)^2) / (2 std_dev_t^2): for Flow-SDE, h times the exact KL.
+
+    flow_grpo's published coefficients belong to this form.
+    """
+
+    type: ClassVar[str] = "flow_grpo"
+
+    coef: float = 0.04
+    """Factor of the penalty in the loss."""
+
+    def penalty(self, step: GaussianStep, reference_mean: torch.Tensor) -> torch.Tensor:
+        """float32 ``[R]`` for a step of R rows and the reference's means ``[R, ...]``."""
+        return mean_over_sample((step.mean - reference_mean) ** 2) / (2 * step.diffusion**2)

@@ -1,0 +1,1 @@
+"""Policy objectives: from log-ratios and advantages to a loss per sample."""

@@ -1,0 +1,1 @@
+"""Typed configuration: YAML file first, dotted overrides after it, every mistake named."""

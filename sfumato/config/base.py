@@ -1,0 +1,117 @@
+"""What every configuration is made of: strict sections, and parts that are chosen by ``type:``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
+
+
+class Section(BaseModel):
+    """A section of the configuration: typed, frozen, and strict about unknown keys.
+
+    The string below a field is its help text.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+@functools.cache
+def find_variants(source: str) -> dict[str, type]:
+    """Classes that can be chosen by ``type:`` from a module or from all modules of a package.
+
+    A class counts when it is a dataclass that states ``type: ClassVar[str]`` itself; nothing has to be registered.
+
+    Args:
+        source: import path of the module or package, such as ``sfumato.algorithms.dynamics``.
+
+    Returns:
+        The classes by their ``type``, sorted.
+    """
+    module = importlib.import_module(source)
+    modules = [module]
+    if hasattr(module, "__path__"):
+        modules += [importlib.import_module(f"{source}.{info.name}") for info in pkgutil.iter_modules(module.__path__)]
+    found = {
+        vars(cls)["type"]: cls
+        for each in modules
+        for _, cls in inspect.getmembers(each, inspect.isclass)
+        if cls.__module__ == each.__name__ and "type" in vars(cls) and dataclasses.is_dataclass(cls)
+    }
+    return dict(sorted(found.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Marks a field whose value is an object of a class chosen by ``type:``, the other keys being its fields.
+
+    Use it as ``dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics")]``. Besides the types found in
+    ``source``, a class of your own is named by import path, ``type: my_package.my_module:MyClass``.
+    """
+
+    source: str
+
+    def resolve(self, name: str) -> type:
+        """The class of that ``type``. Raises PydanticCustomError when there is none."""
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            try:
+                return getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                raise PydanticCustomError(
+                    "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": str(error)}
+                ) from error
+        known = find_variants(self.source)
+        if name not in known:
+            raise PydanticCustomError(
+                "unknown_variant", "unknown type {name}", {"name": repr(name), "value": name, "known": list(known)}
+            )
+        return known[name]
+
+    def validate(self, value: Any) -> Any:
+        """Builds the object from a mapping with ``type``; an object that was built already passes."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return value
+        if isinstance(value, str):
+            value = {"type": value}
+        if not isinstance(value, dict):
+            raise PydanticCustomError("variant_mapping", "must be a mapping with a key 'type'")
+        if "type" not in value:
+            raise PydanticCustomError(
+                "variant_type", "needs a key 'type', one of {known}", {"known": ", ".join(find_variants(self.source))}
+            )
+        cls = self.resolve(str(value["type"]))
+        given = {key: each for key, each in value.items() if key != "type"}
+        names = [field.name for field in dataclasses.fields(cls) if field.init]
+        unknown = [
+            {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
+        ]
+        try:
+            built = TypeAdapter(cls).validate_python({key: each for key, each in given.items() if key in names})
+            errors = unknown
+        except ValidationError as error:
+            errors = unknown + error.errors()
+        if errors:
+            raise PydanticCustomError(
+                "variant", "wrong fields of {cls}", {"cls": cls.__name__, "errors": errors, "names": names}
+            )
+        return built
+
+    @staticmethod
+    def dump(value: Any) -> dict[str, Any]:
+        """The mapping that builds an equal object again."""
+        cls = type(value)
+        name = vars(cls).get("type") or f"{cls.__module__}:{cls.__qualname__}"
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.validate, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
+        )

@@ -1,0 +1,161 @@
+"""Configuration of ``tasks/rl_diffusion.py``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section, Variant
+from sfumato.config.load import merge
+from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
+
+
+class PromptDataConfig(Section):
+    """Prompts to train and to evaluate on."""
+
+    data_type: Literal["prompts", "glyphs"] = "prompts"
+    """prompts reads files; glyphs makes captions of words, training on some and evaluating on held-out ones."""
+    train_path: str | None = None
+    """Prompts: a .txt file with one a line, or .jsonl / .parquet with a column `prompt`; other columns are metadata."""
+    eval_path: str | None = None
+    """Prompts of the evaluation, in the same format."""
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+    glyphs: GlyphConfig = GlyphConfig()
+    """Words when data_type is glyphs."""
+
+    @model_validator(mode="after")
+    def _has_source(self) -> PromptDataConfig:
+        if self.data_type == "prompts" and (self.train_path is None or self.eval_path is None):
+            raise ValueError("data.train_path and data.eval_path are required when data.data_type is prompts")
+        return self
+
+
+class RolloutConfig(Section):
+    """How samples are drawn from the policy."""
+
+    num_prompts: int = Field(ge=1)
+    """Prompts (groups) of one iteration, over all processes."""
+    n: int = Field(ge=2)
+    """Samples per prompt: the group size."""
+    micro_batch_size: int = Field(ge=1)
+    """Samples denoised together in one process."""
+    height: int = Field(512, ge=8)
+    """Height of the images in pixels."""
+    width: int = Field(512, ge=8)
+    """Width of the images in pixels."""
+    num_inference_steps: int = Field(10, ge=2)
+    """Denoising steps during training."""
+    guidance_scale: float = Field(4.5, ge=0)
+    """Classifier-free guidance in rollout and replay; 1 is none and halves the cost."""
+    same_latent: bool = False
+    """Start all samples of a group from the same latent, so that only the SDE noise tells them apart."""
+    with_reward: bool = True
+    """Score finished micro-batches while the next ones are generated; false scores after generation."""
+    hybrid_engine: Literal[True] = True
+    """The sampler is the actor: same process, same weights. Separate pools need the Ray runtime."""
+
+
+class RewardConfig(Section):
+    """What is optimised and what is watched."""
+
+    rewards: list[Annotated[Any, Variant("sfumato.rewards")]] = Field(min_length=1)
+    """Rewards; the optimised one is the weighted sum of those that are not evaluation_only."""
+    max_failed_fraction: float = Field(0.5, ge=0, le=1)
+    """The run stops, after a checkpoint, when more than this share of an iteration's samples could not be scored."""
+
+
+class AlgorithmConfig(Section):
+    """The RL algorithm as parts; a recipe presets all of them."""
+
+    recipe: Literal[tuple(DIFFUSION_RECIPES)] = "flow_grpo"  # type: ignore[valid-type]
+    """Preset of the parts below; any of their fields can be overridden."""
+    dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics")]
+    """Stochastic denoising step."""
+    window: Annotated[Any, Variant("sfumato.algorithms.windows")]
+    """Which denoising steps are stochastic and trained."""
+    advantage: Annotated[Any, Variant("sfumato.algorithms.advantages")]
+    """From rewards to advantages."""
+    objective: Annotated[Any, Variant("sfumato.algorithms.objectives")]
+    """Policy loss."""
+    kl: Annotated[Any, Variant("sfumato.algorithms.kl")]
+    """Penalty that keeps the policy near its reference."""
+    drop_no_spread: bool = True
+    """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
+    self_check: bool = True
+    """Stop before the first update if replay and rollout disagree by more than a tenth of the clip range."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_recipe(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        recipe = data.get("recipe", "flow_grpo")
+        if recipe not in DIFFUSION_RECIPES:
+            return data
+        return merge(DIFFUSION_RECIPES[recipe], data)
+
+    @model_validator(mode="after")
+    def _stochastic(self) -> AlgorithmConfig:
+        if self.dynamics.type == "ode":
+            raise ValueError(
+                "algorithm.dynamics: type ode has no log-probabilities, which the objective needs; use sde or cps"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation without noise on prompts that training does not see, always with the same seeds."""
+
+    every_steps: int = Field(10, ge=1)
+    """Iterations between evaluations; there is one before the first and one after the last."""
+    num_prompts: int = Field(64, ge=1)
+    """Prompts evaluated, the first of the evaluation set."""
+    num_inference_steps: int = Field(40, ge=1)
+    """Denoising steps of the evaluation."""
+    guidance_scale: float | None = Field(None, ge=0)
+    """Guidance of the evaluation; null takes the rollout's."""
+    num_saved: int = Field(12, ge=0)
+    """Evaluation images kept at each evaluation, for the report."""
+    seed: int = Field(1234, ge=0)
+    """Seed of the evaluation's latents."""
+
+
+class DiffusionRLConfig(Section):
+    """Reinforcement learning of diffusion models: Flow-GRPO and its relatives."""
+
+    model: ModelConfig
+    """Model."""
+    data: PromptDataConfig
+    """Prompts."""
+    rollout: RolloutConfig
+    """Rollout."""
+    reward: RewardConfig
+    """Rewards."""
+    algorithm: AlgorithmConfig
+    """Algorithm."""
+    train: TrainConfig
+    """Training."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DiffusionRLConfig:
+        if self.train.max_steps is None:
+            raise ValueError("train.max_steps (the number of RL iterations) is required")
+        num_samples = self.rollout.num_prompts * self.rollout.n
+        batch = self.train.global_batch_size
+        if batch is not None and num_samples % batch:
+            raise ValueError(
+                f"the {num_samples} samples of an iteration (rollout.num_prompts {self.rollout.num_prompts} x "
+                f"rollout.n {self.rollout.n}) do not divide into optimiser steps of train.global_batch_size {batch}"
+            )
+        if all(each.evaluation_only for each in self.reward.rewards):
+            raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
+        try:
+            self.algorithm.window.check(self.rollout.num_inference_steps)
+        except ValueError as error:
+            raise ValueError(f"algorithm.window and rollout.num_inference_steps: {error}") from error
+        return self

@@ -1,0 +1,120 @@
+"""Configuration of ``tasks/train_dit.py`` and ``tasks/train_autoencoder.py``."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section
+from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
+
+
+class ImageTextDataConfig(Section):
+    """Images with captions."""
+
+    data_type: Literal["image_text", "glyphs"] = "image_text"
+    """image_text reads train_path; glyphs renders words in code."""
+    train_path: str | None = None
+    """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
+    image_key: str = "image"
+    """Column of the image: a path relative to the file, or in parquet the bytes."""
+    text_key: str = "text"
+    """Column of the caption."""
+    glyphs: GlyphConfig = GlyphConfig()
+    """Words to render when data_type is glyphs."""
+    height: int = Field(512, ge=8)
+    """Height of the training images in pixels."""
+    width: int = Field(512, ge=8)
+    """Width of the training images in pixels."""
+    crop: Literal["center", "none"] = "center"
+    """center scales the shorter side and cuts the rest; none stretches the image."""
+    max_bad_rows: int = Field(0, ge=0)
+    """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
+    cache_dir: str | None = None
+    """Folder for latents and text embeddings, computed once before training; null encodes online."""
+
+    @model_validator(mode="after")
+    def _has_source(self) -> ImageTextDataConfig:
+        if self.data_type == "image_text" and self.train_path is None:
+            raise ValueError("data.train_path is required when data.data_type is image_text")
+        if self.data_type == "glyphs" and self.train_path is not None:
+            raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
+        return self
+
+
+class FlowConfig(Section):
+    """Flow matching: which noise levels are trained, and how often without a prompt."""
+
+    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    """Density from which sigma is drawn before the shift (logit_normal: SD3, arXiv 2403.03206)."""
+    logit_mean: float = 0.0
+    """Mean of the normal distribution behind logit_normal."""
+    logit_std: float = Field(1.0, gt=0)
+    """Standard deviation of the normal distribution behind logit_normal."""
+    shift: float | None = Field(None, gt=0)
+    """sigma becomes shift sigma / (1 + (shift - 1) sigma); null takes the shift of the model's scheduler."""
+    prompt_dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of captions that are replaced by the empty prompt, for classifier-free guidance."""
+
+
+class SampleConfig(Section):
+    """Sample grids during training: fixed prompts and seeds, no noise after the first latent."""
+
+    prompts: list[str] = []
+    """Prompts of the grid; empty takes captions of the data (for glyphs: held-out words)."""
+    num_prompts: int = Field(8, ge=1)
+    """How many captions are taken when prompts is empty."""
+    every_steps: int = Field(0, ge=0)
+    """Steps between grids; 0 draws only the last one."""
+    num_inference_steps: int = Field(28, ge=1)
+    """Denoising steps."""
+    guidance_scale: float = Field(4.5, ge=0)
+    """Classifier-free guidance; 1 is none."""
+
+
+class DitTrainConfig(TrainConfig):
+    """The optimiser, the batch, the run folder and the checkpoints."""
+
+    num_train_epochs: int = Field(1, ge=1)
+    """Passes over the data when max_steps is null."""
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> DitTrainConfig:
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        per_pass = self.micro_batch_size * num_processes
+        if self.global_batch_size is not None and self.global_batch_size % per_pass:
+            raise ValueError(
+                f"train.global_batch_size {self.global_batch_size} is not a multiple of train.micro_batch_size "
+                f"{self.micro_batch_size} x {num_processes} processes = {per_pass}"
+            )
+        return self
+
+
+class TrainDitConfig(Section):
+    """Flow-matching pretraining and fine-tuning of diffusion transformers."""
+
+    model: ModelConfig
+    """Model."""
+    data: ImageTextDataConfig
+    """Data."""
+    flow: FlowConfig = FlowConfig()
+    """Flow matching."""
+    train: DitTrainConfig
+    """Training."""
+    sample: SampleConfig = SampleConfig()
+    """Sample grids."""
+
+
+class TrainAutoencoderConfig(Section):
+    """Training of the image autoencoder of a pipeline made from scratch."""
+
+    model: ModelConfig
+    """Model."""
+    data: ImageTextDataConfig
+    """Data."""
+    train: DitTrainConfig
+    """Training."""
+    kl_coef: float = Field(1e-4, ge=0)
+    """Weight of the KL term that keeps latents near a standard normal distribution."""

@@ -1,0 +1,115 @@
+"""The text of ``--help``: every field with its type, its default and a sentence."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from sfumato.config.base import Variant, find_variants
+
+USAGE = """usage: bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]
+
+The YAML file comes first; dotted overrides of any field follow. Values are read as YAML.
+"""
+
+
+def format_help(schema: type[BaseModel]) -> str:
+    """Help text of a configuration: one entry per field, variants listed with their own fields."""
+    summary = inspect.cleandoc(schema.__doc__ or "")
+    return "\n".join([USAGE, summary, "", *_section_lines(schema, "")])
+
+
+def _section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
+    lines = []
+    for name, field in schema.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = _inner_section(field.annotation)
+        variant = next((each for each in _metadata(field) if isinstance(each, Variant)), None)
+        if inner is not None:
+            lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
+            lines += _section_lines(inner, f"{path}.")
+            continue
+        lines += _entry(path, _type_name(field.annotation, variant), _default(field), field.description or "")
+        for cls in find_variants(variant.source).values() if variant else []:
+            lines += _variant_lines(cls, path)
+    return lines
+
+
+def _variant_lines(cls: type, path: str) -> list[str]:
+    lines = [f"      type: {cls.type}  {inspect.cleandoc(cls.__doc__ or '').splitlines()[0]}"]
+    docs = attribute_docs(cls)
+    for field in (each for each in dataclasses.fields(cls) if each.init):
+        default = field.default if field.default is not dataclasses.MISSING else "required"
+        lines.append(f"        {path}.{field.name} = {default}  {docs.get(field.name, '')}")
+    return lines
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The strings that stand below the fields of a dataclass and of its bases, by field name."""
+    docs: dict[str, str] = {}
+    for each in reversed(cls.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        except (OSError, TypeError):  # a class made without source, such as in a console, has no field texts
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, text in itertools.pairwise(body):
+            is_text = (
+                isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            )
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                docs[field.target.id] = " ".join(text.value.value.split())
+    return docs
+
+
+def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
+    wrapped = textwrap.wrap(" ".join(text.split()), 96)
+    return [f"  --{path} {kind}  (default: {default})", *(f"      {line}" for line in wrapped)]
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if dataclasses.is_dataclass(value):
+        return str(Variant.dump(value))
+    return "null" if value is None else str(value)
+
+
+def _metadata(field: Any) -> list[Any]:
+    """Annotations of a field and of the items of a list field."""
+    found = list(field.metadata)
+    for arg in typing.get_args(field.annotation):
+        found += list(getattr(arg, "__metadata__", ()))
+    return found
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in typing.get_args(annotation) if (found := _inner_section(arg))), None)
+
+
+def _type_name(annotation: Any, variant: Variant | None) -> str:
+    if variant is not None:
+        known = "|".join(find_variants(variant.source))
+        return f"list of {{type: {known}}}" if typing.get_origin(annotation) is list else f"{{type: {known}}}"
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(value) for value in typing.get_args(annotation))
+    return (
+        getattr(annotation, "__name__", str(annotation))
+        if isinstance(annotation, type)
+        else str(annotation).replace("typing.", "")
+    )

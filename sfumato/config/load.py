@@ -1,0 +1,228 @@
+"""From a YAML file and dotted overrides to a validated configuration, or to an error that says what to change."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from sfumato.config.base import Section
+from sfumato.config.help import format_help
+from sfumato.errors import ConfigError
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: ``1e-5`` is a number, a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (key_node, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise ConfigError(
+                    f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key {key!r} stands twice"
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the float of YAML 1.2
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file that holds a mapping. Raises ConfigError that names the file and the line."""
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8") as file:
+            loaded = yaml.load(file, Loader=_Loader)
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"configuration file not found: {path}{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(loaded).__name__}")
+    return loaded
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    """Turns ``--a.b value`` and ``--a.b=value`` into a nested mapping; values are read as YAML.
+
+    Raises ConfigError for an argument that is no override, or that has no value.
+    """
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or len(argument) == 2:
+            raise ConfigError(
+                f"unexpected argument {argument!r}: after the YAML file come overrides such as --train.lr 1e-4"
+            )
+        name, equals, value = argument[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"override --{name} has no value: write --{name} VALUE (true or false for a switch)")
+            value = rest.pop(0)
+        try:
+            parsed = yaml.load(value, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of --{name} is not valid YAML: {value!r}") from error
+        target = overrides
+        *parents, last = name.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--{name} goes into --{parent}, which another override sets to a plain value")
+        target[last] = parsed
+    return overrides
+
+
+def merge(base: Any, override: Any) -> Any:
+    """Lays ``override`` over ``base``: mappings key by key, lists by index when the override names indices.
+
+    A mapping with another ``type`` replaces the base, since the fields of one variant mean nothing to another.
+    """
+    if isinstance(base, list) and isinstance(override, dict) and override and all(str(k).isdigit() for k in override):
+        merged_list = list(base)
+        for key, value in sorted(override.items(), key=lambda item: int(item[0])):
+            if int(key) > len(merged_list):
+                raise ConfigError(f"list index {key} is out of range: the list has {len(merged_list)} entries")
+            if int(key) == len(merged_list):
+                merged_list.append(value)
+            else:
+                merged_list[int(key)] = merge(merged_list[int(key)], value)
+        return merged_list
+    if not isinstance(base, dict) or not isinstance(override, dict):
+        return override
+    if "type" in override and override["type"] != base.get("type"):
+        return override
+    merged = dict(base)
+    for key, value in override.items():
+        merged[key] = merge(base[key], value) if key in base else value
+    return merged
+
+
+def load_config(
+    schema: type[SectionT], path: str | Path | None = None, overrides: dict[str, Any] | None = None
+) -> SectionT:
+    """Validates a YAML file with overrides against a schema.
+
+    Args:
+        schema: the section class of the task.
+        path: the YAML file; None stands for an empty one.
+        overrides: nested mapping laid over the file.
+
+    Returns:
+        The frozen configuration.
+
+    Raises:
+        ConfigError: listing every mistake with file, full path, and the nearest valid name.
+    """
+    data = read_yaml(path) if path is not None else {}
+    overrides = overrides or {}
+    merged = merge(data, overrides)
+    try:
+        return schema.model_validate(merged)
+    except ValidationError as error:
+        lines = [_describe(each, schema, path, overrides) for each in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:
+    """Reads ``CONFIG.yaml [--a.b value ...]`` from the command line; ``--help`` prints every field and exits.
+
+    Raises ConfigError for a wrong command line, file or value.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--help" in arguments or "-h" in arguments:
+        print(format_help(schema))
+        raise SystemExit(0)
+    if not arguments or arguments[0].startswith("--"):
+        raise ConfigError("the first argument must be a YAML configuration file; --help lists every field")
+    return load_config(schema, arguments[0], parse_overrides(arguments[1:]))
+
+
+def dump_config(config: Section, path: str | Path) -> None:
+    """Writes the resolved configuration; the file can be run again as it is."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _describe(
+    error: dict[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
+) -> str:
+    """One mistake as lines of text: where it stands, what is wrong, what would be right."""
+    location = tuple(error["loc"])
+    context = error.get("ctx", {})
+    if error["type"] == "variant":
+        subs = [
+            _describe_one({**sub, "loc": location + tuple(sub["loc"])}, context["names"], path, overrides)
+            for sub in context["errors"]
+        ]
+        return "\n".join(subs)
+    if error["type"] == "unknown_variant" and "known" in context:
+        location += ("type",)
+        hint = _nearest(context["value"], context["known"])
+        return f"{_where(location, path, overrides)}: unknown type {context['name']}{hint}"
+    return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
+
+
+def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]) -> str:
+    where = _where(tuple(error["loc"]), path, overrides)
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_nearest(str(error['loc'][-1]), names)}"
+    if error["type"] == "missing":
+        return f"{where}: required, but not set"
+    message = error["msg"].removeprefix("Value error, ")
+    given = error.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    return f"{where}: {message}{shown}"
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
+    return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
+
+
+def _where(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
+    """``file: a.b.c`` for what stands in the file, ``--a.b.c`` for what an override brought."""
+    dotted = ".".join(str(part) for part in location)
+    node: Any = overrides
+    for part in location:
+        if not isinstance(node, dict) or str(part) not in {str(key) for key in node}:
+            return f"{path}: {dotted}" if path is not None else dotted
+        node = next(value for key, value in node.items() if str(key) == str(part))
+    return f"--{dotted}" if location else str(path or "configuration")
+
+
+def _field_names(schema: Any, location: tuple[Any, ...]) -> list[str]:
+    """Names of the fields of the section at that place."""
+    for part in location:
+        if isinstance(part, int) or schema is None:
+            continue
+        field = getattr(schema, "model_fields", {}).get(part)
+        schema = None if field is None else _section_of(field.annotation)
+    return list(getattr(schema, "model_fields", {}))
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in typing.get_args(annotation) if (found := _section_of(arg))), None)

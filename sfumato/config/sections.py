@@ -1,0 +1,139 @@
+"""The sections that several tasks share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft) on the denoiser instead of full fine-tuning."""
+
+    rank: int = Field(32, ge=1)
+    """Rank r of the update."""
+    alpha: float = Field(64.0, gt=0)
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in front of the adapter."""
+    target_modules: list[str] | None = None
+    """Names of the linear layers that get an adapter; null takes the model family's own list."""
+    init_weights: Literal["gaussian", "default"] = "gaussian"
+    """Initialisation of the down projection: gaussian as flow_grpo does, or peft's default (Kaiming)."""
+
+
+class ModelConfig(Section):
+    """The model: which folder or which description it comes from, and what of it is trained."""
+
+    model_path: str | None = None
+    """Folder of a diffusers pipeline (with model_index.json)."""
+    config_path: str | None = None
+    """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters; null trains all weights of the denoiser."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of what is frozen: text encoders, autoencoder, and with LoRA the denoiser's base weights."""
+    max_sequence_length: int = Field(256, ge=0, le=512)
+    """Tokens of the T5 prompt embedding, as in the diffusers pipeline; 0 leaves that part out."""
+    keep_encoders: bool = True
+    """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.model_path is None) == (self.config_path is None):
+            raise ValueError(
+                "set exactly one of model.model_path (a pipeline folder) and model.config_path (a description)"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """The optimiser, the batch, the run folder and the checkpoints."""
+
+    output_dir: str
+    """Run folder. A finished or broken-off run that stands there is moved aside unless it is resumed."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Samples in one forward and backward pass of one process."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples of one optimiser step over all processes; null is the smallest (RL: all samples of the iteration)."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimiser steps (RL: iterations) after which the run ends; null runs num_train_epochs."""
+    lr: float = Field(1e-4, gt=0)
+    """Peak learning rate."""
+    lr_min: float = Field(0.0, ge=0)
+    """Learning rate at the end of a decay."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up; the first step already has lr / lr_warmup_steps."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from lr to lr_min."""
+    lr_decay_ratio: float = Field(1.0, gt=0, le=1)
+    """Share of all steps, at the end, over which the rate decays (below 1: warm-up, stable, decay)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's averaging factors."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon; RL gradients can be as small as 1e-9, then lower it."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay on matrices; norms and biases have none."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this total norm."""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Upper limit of the decay of the exponential moving average of the weights; 0 keeps none."""
+    ema_interval: int = Field(1, ge=1)
+    """Optimiser steps between two updates of the moving average."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast of the forward pass. Trained weights, gradients and optimiser stay float32."""
+    data_parallel_mode: Literal["ddp"] = "ddp"
+    """How several processes share the work: ddp keeps a whole model in each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes a GPU if there is one."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of each process; null leaves torch's choice (one per core, or 1 under torchrun)."""
+    seed: int = Field(42, ge=0)
+    """Seed of everything that is random."""
+    load_checkpoint_path: str | None = None
+    """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir."""
+    save_steps: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end."""
+    max_checkpoints: int = Field(3, ge=1)
+    """Newest checkpoints that are kept."""
+    export_steps: int = Field(0, ge=0)
+    """Steps between exports of the trained weights to hf_ckpt; 0 exports only at the end."""
+    trackers: list[str] = ["tensorboard"]
+    """Where metrics go besides metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _rates_fit(self) -> TrainConfig:
+        if self.lr_min > self.lr:
+            raise ValueError(f"train.lr_min {self.lr_min} is above train.lr {self.lr}")
+        return self
+
+
+class GlyphConfig(Section):
+    """Rendered words as images with captions, made in code: nothing is downloaded."""
+
+    characters: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    """Characters of which words are made."""
+    length: int = Field(3, ge=1, le=16)
+    """Characters in a word."""
+    font_sizes: list[int] = [12, 13, 14]
+    """Font sizes in pixels, chosen at random."""
+    jitter: int = Field(2, ge=0)
+    """Largest shift of the word from the centre, in pixels."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of all words, chosen by a hash, that training never shows."""
+    num_images: int = Field(20_000, ge=1)
+    """Images in one epoch."""
+    template: str = 'write "{word}"'
+    """Caption; {word} stands for the word."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> GlyphConfig:
+        if "{word}" not in self.template:
+            raise ValueError(f"the template {self.template!r} must contain {{word}}")
+        if not self.characters or not self.font_sizes:
+            raise ValueError("characters and font_sizes must not be empty")
+        return self

@@ -1,0 +1,43 @@
+"""Errors that a user can cause. A task prints them without a stack trace and exits with their exit code."""
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the message names the thing and the remedy."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The configuration is wrong: an unknown key, a value of the wrong type, an impossible combination."""
+
+
+class DataError(UserError):
+    """A data file or a row of it is missing or broken; the message names file and row."""
+
+
+class MissingDependencyError(UserError):
+    """An optional package or program is not installed; the message holds the command that installs it."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or damaged; the message names the file."""
+
+    exit_code = 3
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is not finite; raised before any weight changes."""
+
+    exit_code = 4
+
+
+class RewardError(RuntimeError):
+    """Rewards fail for more samples than the configuration allows."""
+
+    exit_code = 5
+
+
+class SelfCheckError(RuntimeError):
+    """Replay and rollout disagree before the first update, so policy gradients would be wrong."""
+
+    exit_code = 6

@@ -1,0 +1,1 @@
+"""Models: what a task builds, trains and saves."""

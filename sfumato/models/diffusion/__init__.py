@@ -1,0 +1,1 @@
+"""Diffusion model families, one file each, as wrappers of diffusers pipelines."""

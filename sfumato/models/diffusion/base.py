@@ -1,0 +1,234 @@
+"""The interface of a diffusion model family. A family is one file beside this one and knows no algorithm.
+
+Shapes: B samples, C H W latent channels, height and width, T tokens, D features.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What a denoiser is conditioned on: tensors with one row per sample."""
+
+    tensors: dict[str, torch.Tensor]
+    """Each ``[B, ...]``; the names are the model family's."""
+    negative: dict[str, torch.Tensor] | None = None
+    """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Conditioning:
+        """The rows at ``index``; an index may repeat."""
+        if not isinstance(index, slice):
+            index = torch.as_tensor(index, dtype=torch.long)
+        return Conditioning({name: each[index] for name, each in self.tensors.items()}, self.negative)
+
+    def repeat_interleave(self, times: int) -> Conditioning:
+        """Every row ``times`` times in a row."""
+        return Conditioning({k: v.repeat_interleave(times, dim=0) for k, v in self.tensors.items()}, self.negative)
+
+    def to(self, device: torch.device | str) -> Conditioning:
+        """The same on another device."""
+        negative = None if self.negative is None else {name: each.to(device) for name, each in self.negative.items()}
+        return Conditioning({name: each.to(device) for name, each in self.tensors.items()}, negative)
+
+    def with_negative(self) -> dict[str, torch.Tensor]:
+        """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
+        assert self.negative is not None
+        return {
+            name: torch.cat([self.negative[name].to(each.dtype).expand_as(each), each])
+            for name, each in self.tensors.items()
+        }
+
+
+class DiffusionModel(ABC):
+    """A diffusers pipeline as a thing that can be trained.
+
+    A subclass states the class attributes and the abstract methods; everything else is shared. The diffusers modules
+    are used as they are.
+    """
+
+    pipeline_class: ClassVar[str]
+    """Name of the diffusers pipeline, as model_index.json has it."""
+    block_class: ClassVar[str]
+    """Name of the denoiser's repeated block, the unit of compilation, checkpointing and sharding."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Linear layers that get an adapter when the configuration names none."""
+    denoiser_name: ClassVar[str] = "transformer"
+    """Name of the trained component in the pipeline."""
+    encoder_names: ClassVar[tuple[str, ...]]
+    """Text encoders, which can be freed when all prompts are embedded."""
+
+    def __init__(
+        self, pipeline: Any, max_sequence_length: int = 256, autocast_dtype: torch.dtype | None = None
+    ) -> None:
+        """Wraps a pipeline.
+
+        Args:
+            pipeline: the diffusers pipeline with all its components.
+            max_sequence_length: tokens of the longest text encoder.
+            autocast_dtype: dtype of the denoiser's forward pass under autocast; None leaves autocast off.
+        """
+        self.pipeline = pipeline
+        self.max_sequence_length = max_sequence_length
+        self.autocast_dtype = autocast_dtype
+        self.encoders_freed = False
+        self._prompts: dict[str, dict[str, torch.Tensor]] = {}
+        for component in self.components.values():
+            component.requires_grad_(False).eval()
+
+    @classmethod
+    @abstractmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A pipeline of this family from a description, with random weights (``config_path``)."""
+
+    @abstractmethod
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Shape of one sample's latent for an image of that size in pixels. Raises ValueError if it does not divide."""
+
+    @abstractmethod
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, *latent_shape]``, the mode of the posterior."""
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``."""
+
+    @abstractmethod
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        """The noise levels of a trajectory, from 1 down to 0: float32 ``[num_steps + 1]``."""
+
+    @property
+    @abstractmethod
+    def shift(self) -> float:
+        """The timestep shift of the scheduler, for training."""
+
+    @abstractmethod
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        """The pipeline's neural networks by name."""
+        return {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
+
+    @property
+    def denoiser(self) -> nn.Module:
+        """What is trained."""
+        return getattr(self.pipeline, self.denoiser_name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the denoiser."""
+        return next(self.denoiser.parameters()).device
+
+    def predict_velocity(
+        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
+    ) -> torch.Tensor:
+        """The velocity eps - x0, with classifier-free guidance in one forward pass of 2B rows.
+
+        Args:
+            latents: ``[B, *latent_shape]``.
+            sigma: ``[B]`` in [0, 1].
+            conditioning: B rows; needs ``negative`` when guidance is on.
+            guidance_scale: uncond + scale * (cond - uncond); 1 runs the conditional branch alone.
+
+        Returns:
+            float32 ``[B, *latent_shape]``.
+        """
+        guided = guidance_scale != 1.0
+        embeddings = conditioning.with_negative() if guided else conditioning.tensors
+        if guided:
+            latents, sigma = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            velocity = self.denoise(latents.to(self.input_dtype), sigma, embeddings)
+        velocity = velocity.float()
+        if guided:
+            unconditional, conditional = velocity.chunk(2)
+            velocity = unconditional + guidance_scale * (conditional - unconditional)
+        return velocity
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """dtype of the denoiser's weights, in which its inputs are given."""
+        return next(self.denoiser.parameters()).dtype
+
+    def encode_prompts(self, prompts: Sequence[str], with_negative: bool = True) -> Conditioning:
+        """Embeds prompts; each distinct one is embedded once and kept (on the CPU) until ``forget_prompts``.
+
+        Args:
+            prompts: B prompts.
+            with_negative: add the empty prompt, which guidance and prompt dropout need.
+
+        Returns:
+            Conditioning of B rows on the denoiser's device.
+
+        Raises:
+            RuntimeError: when the encoders were freed and a prompt was not embedded before.
+        """
+        wanted = list(dict.fromkeys([*prompts, ""] if with_negative else prompts))
+        missing = [each for each in wanted if each not in self._prompts]
+        if missing and self.encoders_freed:
+            raise RuntimeError(f"the text encoders were freed and this prompt was not embedded before: {missing[0]!r}")
+        for start in range(0, len(missing), 64):
+            chunk = missing[start : start + 64]
+            with torch.no_grad():
+                embedded = self.embed_prompts(chunk)
+            for row, prompt in enumerate(chunk):
+                self._prompts[prompt] = {name: each[row].to("cpu") for name, each in embedded.items()}
+        names = list(self._prompts[wanted[0]])
+        tensors = {name: torch.stack([self._prompts[each][name] for each in prompts]) for name in names}
+        negative = {name: self._prompts[""][name][None] for name in names} if with_negative else None
+        return Conditioning(tensors, negative).to(self.device)
+
+    def forget_prompts(self) -> None:
+        """Drops the kept prompt embeddings."""
+        self._prompts.clear()
+
+    def free_encoders(self) -> None:
+        """Drops the text encoders from memory. Prompts embedded before stay available; saving leaves them out."""
+        for name in self.encoder_names:
+            setattr(self.pipeline, name, None)
+        self.encoders_freed = True
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside, the LoRA adapter is switched off: the model is its own reference."""
+        self.denoiser.disable_adapters()
+        try:
+            yield
+        finally:
+            self.denoiser.enable_adapters()
+
+    def save_pipeline(self, folder: Path) -> None:
+        """Writes the whole pipeline as a standard diffusers folder."""
+        self.pipeline.save_pretrained(folder, safe_serialization=True)
+
+    @abstractmethod
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the LoRA adapter as diffusers' ``load_lora_weights`` reads it."""
+
+
+def read_pipeline_class(folder: Path) -> str:
+    """The pipeline class name in a folder's model_index.json. Raises FileNotFoundError or ValueError."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise ValueError(f"{folder / 'model_index.json'} has no _class_name")
+    return name

@@ -1,0 +1,122 @@
+"""From a pipeline folder, or a description, to a model that can be trained."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+import sfumato.models.diffusion as families
+from sfumato.config.load import read_yaml
+from sfumato.config.sections import ModelConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
+from sfumato.models.lora import add_lora
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
+
+
+def find_families() -> dict[str, type[DiffusionModel]]:
+    """The model families in this folder by pipeline class name; a file with a subclass is enough to be found."""
+    found = {}
+    for info in pkgutil.iter_modules(families.__path__):
+        module = importlib.import_module(f"{families.__name__}.{info.name}")
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if issubclass(cls, DiffusionModel) and not inspect.isabstract(cls) and cls.__module__ == module.__name__:
+                found[cls.pipeline_class] = cls
+    return dict(sorted(found.items()))
+
+
+def find_family(pipeline_class: str, where: str) -> type[DiffusionModel]:
+    """The family of a pipeline class. Raises ConfigError that lists the known ones."""
+    known = find_families()
+    if pipeline_class not in known:
+        raise ConfigError(f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}")
+    return known[pipeline_class]
+
+
+def build_diffusion_model(
+    config: ModelConfig, device: torch.device | str = "cpu", mixed_precision: str = "no", seed: int = 0
+) -> DiffusionModel:
+    """Loads or builds a pipeline, puts it on a device, and makes what is trained trainable.
+
+    Trained weights are float32; what is frozen has ``config.dtype``.
+
+    Args:
+        config: the model section.
+        device: where the networks go.
+        mixed_precision: "no", "bf16" or "fp16": autocast of the denoiser.
+        seed: seed of random weights (a description, or LoRA's initialisation).
+
+    Raises:
+        ConfigError: when the folder or description is missing or of an unknown family.
+    """
+    family, pipeline = _make_pipeline(config, seed)
+    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
+    for component in model.components.values():
+        component.to(device)
+    if config.lora is not None:
+        add_lora(model.denoiser, config.lora, model.lora_targets, seed)
+    else:
+        model.denoiser.requires_grad_(True)
+    model.denoiser.train()
+    if config.gradient_checkpointing:
+        model.denoiser.enable_gradient_checkpointing()
+    return model
+
+
+def frozen_copy(model: DiffusionModel) -> DiffusionModel:
+    """The model with a frozen copy of its denoiser; encoders and autoencoder are shared."""
+    reference = copy.copy(model)
+    reference.pipeline = copy.copy(model.pipeline)
+    denoiser = copy.deepcopy(model.denoiser).requires_grad_(False).eval()
+    setattr(reference.pipeline, model.denoiser_name, denoiser)
+    return reference
+
+
+def _make_pipeline(config: ModelConfig, seed: int) -> tuple[type[DiffusionModel], Any]:
+    frozen = DTYPES[config.dtype]
+    if config.config_path is not None:
+        description = read_yaml(config.config_path)
+        family = find_family(str(description.get("pipeline")), f"{config.config_path}: pipeline")
+        trained = family.denoiser_name if config.lora is None else None
+        try:
+            pipeline = family.build(description, seed)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
+        if config.dtype != "fp32":
+            for name, component in pipeline.components.items():
+                if isinstance(component, torch.nn.Module) and name != trained:
+                    component.to(frozen)
+        return family, pipeline
+    folder = Path(str(config.model_path))
+    try:
+        pipeline_class = read_pipeline_class(folder)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
+            "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
+            "first (make quickstart runs all of them)"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.model_path {folder}: {error}") from error
+    family = find_family(pipeline_class, f"model.model_path {folder}")
+    import diffusers
+
+    dtypes = {"default": frozen, family.denoiser_name: frozen if config.lora else torch.float32}
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    absent = {name: None for name, value in index.items() if value == [None, None]}  # from_pretrained wants to be told
+    try:
+        pipeline = getattr(diffusers, pipeline_class).from_pretrained(
+            folder, local_files_only=True, torch_dtype=dtypes, **absent
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error
+    return family, pipeline

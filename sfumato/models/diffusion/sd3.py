@@ -1,0 +1,169 @@
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): SD3Transformer2DModel, two CLIP encoders, optionally T5."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.scratch import (
+    build_autoencoder,
+    build_clip_encoder,
+    build_clip_tokenizer,
+    build_t5_encoder,
+    build_t5_tokenizer,
+    unknown_keys,
+)
+
+
+class StableDiffusion3(DiffusionModel):
+    """The SD3 family."""
+
+    pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
+    block_class: ClassVar[str] = "JointTransformerBlock"
+    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_sd3.py
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+    )
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A StableDiffusion3Pipeline with random weights.
+
+        Args:
+            description: sections ``transformer``, ``vae``, ``scheduler`` (arguments of their diffusers classes),
+                ``text_encoder`` (width, layers, ... of both CLIP encoders), ``tokenizer`` (words, max_length), and
+                optionally ``t5``. Without T5, diffusers loads the saved folder only if told text_encoder_3=None.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section.
+        """
+        from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"})
+        words = description.get("tokenizer", {}).get("words", ())
+        tokenizer = build_clip_tokenizer(**description.get("tokenizer", {}))
+        text = description.get("text_encoder", {})
+        t5 = description.get("t5")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            encoders = [build_clip_encoder(tokenizer, **text) for _ in range(2)]
+            width = sum(encoder.config.hidden_size for encoder in encoders)
+            pooled = sum(encoder.config.projection_dim for encoder in encoders)
+            settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **description["transformer"]}
+            transformer = SD3Transformer2DModel(**settings)
+            start_at_zero(transformer)
+            vae = build_autoencoder(**description.get("vae", {}))
+            t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
+            t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)
+        return StableDiffusion3Pipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(**description.get("scheduler", {})),
+            vae=vae,
+            text_encoder=encoders[0],
+            tokenizer=tokenizer,
+            text_encoder_2=encoders[1],
+            tokenizer_2=copy.deepcopy(tokenizer),
+            text_encoder_3=t5_encoder,
+            tokenizer_3=t5_tokenizer,
+        )
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
+        prompt_embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": prompt_embeds, "pooled": pooled}
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        if frames != 1:
+            raise ValueError("Stable Diffusion 3 makes single images")
+        unit = self.pipeline.vae_scale_factor * self.pipeline.patch_size
+        if height % unit or width % unit:
+            raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
+        factor = self.pipeline.vae_scale_factor
+        return (self.denoiser.config.in_channels, height // factor, width // factor)
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        normalized = pixels.to(vae.device, vae.dtype) / 127.5 - 1
+        latents = vae.encode(normalized).latent_dist.mode().float()
+        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
+        decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0].float()
+        return ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        if scheduler.config.use_dynamic_shifting:
+            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+            patch, settings = self.pipeline.patch_size, scheduler.config
+            tokens = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+            mu = calculate_shift(
+                tokens,
+                settings.get("base_image_seq_len", 256),
+                settings.get("max_image_seq_len", 4096),
+                settings.get("base_shift", 0.5),
+                settings.get("max_shift", 1.16),
+            )
+            scheduler.set_timesteps(num_steps, mu=mu)
+        else:
+            scheduler.set_timesteps(num_steps)
+        return scheduler.sigmas.to(torch.float32)
+
+    @property
+    def shift(self) -> float:
+        return float(self.pipeline.scheduler.config.shift)
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        dtype = self.input_dtype
+        return self.denoiser(
+            hidden_states=latents,
+            timestep=sigma.to(latents.device) * 1000,
+            encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
+            pooled_projections=embeddings["pooled"].to(dtype),
+            return_dict=False,
+        )[0]
+
+    def save_adapter(self, folder: Path) -> None:
+        from diffusers.training_utils import _collate_lora_metadata
+        from peft.utils import get_peft_model_state_dict
+
+        self.pipeline.save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(self.denoiser),
+            **_collate_lora_metadata({"transformer": self.denoiser}),
+        )
+
+
+def start_at_zero(transformer: torch.nn.Module) -> None:
+    """Zeroes the output projection and the adaLN modulations, as DiT does (arXiv 2212.09748, adaLN-Zero)."""
+    torch.nn.init.zeros_(transformer.proj_out.weight)
+    torch.nn.init.zeros_(transformer.proj_out.bias)
+    for name, module in transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".norm" in f".{name}" and name.endswith("linear"):
+            torch.nn.init.zeros_(module.weight)
+            torch.nn.init.zeros_(module.bias)
