@@ -41,3 +41,9 @@ class SelfCheckError(RuntimeError):
     """Replay and rollout disagree before the first update, so policy gradients would be wrong."""
 
     exit_code = 6
+
+
+class PreemptedError(RuntimeError):
+    """The run was asked to stop and has saved its state."""
+
+    exit_code = 143  # 128 + SIGTERM, what schedulers expect of a process that obeyed

@@ -5,6 +5,7 @@ N samples; a group is a set of samples with one integer id, whatever their promp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,6 +24,15 @@ class Advantages:
     """bool ``[N]``: all rewards of the sample's group are equal (or only one is left), so nothing can be learned."""
     metrics: dict[str, float]
     """Statistics for the log."""
+
+    def rows(self, index: Sequence[int]) -> Advantages:
+        """The samples at ``index``."""
+        chosen = torch.tensor(list(index), dtype=torch.long)
+        return Advantages(self.values[chosen], self.failed[chosen], self.no_spread[chosen], self.metrics)
+
+    def useful(self, keep_no_spread: bool) -> torch.Tensor:
+        """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
+        return ~self.failed if keep_no_spread else ~self.failed & ~self.no_spread
 
 
 @dataclass(frozen=True)

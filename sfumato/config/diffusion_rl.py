@@ -154,6 +154,14 @@ class DiffusionRLConfig(Section):
             )
         if all(each.evaluation_only for each in self.reward.rewards):
             raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
+        groupwise = [each.label for each in self.reward.rewards if each.groupwise]
+        if groupwise and self.rollout.micro_batch_size % self.rollout.n:
+            raise ValueError(
+                f"reward {groupwise[0]!r} scores whole groups, so rollout.micro_batch_size "
+                f"{self.rollout.micro_batch_size} must be a multiple of rollout.n {self.rollout.n}"
+            )
         try:
             self.algorithm.window.check(self.rollout.num_inference_steps)
         except ValueError as error:

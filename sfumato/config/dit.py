@@ -106,6 +106,12 @@ class TrainDitConfig(Section):
     sample: SampleConfig = SampleConfig()
     """Sample grids."""
 
+    @model_validator(mode="after")
+    def _encoders_are_there(self) -> TrainDitConfig:
+        if not self.model.keep_encoders and self.data.cache_dir is None:
+            raise ValueError("model.keep_encoders: false needs data.cache_dir, where the embeddings are kept")
+        return self
+
 
 class TrainAutoencoderConfig(Section):
     """Training of the image autoencoder of a pipeline made from scratch."""

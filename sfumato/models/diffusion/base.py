@@ -6,6 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens, D features
 from __future__ import annotations
 
 import json
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,23 @@ class Conditioning:
     def repeat_interleave(self, times: int) -> Conditioning:
         """Every row ``times`` times in a row."""
         return Conditioning({k: v.repeat_interleave(times, dim=0) for k, v in self.tensors.items()}, self.negative)
+
+    @staticmethod
+    def cat(parts: Sequence[Conditioning]) -> Conditioning:
+        """Rows of several, in order; the negative is that of the first."""
+        names = parts[0].tensors
+        return Conditioning(
+            {name: torch.cat([each.tensors[name] for each in parts]) for name in names}, parts[0].negative
+        )
+
+    def without_prompt(self, dropped: torch.Tensor) -> Conditioning:
+        """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
+        assert self.negative is not None
+        tensors = {}
+        for name, each in self.tensors.items():
+            mask = dropped.to(each.device).reshape(-1, *[1] * (each.ndim - 1))
+            tensors[name] = torch.where(mask, self.negative[name].to(each.dtype), each)
+        return Conditioning(tensors, self.negative)
 
     def to(self, device: torch.device | str) -> Conditioning:
         """The same on another device."""
@@ -72,7 +90,11 @@ class DiffusionModel(ABC):
     """Text encoders, which can be freed when all prompts are embedded."""
 
     def __init__(
-        self, pipeline: Any, max_sequence_length: int = 256, autocast_dtype: torch.dtype | None = None
+        self,
+        pipeline: Any,
+        max_sequence_length: int = 256,
+        autocast_dtype: torch.dtype | None = None,
+        source: Path | None = None,
     ) -> None:
         """Wraps a pipeline.
 
@@ -80,10 +102,12 @@ class DiffusionModel(ABC):
             pipeline: the diffusers pipeline with all its components.
             max_sequence_length: tokens of the longest text encoder.
             autocast_dtype: dtype of the denoiser's forward pass under autocast; None leaves autocast off.
+            source: the folder that the pipeline was loaded from, if any.
         """
         self.pipeline = pipeline
         self.max_sequence_length = max_sequence_length
         self.autocast_dtype = autocast_dtype
+        self.source = source
         self.encoders_freed = False
         self._prompts: dict[str, dict[str, torch.Tensor]] = {}
         for component in self.components.values():
@@ -122,6 +146,11 @@ class DiffusionModel(ABC):
     @abstractmethod
     def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
         """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
+
+    @property
+    @abstractmethod
+    def probe_size(self) -> int:
+        """Side in pixels of a small square image that the autoencoder can take."""
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -217,8 +246,19 @@ class DiffusionModel(ABC):
             self.denoiser.enable_adapters()
 
     def save_pipeline(self, folder: Path) -> None:
-        """Writes the whole pipeline as a standard diffusers folder."""
+        """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``."""
         self.pipeline.save_pretrained(folder, safe_serialization=True)
+        if not self.encoders_freed:
+            return
+        assert self.source is not None, "encoders may be freed only when they can be found again"
+        index_path = folder / "model_index.json"
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        original = json.loads((self.source / "model_index.json").read_text(encoding="utf-8"))
+        for name in self.encoder_names:
+            if (self.source / name).is_dir():
+                shutil.copytree(self.source / name, folder / name)
+            index[name] = original.get(name, [None, None])
+        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import json
@@ -59,7 +58,8 @@ def build_diffusion_model(
         ConfigError: when the folder or description is missing or of an unknown family.
     """
     family, pipeline = _make_pipeline(config, seed)
-    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
+    source = Path(config.model_path) if config.model_path is not None else None
+    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
     for component in model.components.values():
         component.to(device)
     if config.lora is not None:
@@ -70,15 +70,6 @@ def build_diffusion_model(
     if config.gradient_checkpointing:
         model.denoiser.enable_gradient_checkpointing()
     return model
-
-
-def frozen_copy(model: DiffusionModel) -> DiffusionModel:
-    """The model with a frozen copy of its denoiser; encoders and autoencoder are shared."""
-    reference = copy.copy(model)
-    reference.pipeline = copy.copy(model.pipeline)
-    denoiser = copy.deepcopy(model.denoiser).requires_grad_(False).eval()
-    setattr(reference.pipeline, model.denoiser_name, denoiser)
-    return reference
 
 
 def _make_pipeline(config: ModelConfig, seed: int) -> tuple[type[DiffusionModel], Any]:
@@ -115,7 +106,7 @@ def _make_pipeline(config: ModelConfig, seed: int) -> tuple[type[DiffusionModel]
     absent = {name: None for name, value in index.items() if value == [None, None]}  # from_pretrained wants to be told
     try:
         pipeline = getattr(diffusers, pipeline_class).from_pretrained(
-            folder, local_files_only=True, torch_dtype=dtypes, **absent
+            folder, local_files_only=True, dtype=dtypes, **absent
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error

@@ -101,6 +101,10 @@ class StableDiffusion3(DiffusionModel):
         factor = self.pipeline.vae_scale_factor
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * self.pipeline.patch_size
+
     @torch.no_grad()
     def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae

@@ -1,0 +1,36 @@
+# make quickstart   set up, then pretrain a small text-to-image model and improve it by RL (about 15 minutes on 2 cores)
+# make test         set up, then lint and test
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 42
+BIN := $(VENV)/bin
+
+.PHONY: setup quickstart test slow-test lint format clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ocr,dev]"
+	touch $@
+
+quickstart: setup
+	$(BIN)/python -m sfumato.quickstart --seed $(SEED)
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+slow-test: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs

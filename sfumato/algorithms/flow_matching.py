@@ -1,0 +1,43 @@
+"""Flow matching with straight paths: x_sigma = (1 - sigma) x0 + sigma eps, target v = eps - x0 (arXiv 2209.03003)."""
+
+from __future__ import annotations
+
+import torch
+
+from sfumato.algorithms.dynamics.step import mean_over_sample, per_sample
+
+
+def shift_sigma(sigma: torch.Tensor, shift: float) -> torch.Tensor:
+    """shift sigma / (1 + (shift - 1) sigma): more weight on high noise for larger images (arXiv 2403.03206, eq. 23)."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def draw_sigma(uniform: torch.Tensor, density: str, mean: float, std: float, shift: float) -> torch.Tensor:
+    """Noise levels for training, by inverse transform of uniform numbers.
+
+    Args:
+        uniform: float64 ``[B]`` in [0, 1).
+        density: "uniform", or "logit_normal": sigmoid of a normal variable (arXiv 2403.03206, eq. 19).
+        mean, std: of that normal variable.
+        shift: applied afterwards; 1 changes nothing.
+
+    Returns:
+        float32 ``[B]`` in [0, 1].
+    """
+    if density == "logit_normal":
+        inner = uniform.clamp(1e-7, 1 - 1e-7)
+        uniform = torch.sigmoid(mean + std * torch.special.ndtri(inner))
+    elif density != "uniform":
+        raise ValueError(f"unknown density {density!r}: use uniform or logit_normal")
+    return shift_sigma(uniform, shift).to(torch.float32)
+
+
+def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """x_sigma ``[B, ...]`` for x0 and eps of that shape and sigma ``[B]``."""
+    sigma = per_sample(sigma, latents)
+    return (1 - sigma) * latents + sigma * noise
+
+
+def flow_matching_loss(velocity: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``."""
+    return mean_over_sample((velocity.float() - (noise - latents)) ** 2)

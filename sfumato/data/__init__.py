@@ -1,0 +1,1 @@
+"""Data: rows, batches whose order is a function of (seed, epoch), and positions that are integers."""

@@ -1,0 +1,262 @@
+"""Latents and text embeddings of image-text rows: encoded as they are needed, or once into a cache on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_text import ImageTextDataset
+from sfumato.data.loader import IndexBatch
+from sfumato.errors import DataError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+
+Dataset = ImageTextDataset | GlyphDataset
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What a flow-matching step trains on."""
+
+    latents: torch.Tensor
+    """float32 ``[B, *latent_shape]``."""
+    conditioning: Conditioning
+    """B rows, with the empty prompt as negative."""
+    sample_ids: list[int]
+    """B positions in the stream, from which noise is keyed; broken rows are missing."""
+
+
+class BadRows:
+    """Counts rows that were left out, names each once, and stops at the limit."""
+
+    def __init__(self, limit: int, say: Callable[[str], None]) -> None:
+        self.limit, self.say = limit, say
+        self.seen: set[int] = set()
+
+    def add(self, index: int, error: DataError) -> None:
+        """Notes a broken row. Raises the error itself when more than ``limit`` rows are broken."""
+        if index in self.seen:
+            return
+        self.seen.add(index)
+        if len(self.seen) > self.limit:
+            hint = "data.max_bad_rows leaves such rows out" if self.limit == 0 else f"data.max_bad_rows is {self.limit}"
+            raise DataError(f"{error} ({hint})") from error
+        self.say(f"row left out ({len(self.seen)} of at most {self.limit}): {error}")
+
+
+def read_pixels(
+    dataset: Dataset, index_batch: IndexBatch, bad_rows: BadRows, captions: list[str] | None = None
+) -> tuple[torch.Tensor, list[int]] | None:
+    """Reads the images of a batch, leaving broken rows out.
+
+    Args:
+        dataset, index_batch: which rows of what.
+        bad_rows: takes note of broken rows, or raises their DataError.
+        captions: if given, the captions of the rows that could be read are appended to it.
+
+    Returns:
+        uint8 ``[B, 3, H, W]`` and the B sample ids; None when no row could be read.
+    """
+    pixels, sample_ids = [], []
+    for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
+        try:
+            row, caption = dataset.pixels(index), "" if captions is None else dataset.caption(index)
+        except DataError as error:
+            bad_rows.add(index, error)
+            continue
+        pixels.append(row)
+        sample_ids.append(sample_id)
+        if captions is not None:
+            captions.append(caption)
+    return (torch.stack(pixels), sample_ids) if pixels else None
+
+
+class OnlineEncoder:
+    """Encodes images and captions when a batch asks for them."""
+
+    def __init__(self, dataset: Dataset, model: DiffusionModel, bad_rows: BadRows) -> None:
+        self.dataset, self.model, self.bad_rows = dataset, model, bad_rows
+
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch | None:
+        """The encoded rows that can be read; None when none can."""
+        captions: list[str] = []
+        rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions)
+        if rows is None:
+            return None
+        pixels, sample_ids = rows
+        self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
+        conditioning = self.model.encode_prompts(captions)
+        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids)
+
+
+class LatentCache:
+    """Latents and embeddings as memory-mapped files; each distinct caption is stored once."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """Opens a finished cache. Raises DataError when a file is missing or has the wrong size."""
+        self.device = device
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self.bad_rows: list[str] = manifest["bad_rows"]
+        self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
+
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch | None:
+        """The rows that could be read when the cache was made; None when none could."""
+        captions = self._tensors["captions"][torch.tensor(index_batch.indices)]
+        kept = captions >= 0
+        if not kept.any():
+            return None
+        rows = torch.tensor(index_batch.indices)[kept]
+        names = [name for name in self._tensors if name not in {"latents", "captions"}]
+        stored = {name: self._tensors[name] for name in names}
+        conditioning = Conditioning(
+            {name: each[captions[kept]] for name, each in stored.items()},
+            {name: each[:1] for name, each in stored.items()},  # caption 0 is the empty prompt
+        )
+        sample_ids = [each for each, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
+        latents = self._tensors["latents"][rows].to(self.device)
+        return EncodedBatch(latents, conditioning.to(self.device), sample_ids)
+
+
+def open_cache(
+    cache_dir: str | Path,
+    dataset: Dataset,
+    model: DiffusionModel,
+    bad_rows: BadRows,
+    batch_size: int = 64,
+    watch: Callable[[Iterable[int], int], Iterable[int]] | None = None,
+) -> LatentCache:
+    """Opens the cache of a dataset and a model, making it first if it is not there.
+
+    Args:
+        cache_dir: folder of all caches; each (data, model) has its own inside, so a stale one is never used.
+        dataset, model: what is encoded, and by what.
+        bad_rows: what to do with broken rows.
+        batch_size: images encoded together.
+        watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
+
+    Raises:
+        DataError: for a broken row beyond the limit.
+    """
+    folder = Path(cache_dir) / _fingerprint(dataset, model)
+    if not (folder / "manifest.json").is_file():
+        building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        _build(building, dataset, model, bad_rows, batch_size, watch or (lambda starts, _count: starts))
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    return LatentCache(folder, model.device)
+
+
+def _build(
+    folder: Path,
+    dataset: Dataset,
+    model: DiffusionModel,
+    bad_rows: BadRows,
+    batch_size: int,
+    watch: Callable[[Iterable[int], int], Iterable[int]],
+) -> None:
+    writer = _Writer(folder)
+    number_of = {"": 0}
+    model.forget_prompts()
+    writer.add({name: each[0] for name, each in model.encode_prompts([""]).tensors.items()})
+    starts = range(0, len(dataset), batch_size)
+    broken = []
+    for start in watch(starts, len(starts)):
+        indices = range(start, min(start + batch_size, len(dataset)))
+        images, captions = {}, {}
+        for index in indices:
+            try:
+                images[index], captions[index] = dataset.pixels(index), dataset.caption(index)
+            except DataError as error:
+                bad_rows.add(index, error)
+                broken.append(str(error))
+        new = [each for each in dict.fromkeys(captions.values()) if each not in number_of]
+        if new:
+            embedded = model.encode_prompts(new, with_negative=False).tensors
+            for row, caption in enumerate(new):
+                number_of[caption] = len(number_of)
+                writer.add({name: each[row] for name, each in embedded.items()})
+            model.forget_prompts()
+        latents = model.encode_pixels(torch.stack(list(images.values()))) if images else None
+        position = {index: row for row, index in enumerate(images)}
+        for index in indices:
+            row = position.get(index)
+            number = -1 if row is None else number_of[captions[index]]
+            writer.add({"captions": torch.tensor(number)})
+            if latents is not None:
+                writer.add({"latents": latents[row] if row is not None else torch.zeros_like(latents[0])})
+            elif "latents" not in writer.specs:
+                raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0]}")
+            else:
+                writer.add_zeros("latents")
+    writer.close({"bad_rows": broken})
+
+
+class _Writer:
+    """Appends rows to one file per tensor name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.specs: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, BinaryIO] = {}
+
+    def add(self, row: dict[str, torch.Tensor]) -> None:
+        """Appends one row to each of the named tensors."""
+        for name, tensor in row.items():
+            tensor = tensor.detach().cpu().contiguous()
+            if name not in self._files:
+                self._files[name] = (self.folder / f"{name}.bin").open("wb")
+                self.specs[name] = {
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "rows": 0,
+                }
+            self._files[name].write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            self.specs[name]["rows"] += 1
+
+    def add_zeros(self, name: str) -> None:
+        """Appends a row of zeros to a tensor that has rows already."""
+        spec = self.specs[name]
+        self.add({name: torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]))})
+
+    def close(self, extra: dict[str, Any]) -> None:
+        """Flushes everything to disk and writes the manifest."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        (self.folder / "manifest.json").write_text(json.dumps({"tensors": self.specs, **extra}), encoding="utf-8")
+
+
+def _map(path: Path, spec: dict[str, Any]) -> torch.Tensor:
+    dtype = getattr(torch, spec["dtype"])
+    count = spec["rows"]
+    for side in spec["shape"]:
+        count *= side
+    expected = count * torch.empty((), dtype=dtype).element_size()
+    if not path.is_file() or path.stat().st_size != expected:
+        raise DataError(f"damaged latent cache: {path} is missing or has not {expected} bytes; delete its folder")
+    flat = torch.from_file(str(path), shared=False, size=count, dtype=dtype)
+    return flat.reshape(spec["rows"], *spec["shape"])
+
+
+def _fingerprint(dataset: Dataset, model: DiffusionModel) -> str:
+    """Identifies data and encoders: what the encoders make of a fixed image and a fixed prompt is part of it."""
+    digest = hashlib.blake2b(digest_size=10)
+    digest.update(dataset.fingerprint().encode())
+    size = model.probe_size
+    probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
+    outputs = [model.encode_pixels(probe), *model.encode_prompts(["a probe"], with_negative=False).tensors.values()]
+    for each in outputs:
+        digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
+        digest.update(each.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()

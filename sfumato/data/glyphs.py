@@ -1,0 +1,120 @@
+"""Rendered words with captions: a text-to-image task that needs no download and can be verified by OCR."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from sfumato.algorithms.noise import keyed_generator
+from sfumato.config.sections import GlyphConfig
+from sfumato.errors import DataError
+
+
+class GlyphDataset:
+    """Images of single words, black on white; image i is a function of (seed, i).
+
+    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears.
+    """
+
+    def __init__(self, config: GlyphConfig, height: int, width: int, seed: int) -> None:
+        self.config = config
+        self.height, self.width = height, width
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.config.num_images
+
+    @cached_property
+    def _fonts(self) -> dict[int, object]:
+        from PIL import ImageFont
+
+        return {size: ImageFont.load_default(size) for size in self.config.font_sizes}
+
+    def caption(self, index: int) -> str:
+        """Caption of image ``index``."""
+        return caption_of(self._word(index)[0], self.config)
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """Image ``index``: uint8 ``[3, height, width]``."""
+        word, generator = self._word(index)
+        size = self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)]
+        shift = [_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2)]
+        return render_word(word, self._fonts[size], self.height, self.width, shift)
+
+    def describe(self, index: int) -> str:
+        """Where the row comes from, for messages."""
+        return f"glyph image {index} ({self._word(index)[0]!r})"
+
+    def example_captions(self, count: int) -> list[str]:
+        """Captions of ``count`` held-out words, for sample grids."""
+        return [caption_of(word, self.config) for word in held_out_words(self.config, count)]
+
+    def fingerprint(self) -> str:
+        """Identifies the images, for caches."""
+        return f"{self.config.model_dump_json()}|{self.height}x{self.width}|{self.seed}"
+
+    def _word(self, index: int) -> tuple[str, torch.Generator]:
+        generator = keyed_generator(self.seed, "glyph", index)
+        while True:
+            word = _draw_word(generator, self.config)
+            if not is_held_out(word, self.config):
+                return word, generator
+
+
+def render_word(word: str, font: object, height: int, width: int, shift: list[int]) -> torch.Tensor:
+    """Draws a word in black on white: uint8 ``[3, height, width]``."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("L", (width, height), 255)
+    draw = ImageDraw.Draw(image)
+    left, top, right, bottom = draw.textbbox((0, 0), word, font=font)
+    x = (width - (right - left)) / 2 - left + shift[0]
+    y = (height - (bottom - top)) / 2 - top + shift[1]
+    draw.text((x, y), word, font=font, fill=0)
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+def caption_of(word: str, config: GlyphConfig) -> str:
+    """The caption of a word."""
+    return config.template.format(word=word)
+
+
+def is_held_out(word: str, config: GlyphConfig) -> bool:
+    """Whether training never shows this word: a function of the word alone, so all runs agree."""
+    digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < config.held_out
+
+
+def training_words(config: GlyphConfig, limit: int = 50_000) -> list[str]:
+    """All words that may be shown, in a fixed order. Raises DataError when there are more than ``limit``."""
+    count = len(config.characters) ** config.length
+    if count > limit:
+        raise DataError(f"there are {count} words of {config.length} characters; listing them stops at {limit}")
+    words = [""]
+    for _ in range(config.length):
+        words = [word + letter for word in words for letter in config.characters]
+    return [word for word in words if not is_held_out(word, config)]
+
+
+def held_out_words(config: GlyphConfig, count: int) -> list[str]:
+    """The first ``count`` held-out words of a fixed random order. Raises DataError if there are fewer."""
+    generator = keyed_generator(0, "held out words")
+    words: dict[str, None] = {}
+    for _ in range(1000 * count):
+        word = _draw_word(generator, config)
+        if is_held_out(word, config):
+            words[word] = None
+            if len(words) == count:
+                return list(words)
+    raise DataError(f"there are fewer than {count} held-out words: lower the number or raise data.glyphs.held_out")
+
+
+def _draw_word(generator: torch.Generator, config: GlyphConfig) -> str:
+    return "".join(config.characters[_integer(generator, 0, len(config.characters) - 1)] for _ in range(config.length))
+
+
+def _integer(generator: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, (), generator=generator))

@@ -1,0 +1,82 @@
+"""Batches of rows in an order that is a function of (seed, epoch); the position is the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sfumato.algorithms.noise import keyed_permutation
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class IndexBatch:
+    """Rows of one micro-batch."""
+
+    indices: list[int]
+    """Row numbers in the dataset."""
+    sample_ids: list[int]
+    """Positions in the stream of all samples of the run, from which their noise is keyed."""
+
+
+class IndexLoader:
+    """Which rows each step trains on, the same whatever the number of processes and the micro-batch size."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        max_steps: int | None,
+        num_epochs: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Plans the run.
+
+        Args:
+            num_rows: rows of the dataset.
+            global_batch_size: samples of one step over all ranks.
+            micro_batch_size: samples of one pass of one rank.
+            seed: seed of the order.
+            max_steps: steps of the run; None takes ``num_epochs`` passes, the last incomplete step left out.
+            num_epochs: passes over the data when max_steps is None.
+            rank, num_ranks: this process's place.
+
+        Raises:
+            DataError: when there are fewer rows than a step needs and no max_steps.
+        """
+        self.num_rows, self.seed = num_rows, seed
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.rank, self.num_ranks = rank, num_ranks
+        self.total_steps = max_steps if max_steps is not None else num_rows * num_epochs // global_batch_size
+        if self.total_steps == 0:
+            raise DataError(
+                f"{num_epochs} epochs of {num_rows} rows do not fill one step of train.global_batch_size "
+                f"{global_batch_size}: lower it, or set train.max_steps"
+            )
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+
+    def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
+        """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""
+        for step in range(from_step, self.total_steps):
+            yield step, self.micro_batches(step)
+
+    def micro_batches(self, step: int) -> list[IndexBatch]:
+        """This rank's micro-batches of a step: contiguous shares of the step's samples."""
+        per_rank = self.global_batch_size // self.num_ranks
+        first = step * self.global_batch_size + self.rank * per_rank
+        batches = []
+        for start in range(first, first + per_rank, self.micro_batch_size):
+            ids = list(range(start, min(start + self.micro_batch_size, first + per_rank)))
+            batches.append(IndexBatch([self._row(each) for each in ids], ids))
+        return batches
+
+    def _row(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, keyed_permutation(self.num_rows, self.seed, "order", epoch)
+        return int(self._order[offset])

@@ -1,0 +1,92 @@
+"""Prompts for RL: which groups an iteration samples is a function of (seed, iteration)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sfumato.algorithms.noise import keyed_permutation
+from sfumato.config.diffusion_rl import PromptDataConfig
+from sfumato.data.glyphs import caption_of, held_out_words, training_words
+from sfumato.data.rows import open_rows, text_field
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with what its reward needs to know."""
+
+    text: str
+    metadata: dict[str, Any]
+    where: str
+    """File and row, for messages."""
+
+
+def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None) -> list[Prompt]:
+    """All prompts of a split.
+
+    Args:
+        config: the data section.
+        split: "train" or "eval".
+        limit: only the first so many.
+
+    Raises:
+        DataError: when a file or row is missing or broken, or there are fewer than ``limit`` rows.
+    """
+    if config.data_type == "glyphs":
+        words = training_words(config.glyphs) if split == "train" else held_out_words(config.glyphs, limit or 64)
+        return [
+            Prompt(caption_of(word, config.glyphs), {"target": word}, f"glyph word {word!r}") for word in words[:limit]
+        ]
+    option = f"data.{split}_path"
+    rows = open_rows(str(getattr(config, f"{split}_path")), config.prompt_key, option)
+    if limit is not None and len(rows) < limit:
+        raise DataError(f"{option}: has {len(rows)} rows, but {limit} are asked for (eval.num_prompts)")
+    prompts = []
+    for index in range(len(rows) if limit is None else limit):
+        row, where = rows[index], rows.describe(index)
+        metadata = {key: value for key, value in row.items() if key != config.prompt_key}
+        prompts.append(Prompt(text_field(row, config.prompt_key, where), metadata, where))
+    return prompts
+
+
+def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], Any]]) -> None:
+    """Runs what the rewards demand of a row on every prompt, before anything is sampled.
+
+    Raises DataError that names file and row.
+    """
+    for prompt in prompts:
+        for check in checks:
+            try:
+                check(prompt.text, prompt.metadata)
+            except DataError as error:
+                raise DataError(f"{prompt.where}: {error}") from error
+
+
+class PromptLoader:
+    """Groups of an iteration: prompts in an order that is shuffled anew each epoch, each sampled n times."""
+
+    def __init__(self, prompts: list[Prompt], num_prompts: int, group_size: int, seed: int) -> None:
+        """Args are the prompts, the groups of one iteration, the samples of a group, and the seed of the order."""
+        self.prompts = prompts
+        self.num_prompts, self.group_size = num_prompts, group_size
+        self.seed = seed
+
+    def groups(self, iteration: int) -> list[Prompt]:
+        """The prompts of one iteration; prompt i is group i."""
+        first = iteration * self.num_prompts
+        return [self._at(position) for position in range(first, first + self.num_prompts)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self.prompts))
+        order = self._order(epoch)
+        return self.prompts[int(order[offset])]
+
+    def _order(self, epoch: int) -> Any:
+        if getattr(self, "_cached_epoch", None) != epoch:
+            self._cached_epoch, self._cached_order = (
+                epoch,
+                keyed_permutation(len(self.prompts), self.seed, "prompts", epoch),
+            )
+        return self._cached_order

@@ -1,0 +1,70 @@
+"""Exponential moving average of trained weights.
+
+diffusers' EMAModel averages all parameters and starts its decay one step later than flow_grpo; this one averages only
+what is trained and follows flow_grpo's schedule, so that published settings mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from sfumato.parallel.gradients import trainable_parameters
+
+
+def ema_decay(step: int, limit: float) -> float:
+    """Decay at an optimiser step (0 is the first): min((1 + step) / (10 + step), limit)."""
+    return min((1 + step) / (10 + step), limit)
+
+
+class Ema:
+    """Averages of a module's trainable parameters, float32."""
+
+    def __init__(self, module: nn.Module, limit: float, interval: int = 1) -> None:
+        """Starts at the module's weights; ``limit`` is the largest decay, ``interval`` the steps between updates."""
+        self.limit, self.interval = limit, interval
+        self.num_updates = 0
+        """Optimiser steps that were reported."""
+        self.module = module
+        self.averages = {name: each.detach().clone() for name, each in trainable_parameters(module).items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Call it after every optimiser step; moves the averages towards the weights when it is due."""
+        step = self.num_updates
+        self.num_updates += 1
+        if self.num_updates % self.interval:
+            return
+        weights = trainable_parameters(self.module)
+        share = 1 - ema_decay(step, self.limit)
+        torch._foreach_lerp_(list(self.averages.values()), [weights[name].detach() for name in self.averages], share)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the module has the averaged weights."""
+        weights = trainable_parameters(self.module)
+        kept = {name: each.detach().clone() for name, each in weights.items()}
+        self._copy(self.averages, weights)
+        try:
+            yield
+        finally:
+            self._copy(kept, weights)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(source: dict[str, torch.Tensor], target: dict[str, nn.Parameter]) -> None:
+        for name, value in source.items():
+            target[name].copy_(value)
+
+
+@contextmanager
+def averaged_weights(ema: Ema | None) -> Iterator[None]:
+    """Averaged weights inside where there is an average, else the weights as they are."""
+    if ema is None:
+        yield
+        return
+    with ema.applied():
+        yield

@@ -1,0 +1,92 @@
+"""What a reward is: a frozen dataclass that scores samples and knows neither models nor algorithms."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One finished sample, as rewards see it."""
+
+    image: np.ndarray
+    """The image, uint8 [H, W, 3], red green blue."""
+    prompt: str
+    """The text that the sample was made from."""
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The other columns of the prompt's row in the data file, such as ``target``."""
+    group_id: int
+    """Samples of the same prompt in the same step share this number."""
+
+    def __post_init__(self) -> None:
+        image = self.image
+        assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3, (
+            f"a sample's image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(ABC):
+    """Base of every reward. A subclass states ``type: ClassVar[str]`` and defines ``score``.
+
+    Raises ConfigError when ``weight`` is not finite or ``timeout_s`` is not positive. A subclass with a
+    ``__post_init__`` of its own calls ``super().__post_init__()``.
+    """
+
+    type: ClassVar[str]
+    groupwise: ClassVar[bool] = False
+
+    name: str = ""
+    """Label in metrics and messages; empty: the type. Needed when two rewards have the same type."""
+    weight: float = 1.0
+    """Factor of this reward in the weighted sum that is optimised; may be negative."""
+    evaluation_only: bool = False
+    """Scored and logged, but never part of what is optimised."""
+    timeout_s: float = 120.0
+    """Seconds that one call may take; after that the call is abandoned and its samples have no reward."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"weight of reward {self.label!r} must be a finite number, not {self.weight}")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
+
+    @property
+    def label(self) -> str:
+        """The name of this reward in metrics and messages: ``name``, else the type, else the class's name."""
+        return self.name or getattr(self, "type", self.__class__.__name__)
+
+    def prepare(self) -> None:  # noqa: B027  (most rewards have nothing to load)
+        """Loads what ``score`` needs, so that a missing package is found before the first step and not after it.
+
+        Raises MissingDependencyError that holds the command that installs what is missing.
+        """
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:  # noqa: B027  (most rewards take any prompt)
+        """Whether a row of the data has what ``score`` needs; called on every row before anything is sampled.
+
+        Raises DataError that says what is missing.
+        """
+
+    @abstractmethod
+    def score(self, samples: list[Sample]) -> list[float]:
+        """Scores a batch, or one whole group when ``groupwise`` is true. Called from another thread.
+
+        Args:
+            samples: at least one sample.
+
+        Returns:
+            One finite number per sample in the same order; NaN for a sample that could not be scored.
+
+        Raises:
+            UserError: a mistake that a person has to mend, such as a row without a target; it stops the run.
+            Exception: anything else means that none of these samples could be scored.
+        """

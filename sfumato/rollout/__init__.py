@@ -1,0 +1,1 @@
+"""Sampling from a policy: trajectories with log-probabilities, and their replay."""

@@ -1,0 +1,218 @@
+"""Denoising trajectories: sampling them with what an update needs, and replaying them with gradients.
+
+Shapes: B samples, W trained steps, ... latent dimensions, T denoising steps. The same step function serves both
+sides; latents, sigmas and noise are float32 in it, and the latent that is scored is the latent that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sfumato.algorithms.dynamics import GaussianStep
+from sfumato.algorithms.dynamics.ode import EulerODE
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.errors import SelfCheckError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+
+
+class Dynamics(Protocol):
+    """A stochastic or deterministic denoising step; see ``sfumato.algorithms.dynamics``."""
+
+    def step(
+        self,
+        velocity: torch.Tensor,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        sigma_next: torch.Tensor,
+        sigma_max: float,
+    ) -> GaussianStep: ...
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """What an update needs of B sampled trajectories: the trained steps only."""
+
+    steps: list[int]
+    """The W trained denoising steps."""
+    sigmas: torch.Tensor
+    """float32 ``[T + 1]``, the whole schedule."""
+    latents: torch.Tensor
+    """float32 ``[B, W, ...]``: the latent before each trained step."""
+    next_latents: torch.Tensor
+    """float32 ``[B, W, ...]``: the latent that was drawn."""
+    means: torch.Tensor
+    """float32 ``[B, W, ...]``: the mean it was drawn around."""
+    log_probs: torch.Tensor
+    """float32 ``[B, W]``."""
+
+    def rows(self, index: torch.Tensor) -> Trajectories:
+        """The samples at ``index``."""
+        return Trajectories(
+            self.steps,
+            self.sigmas,
+            self.latents[index],
+            self.next_latents[index],
+            self.means[index],
+            self.log_probs[index],
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[Trajectories]) -> Trajectories:
+        """Samples of several micro-batches, in order."""
+        joined = {
+            name: torch.cat([getattr(each, name) for each in parts])
+            for name in ("latents", "next_latents", "means", "log_probs")
+        }
+        return Trajectories(parts[0].steps, parts[0].sigmas, **joined)
+
+
+@torch.no_grad()
+def sample_trajectories(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    *,
+    dynamics: Dynamics,
+    trained_steps: Sequence[int],
+    size: tuple[int, int],
+    num_steps: int,
+    guidance_scale: float,
+    seed: int,
+    iteration: int,
+    latent_ids: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, Trajectories | None]:
+    """Denoises B samples; steps outside ``trained_steps`` are deterministic.
+
+    Args:
+        model: the policy.
+        conditioning: B rows.
+        sample_ids: B integers that key the noise.
+        dynamics: the stochastic step.
+        trained_steps: the steps that are stochastic and kept, ascending; may be empty.
+        size: height and width in pixels.
+        num_steps: denoising steps T.
+        guidance_scale: classifier-free guidance; 1 is none.
+        seed, iteration: the rest of the noise's key.
+        latent_ids: keys of the initial latents where they differ from ``sample_ids`` (groups that share one).
+
+    Returns:
+        The final latents ``[B, ...]`` and the trajectories (None without trained steps).
+    """
+    shape = model.latent_shape(*size)
+    sigmas = model.sigmas(num_steps, shape).to(model.device)
+    sigma_max = float(sigmas[1])
+    latents = keyed_normal(shape, seed, "latent", iteration, latent_ids or sample_ids, model.device)
+    ode, kept = EulerODE(), []
+    for index in range(num_steps):
+        sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
+        velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+        if index not in trained_steps:
+            latents = ode.step(velocity, latents, sigma, sigma_next, sigma_max).mean
+            continue
+        step = dynamics.step(velocity, latents, sigma, sigma_next, sigma_max)
+        noise = keyed_normal(shape, seed, f"step noise {index}", iteration, sample_ids, model.device)
+        drawn = step.draw(noise)
+        kept.append((latents, drawn, step.mean, step.log_prob(drawn)))
+        latents = drawn
+    if not kept:
+        return latents, None
+    before, after, means, log_probs = (torch.stack(each, dim=1) for each in zip(*kept, strict=True))
+    return latents, Trajectories(list(trained_steps), sigmas, before, after, means, log_probs)
+
+
+def replay_trajectories(
+    model: DiffusionModel,
+    trajectories: Trajectories,
+    conditioning: Conditioning,
+    dynamics: Dynamics,
+    guidance_scale: float,
+) -> GaussianStep:
+    """The policy's present distribution of every trained step, all steps and guidance branches in one forward pass.
+
+    Args:
+        model: the policy; gradients flow into it.
+        trajectories: B samples of W steps.
+        conditioning: B rows.
+        dynamics, guidance_scale: as in the rollout.
+
+    Returns:
+        A step of B x W rows, sample by sample.
+    """
+    num_steps = len(trajectories.steps)
+    rows = trajectories.latents.flatten(0, 1)
+    steps = torch.tensor(trajectories.steps, device=rows.device).repeat(len(trajectories.latents))
+    sigma, sigma_next = trajectories.sigmas[steps], trajectories.sigmas[steps + 1]
+    velocity = model.predict_velocity(rows, sigma, conditioning.repeat_interleave(num_steps), guidance_scale)
+    return dynamics.step(velocity, rows, sigma, sigma_next, float(trajectories.sigmas[1]))
+
+
+def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dtype, bound: float | None) -> float:
+    """Compares replay and rollout before an update, when the policy is still the one that sampled.
+
+    Args:
+        log_ratio: ``[B x W]`` of the replay, sample by sample.
+        steps: the W trained steps.
+        dtype: the model's, for the message.
+        bound: largest log-ratio that passes; None passes all.
+
+    Returns:
+        The largest absolute log-ratio.
+
+    Raises:
+        SelfCheckError: naming the denoising step and the dtype.
+    """
+    errors = log_ratio.abs().reshape(-1, len(steps)).amax(dim=0)
+    worst = int(errors.argmax())
+    largest = float(errors[worst])
+    if bound is not None and not largest <= bound:
+        raise SelfCheckError(
+            f"before the first update, replay and rollout differ at denoising step {steps[worst]} by a log-ratio of "
+            f"{largest:.2e} (allowed: a tenth of the clip range, {bound:.2e}; model in {dtype}). Use one batch shape "
+            "in both (rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip "
+            "range; algorithm.self_check: false goes on anyway"
+        )
+    return largest
+
+
+def sample_images(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    *,
+    size: tuple[int, int],
+    num_steps: int,
+    guidance_scale: float,
+    seed: int,
+    micro_batch_size: int,
+) -> list[np.ndarray]:
+    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each.
+
+    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together.
+    """
+    images: list[np.ndarray] = []
+    for start in range(0, len(sample_ids), micro_batch_size):
+        part = slice(start, start + micro_batch_size)
+        latents, _ = sample_trajectories(
+            model,
+            conditioning.rows(part),
+            sample_ids[part],
+            dynamics=EulerODE(),
+            trained_steps=(),
+            size=size,
+            num_steps=num_steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+            iteration=0,
+        )
+        images += to_images(model.decode(latents))
+    return images
+
+
+def to_images(pixels: torch.Tensor) -> list[np.ndarray]:
+    """uint8 pixels ``[B, 3, H, W]`` as arrays ``[H, W, 3]``."""
+    return list(pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy())

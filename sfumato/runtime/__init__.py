@@ -1,0 +1,1 @@
+"""Roles: what lives where, and how work reaches it. In one process a role is an object here."""

@@ -1,0 +1,159 @@
+"""How far a run is: a bar in a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+class Progress:
+    """Shows steps, a few values and the time that is left, on stderr.
+
+    In a terminal this is a bar. Elsewhere it is lines such as
+    ``pretrain  step 120/1000  loss 0.4321  lr 1.0e-03  eta 3m12s``: the first and the last step, and between them
+    at most one line every ``interval_s``.
+
+    Args:
+        total_steps: the step at which the run ends.
+        start_step: finished steps at the start; more than 0 for a resumed run.
+        label: stands in front of every line.
+        enabled: False shows nothing; only rank 0 shows.
+        interval_s: seconds between plain lines.
+        stream: where to write; None is ``sys.stderr``.
+        clock: seconds that never go back; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        label: str = "train",
+        *,
+        enabled: bool = True,
+        interval_s: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps, self.label, self.enabled, self.interval_s = total_steps, label, enabled, interval_s
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._last_step, self._last_time = start_step, clock()
+        self._seconds_per_step: deque[float] = deque(maxlen=30)
+        self._shown_at: float | None = None
+        self._pending: str | None = None
+        self._bar = _build_bar(self._stream) if enabled and self._stream.isatty() else None
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(label, total=total_steps, completed=start_step, values="", eta="")
+
+    def update(self, step: int, **shown_values: float) -> None:
+        """Says that ``step`` steps are finished. The values are shown in the order given."""
+        if not self.enabled:
+            return
+        now = self._clock()
+        if step > self._last_step:
+            self._seconds_per_step.append((now - self._last_time) / (step - self._last_step))
+        self._last_step, self._last_time = step, now
+        is_last = step >= self.total_steps
+        values = "  ".join(f"{name} {format_value(value)}" for name, value in shown_values.items())
+        eta = "" if is_last or self.eta_s is None else f"eta {format_duration(self.eta_s)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, values=values, eta=eta)
+            if is_last or self._is_due(now, 0.1):  # no background thread draws: it would not survive a fork
+                self._bar.refresh()
+                self._shown_at = now
+            return
+        line = "  ".join(part for part in (self.label, f"step {step}/{self.total_steps}", values, eta) if part)
+        if is_last or self._is_due(now, self.interval_s):
+            self._write(line)
+            self._shown_at, self._pending = now, None
+        else:
+            self._pending = line
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left by the median of the last 30 steps (one slow step, a compile or a save, does not count)."""
+        if not self._seconds_per_step:
+            return None
+        return statistics.median(self._seconds_per_step) * max(self.total_steps - self._last_step, 0)
+
+    def message(self, text: str) -> None:
+        """Shows a line of text at once, above the bar if there is one."""
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._write(text)
+
+    def close(self) -> None:
+        """Shows the last step if it has not been shown (a run that stops early) and gives the terminal back."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+            self._bar = None
+        elif self._pending is not None:
+            self._write(self._pending)
+        self._pending, self.enabled = None, False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _is_due(self, now: float, interval_s: float) -> bool:
+        return self._shown_at is None or now - self._shown_at >= interval_s
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def format_value(value: float) -> str:
+    """A number in a few characters: 0.4321, 1.0e-03, 812.25, 65536."""
+    value = float(value)
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value == int(value) and size < 1e7:
+        return str(int(value))
+    if size < 0.01 or size >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 10_000 else f"{value:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as people say them: 42s, 3m12s, 5h07m, 2d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _build_bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[eta]}", markup=False),
+        TextColumn("{task.fields[values]}", markup=False),
+        console=Console(file=stream),
+        auto_refresh=False,
+        # What a script prints to a file or a pipe must arrive there, not on the terminal of the bar.
+        redirect_stdout=sys.stdout.isatty(),
+    )

@@ -1,0 +1,400 @@
+"""One HTML file that shows a run: what training changed, curves, samples over training, config, timing."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import statistics
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sfumato.tracking.progress import format_value
+from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
+from sfumato.tracking.trackers import read_jsonl, write_atomically
+
+MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
+SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
+
+Series = dict[str, dict[int, float | None]]  # metric name -> step -> value; None is a value that was not finite
+
+# The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
+_GROUPS = (
+    ("Evaluation", r"^eval/"),
+    ("Reward", r"^(train/)?(reward|advantage)"),
+    ("Time and memory", r"^(time|memory|throughput|mfu|tokens_per)"),
+    ("Policy ratio, KL and clipping", r"^policy/|(^|[/_])(ratio|kl|clip|clipped|clipfrac|clip_frac|entropy)($|[/_])"),
+)
+_OTHER = "Loss and optimisation"
+SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
+
+# Stand-ins that matplotlib draws with; the page turns them into CSS colours that follow light and dark.
+_COLOURS = {"#010203": "var(--muted)", "#010204": "var(--line)", "#010205": "var(--accent)", "#010206": "var(--faint)"}
+_MUTED, _LINE, _ACCENT, _FAINT = _COLOURS
+
+
+def write_report(output_dir: Path) -> Path:
+    """Builds ``report.html`` in a run folder: one file that opens offline and refers to nothing outside itself.
+
+    Works from the first second of a run on: what is not there yet is left out. The file is replaced atomically.
+
+    Args:
+        output_dir: a run folder with any of metrics.jsonl, timings.jsonl, samples/, config.yaml, environment.json.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        DataError: a line of a .jsonl file, other than the last, is broken.
+    """
+    output_dir = Path(output_dir)
+    metrics = _series(read_jsonl(output_dir / "metrics.jsonl"))
+    timings = _series(read_jsonl(output_dir / "timings.jsonl"))
+    samples = read_samples(output_dir)
+    config = _read_text(output_dir / "config.yaml")
+    parts = [
+        _header(output_dir, metrics, samples, config),
+        _headline(metrics),
+        _curves(metrics | timings),
+        _eval_grid(output_dir, samples),
+        _train_samples(output_dir, samples),
+        config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
+        _last_values(metrics),
+        _timing(timings),
+    ]
+    name = escape(output_dir.resolve().name)
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name} · sfumato</title>\n<style>{_CSS}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</main></body></html>\n"
+    )
+    path = output_dir / "report.html"
+    write_atomically(path, page.encode("utf-8"))
+    return path
+
+
+def _series(records: list[dict[str, Any]]) -> Series:
+    """Numbers by metric and step; of several lines with one step the last one counts."""
+    series: Series = {}
+    for record in records:
+        for name, value in record.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name != "step" and isinstance(record.get("step"), int) and (is_number or value is None):
+                series.setdefault(name, {})[record["step"]] = value
+    return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
+
+
+def _finite(points: dict[int, float | None]) -> dict[int, float]:
+    return {step: value for step, value in points.items() if value is not None}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str) -> str:
+    steps = [step for points in metrics.values() for step in points] + list(samples)
+    last, total = max(steps, default=0), _planned_steps(config)
+    state, kind = f"step {last}" + (f" of {total}" if total else ""), "open"
+    if not steps:
+        state = "nothing logged yet"
+    elif total and last >= total:
+        state, kind = f"all {total} steps finished", "done"
+    bar = f'<progress max="{total}" value="{last}">{last} of {total}</progress>' if total else ""
+    versions = "".join(f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment(output_dir).items())
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return (
+        f'<header><p class="brand">sfumato run report</p><h1>{escape(output_dir.resolve().name)}</h1>'
+        f'<p class="state"><span class="badge {kind}">{state}</span>{bar}<span>written {escape(written)}</span></p>'
+        f'<p class="state versions">{versions}</p></header>'
+    )
+
+
+def _planned_steps(config: str) -> int | None:
+    try:
+        steps = yaml.safe_load(config)["train"]["max_steps"]
+    except (yaml.YAMLError, TypeError, KeyError):  # the report also serves configs of other shapes
+        return None
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def _environment(output_dir: Path) -> dict[str, str]:
+    """The scalars of environment.json, nested names cut to their last part."""
+    try:
+        pending = [("", json.loads(_read_text(output_dir / "environment.json")))]
+    except ValueError:  # absent, or being written at this moment
+        return {}
+    found: dict[str, str] = {}
+    while pending:
+        name, value = pending.pop(0)
+        if isinstance(value, dict):
+            pending.extend((f"{name} {key}" if key in found else key, item) for key, item in value.items())
+        elif name and value is not None and not isinstance(value, list) and len(str(value)) <= 60:
+            found[name] = str(value)[:12] if "commit" in name else str(value)
+    return found
+
+
+def _headline(metrics: Series) -> str:
+    cards = []
+    for name, points in metrics.items():
+        values = list(_finite(points).items())
+        if not name.startswith("eval/reward") or not values:
+            continue
+        (first_step, first), (last_step, last) = values[0], values[-1]
+        best_step, best = max(values, key=lambda item: item[1])
+        if len(values) == 1:
+            numbers, note = f"<b>{first:.3f}</b>", f"one evaluation so far, at step {first_step}"
+        else:
+            kind = "up" if last > first else "down" if last < first else "same"
+            numbers = (
+                f'<span class="first">{first:.3f}</span><span class="arrow">→</span><b>{last:.3f}</b>'
+                f'<span class="change {kind}">{last - first:+.3f}</span>'
+            )
+            note = f"before: step {first_step} · after: {last_step} · best: {best:.3f} at {best_step}"
+        cards.append(
+            f'<div class="card" data-metric="{escape(name)}"><p class="note">{escape(name.removeprefix("eval/"))}</p>'
+            f'<p class="numbers">{numbers}</p><p class="note">{note}</p></div>'
+        )
+    return _section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""
+
+
+def _section(title: str, note: str, body: str) -> str:
+    return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+
+
+def _curves(series: Series) -> str:
+    html, number = [], 0
+    for section in SECTIONS:
+        figures = []
+        for name, points in series.items():
+            values = _finite(points)
+            own = next((group for group, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
+            if own != section or not values:
+                continue
+            number += 1
+            missing, latest = len(points) - len(values), f"{list(values.values())[-1]:.6g}"
+            note = f'<span class="warn">{missing} not finite</span>' if missing else ""
+            figures.append(
+                f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
+                f"<span>{latest}</span></figcaption>{_svg(name, values, f'c{number}-')}</figure>"
+            )
+        if figures:
+            html.append(f'<h3>{section}</h3><div class="curves">{"".join(figures)}</div>')
+    return _section("Curves", "", "".join(html)) if html else ""
+
+
+def _svg(name: str, values: dict[int, float], prefix: str) -> str:
+    """Draws one curve; ``prefix`` keeps the ids of several drawings on one page apart."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
+    figure = Figure(figsize=(4.6, 2.5), layout="constrained")
+    axes = figure.add_subplot()
+    if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
+        axes.plot(steps, ys, color=_FAINT, linewidth=1.0, clip_on=False)
+        axes.plot(steps, smooth(ys), color=_ACCENT, linewidth=1.9, clip_on=False)
+    else:
+        marker = "o" if len(ys) <= SMOOTH_FROM else None
+        axes.plot(steps, ys, color=_ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
+    axes.set_xlabel("step", color=_MUTED, fontsize=10)
+    axes.set_ylabel(_unit(name), color=_MUTED, fontsize=10, parse_math=False)
+    axes.grid(True, color=_LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
+    axes.yaxis.get_offset_text().set(color=_MUTED, fontsize=10)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side in ("left", "bottom"), edgecolor=_LINE)
+    buffer = io.StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    svg = "<svg" + buffer.getvalue().split("<svg", 1)[1]
+    for stand_in, colour in _COLOURS.items():
+        svg = svg.replace(stand_in, colour)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    svg = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", svg, flags=re.DOTALL)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)} over steps"', 1)
+
+
+def _unit(name: str) -> str:
+    last = name.rsplit("/", 1)[-1]
+    if last.endswith(("_mib", "_gib")):
+        return last[-3].upper() + "iB"
+    return "seconds" if last.endswith("_s") else last[:28]
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over about a fifteenth of the points; at the ends over the points that there are."""
+    half = max(2, len(values) // 30)
+    window = np.ones(2 * half + 1)
+    return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]
+
+
+def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+    # The key holds prompt and seed too: an image must never stand beside a prompt that did not make it.
+    cells: dict[tuple[int, str, int], dict[int, dict[str, Any]]] = {}
+    for step, rows in samples.items():
+        for row in rows:
+            if row.get("kind") == "eval":
+                key = (row.get("sample_id", 0), row.get("prompt", ""), row.get("seed", 0))
+                cells.setdefault(key, {})[step] = row
+    if not cells:
+        return ""
+    steps = choose_evenly(sorted({step for by_step in cells.values() for step in by_step}), MAX_COLUMNS)
+    shown = sorted(cells)[:MAX_ROWS]
+    chips = _Chips([cells[key][step].get("total") for key in shown for step in steps if step in cells[key]])
+    head = "".join(f'<th scope="col" data-step="{step}">step {step}</th>' for step in steps)
+    body = []
+    for key in shown:
+        sample_id, prompt, seed = key
+        images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
+        body.append(
+            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{escape(prompt)} '
+            f"<small>seed {seed}</small></span></th></tr><tr>{images}</tr>"
+        )
+    hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
+    width = max(104, min(MAX_PIXELS, 1080 // len(steps) - 10))
+    table = (
+        f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+    return _section("Same prompts and seeds over training", f"The reward stands under each image{hidden}.", table)
+
+
+def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+    """Best and worst of some groups of the newest step; a group is the samples of one prompt."""
+    step = max((s for s, rows in samples.items() if any(r.get("kind") == "train" for r in rows)), default=None)
+    if step is None:
+        return ""
+    rows = [row for row in samples[step] if row.get("kind") == "train"]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row.get("prompt", ""), []).append(row)
+    chips = _Chips([row.get("total") for row in rows])
+    html = []
+    for prompt, members in list(groups.items())[:MAX_GROUPS]:
+        scored = sorted((r for r in members if r.get("total") is not None), key=lambda r: r["total"], reverse=True)
+        chosen = [("best ", scored[0]), ("worst ", scored[-1])] if len(scored) > 1 else [("", r) for r in members[:1]]
+        figures = "".join(f"<div>{_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
+        html.append(
+            f'<div class="group"><p>{escape(prompt)} <small>{len(members)} samples</small></p>'
+            f'<div class="pair">{figures}</div></div>'
+        )
+    hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
+    note = f"Step {step} · best and worst of each group{hidden}"
+    return _section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
+
+
+class _Chips:
+    """Reward labels, coloured from red to green over 0 to 1, or over the values' own range if they leave it."""
+
+    def __init__(self, totals: list[float | None]) -> None:
+        values = [total for total in totals if total is not None]
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
+
+    def render(self, row: dict[str, Any]) -> str:
+        rewards = row.get("rewards") or {}
+        title = escape(", ".join(f"{k} {'failed' if v is None else format_value(v)}" for k, v in rewards.items()))
+        total = row.get("total")
+        if total is None:
+            return f'<span class="chip none" title="{title}">no reward</span>'
+        part = (total - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.2f}</span>'
+
+
+def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips, label: str = "") -> str:
+    if row is None:
+        return '<span class="gap">absent</span>'
+    path = step_folder(output_dir, step) / str(row.get("file", ""))
+    if path.suffix == ".png" and path.is_file():
+        uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
+        kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
+        alt = escape(row.get("prompt", ""))
+        image = f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{alt}">'
+    else:
+        image = f'<span class="gap">{escape(path.name)}</span><br>'
+    advantage = row.get("advantage")
+    note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
+    return f"{image}<small>{label}</small>{chips.render(row)}{note}"
+
+
+def _last_values(metrics: Series) -> str:
+    rows = []
+    for name, points in metrics.items():
+        step, value = list(points.items())[-1]
+        shown = "not finite" if value is None else f"{value:.6g}"  # six digits: a ratio of 1.00001 is not 1
+        rows.append(f"<tr><td>{escape(name)}</td><td>{shown}</td><td>{step}</td></tr>")
+    return _table("Last values", ("metric", "value", "step"), rows)
+
+
+def _timing(timings: Series) -> str:
+    seconds = {name: list(_finite(points).values()) for name, points in timings.items() if name.startswith("time/")}
+    medians = {name: statistics.median(values) for name, values in seconds.items() if values}
+    whole = medians.get("time/step_s")
+    rows = []
+    for name, median in sorted(medians.items(), key=lambda item: -item[1]):
+        tail = np.percentile(seconds[name], 90)
+        share = f"{100 * median / whole:.0f} %" if whole else ""
+        phase = escape(name.removeprefix("time/").removesuffix("_s"))
+        rows.append(f"<tr><td>{phase}</td><td>{median:.3g}</td><td>{tail:.3g}</td><td>{share}</td></tr>")
+    return _table("Time per phase", ("phase", "median (s)", "90th percentile (s)", "share of step"), rows)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[str]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return _section(title, "", f'<div class="scroll">{table}</div>')
+
+
+_CSS = """
+:root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1d2129;--muted:#667080;--line:#e4e5e8;--accent:#2f6db3;
+--faint:#a9c5e4;--good:#1b7f4b;--bad:#b3372f}
+@media (prefers-color-scheme:dark){:root{--page:#14161a;--card:#1c1f25;--ink:#e6e8ec;--muted:#98a1b0;--line:#30353e;
+--accent:#6fa8e8;--faint:#3b5878;--good:#5cc58f;--bad:#ee8279}}*{box-sizing:border-box}p{margin:0}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1160px;margin:0 auto;padding:32px 20px 64px}small,.note,.brand,.gap{color:var(--muted);font-size:13px}
+h1{font-size:30px;line-height:1.2;margin:0 0 10px;overflow-wrap:anywhere}h2,summary{font-size:19px;margin:44px 0 10px}
+summary{font-weight:700;cursor:pointer}h3{font-size:14px;margin:22px 0 8px;color:var(--muted)}
+.state{display:flex;flex-wrap:wrap;gap:6px 14px;align-items:center;color:var(--muted);font-size:14px}
+.versions{margin-top:10px;font-size:12.5px}.versions b{font-weight:600;color:var(--ink)}
+.badge{padding:2px 10px;border-radius:99px;border:1px solid var(--line);background:var(--card);color:var(--ink)}
+.badge.done{color:var(--good);border-color:currentColor}progress{width:140px;height:8px;accent-color:var(--accent)}
+.cards,.curves,.groups{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,325px),1fr))}
+.groups{grid-template-columns:repeat(auto-fill,minmax(min(100%,270px),1fr));margin-top:10px}
+.card,figure,.group,pre{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;
+padding:14px 16px}.card .numbers{display:flex;flex-wrap:wrap;align-items:baseline;gap:0 10px;font-size:26px}
+table,.card,figcaption,.chip{font-variant-numeric:tabular-nums}.first,.arrow{color:var(--muted)}
+.change{font-size:15px;font-weight:600}.up{color:var(--good)}.down,.warn{color:var(--bad)}
+figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:13px;margin-bottom:4px;overflow-wrap:anywhere}
+figcaption span:last-child{margin-left:auto;color:var(--muted)}figure svg{display:block;width:100%;height:auto}
+.scroll{overflow-x:auto}table{border-collapse:collapse}.grid{margin-top:8px}
+.grid thead th{text-align:left;font-size:13px;color:var(--muted)}
+.grid td{padding:0 10px 10px 0;vertical-align:top;width:var(--cell);min-width:var(--cell)}
+.prompt th{text-align:left;font-weight:400;font-size:13.5px;padding:8px 0 4px;border-top:1px solid var(--line)}
+.prompt span{position:sticky;left:0;display:inline-block;max-width:min(1100px,calc(100vw - 40px))}
+img{display:block;width:100%;max-width:256px;height:auto;border-radius:5px;background:var(--line)}
+.chip{display:inline-block;margin:4px 0;padding:0 7px;border-radius:5px;font-size:12.5px;
+background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
+@media (prefers-color-scheme:dark){.chip{background:hsl(var(--hue) 42% 22%);color:hsl(var(--hue) 70% 80%)}}
+.chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
+.group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.pixels{image-rendering:pixelated}.pair small:last-child{display:block}
+pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}
+.numbers td,.numbers th{padding:4px 24px 4px 0;text-align:right;border-bottom:1px solid var(--line)}
+.numbers td:first-child,.numbers th:first-child{text-align:left}
+@media (max-width:600px){main{padding:20px 14px 48px}.grid td{min-width:96px;width:96px;padding-right:8px}}
+"""

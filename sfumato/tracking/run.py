@@ -1,0 +1,273 @@
+"""A run: its folder, its seeds, its signals, its log. Only rank 0 writes and shows anything."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.config.base import Section
+from sfumato.config.load import dump_config, parse_config
+from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfCheckError, UserError
+from sfumato.parallel.mesh import Mesh, close_mesh
+from sfumato.tracking.progress import Progress
+from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
+from sfumato.tracking.trackers import JsonLines, build_trackers
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
+
+
+class Run:
+    """One run's folder and log.
+
+    ``metrics.jsonl`` holds what was computed, which a rerun reproduces to the bit; ``timings.jsonl`` holds what this
+    machine took for it.
+    """
+
+    def __init__(self, output_dir: Path, label: str, mesh: Mesh) -> None:
+        """Use ``start_run``."""
+        self.output_dir, self.label, self.mesh = output_dir, label, mesh
+        self.stop_requested = False
+        self.is_open = False
+        self._timings: dict[str, float] = {}
+        self._step_started = time.perf_counter()
+
+    def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
+        """Opens logs and progress. Lines of steps after ``from_step``, which a resumed run repeats, are dropped."""
+        self._enabled = self.mesh.is_first
+        self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
+        if self._enabled:
+            drop_samples_after(self.output_dir, from_step)
+            keep = from_step if from_step > 0 else None
+            self._metrics = JsonLines(self.output_dir / "metrics.jsonl", keep_until_step=keep)
+            self._times = JsonLines(self.output_dir / "timings.jsonl", keep_until_step=keep)
+            self._trackers = build_trackers(trackers, self.output_dir, from_step + 1 if from_step > 0 else None)
+        self.is_open = True
+        self._step_started = time.perf_counter()
+
+    def log(self, step: int, metrics: dict[str, float], show: Iterable[str] = ()) -> None:
+        """Writes one line of metrics, and one of the timings since the last call.
+
+        Args:
+            step: finished steps.
+            metrics: deterministic numbers by name.
+            show: names that stand beside the progress bar.
+        """
+        now = time.perf_counter()
+        timings = {**self._timings, "time/step_s": now - self._step_started, **memory_peaks()}
+        self._timings, self._step_started = {}, now
+        if not self._enabled:
+            return
+        self._metrics.write({"step": step, **metrics})
+        self._times.write({"step": step, **timings})
+        for tracker in self._trackers:
+            tracker.log(step, {**metrics, **timings})
+        self._progress.update(step, **{name.rsplit("/", 1)[-1]: metrics[name] for name in show if name in metrics})
+
+    def save_samples(self, step: int, records: list[SampleRecord]) -> None:
+        """Writes images with their prompts and rewards, and gives the trackers a look at them."""
+        if not self._enabled or not records:
+            return
+        save_samples(self.output_dir, step, records)
+        for kind in dict.fromkeys(each.kind for each in records):
+            images = [each.image for each in records if each.kind == kind][:16]
+            if len({image.shape for image in images}) == 1:
+                for tracker in self._trackers:
+                    tracker.log_images(step, f"samples/{kind}", np.stack(images))
+
+    def write_report(self) -> None:
+        """Makes ``report.html`` from what the run folder holds now."""
+        if self._enabled:
+            from sfumato.tracking.report import write_report
+
+            write_report(self.output_dir)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to ``time/<name>_s`` of the step."""
+        started = time.perf_counter()
+        yield
+        self.add_time(name, time.perf_counter() - started)
+
+    def add_time(self, name: str, seconds: float) -> None:
+        """Adds seconds to ``time/<name>_s`` of the step."""
+        key = f"time/{name}_s"
+        self._timings[key] = self._timings.get(key, 0.0) + seconds
+
+    def watch(self, label: str) -> Callable[[Iterable[Any], int], Iterator[Any]]:
+        """A wrapper that shows progress over a loop before training, given the items and their number."""
+
+        def watched(items: Iterable[Any], count: int) -> Iterator[Any]:
+            with Progress(count, 0, label, enabled=self.mesh.is_first) as progress:
+                for number, item in enumerate(items, start=1):
+                    yield item
+                    progress.update(number)
+
+        return watched
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches, and for ``log.txt``."""
+        if not self.mesh.is_first:
+            return
+        if self.is_open:
+            self._progress.message(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+        with (self.output_dir / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def close(self) -> None:
+        """Flushes logs and ends the progress bar."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._progress.close()
+        if self._enabled:
+            self._metrics.close()
+            self._times.close()
+            for tracker in self._trackers:
+                tracker.close()
+
+
+def start_run(config: Section, mesh: Mesh, label: str) -> Run:
+    """Makes the run folder, seeds every generator, and listens to signals.
+
+    A run that already stands in ``train.output_dir`` is moved aside (``NAME.1``, ...) unless this one resumes it.
+
+    Args:
+        config: the task's configuration; its ``train`` section names folder and seed.
+        mesh: the processes of the run.
+        label: shown beside the progress bar.
+    """
+    train = config.train  # type: ignore[attr-defined]
+    output_dir = Path(train.output_dir)
+    quiet_libraries()
+    if mesh.is_first:
+        if train.load_checkpoint_path is None:
+            _move_aside(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        dump_config(config, output_dir / "config.yaml")
+        (output_dir / "environment.json").write_text(json.dumps(_environment(mesh), indent=1), encoding="utf-8")
+    mesh.barrier()
+    random.seed(train.seed)
+    np.random.seed(train.seed % 2**32)
+    torch.manual_seed(train.seed)
+    run = Run(output_dir, label, mesh)
+    _listen(run)
+    return run
+
+
+def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
+    """Parses the command line, runs a task, and turns errors into messages and exit codes.
+
+    A user's mistake prints its message without a stack trace; anything else keeps its trace.
+    """
+    faulthandler.enable()
+    code = 0
+    try:
+        main(parse_config(schema))
+    except PreemptedError as stop:
+        print(stop, file=sys.stderr)
+        code = stop.exit_code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except (NonFiniteError, RewardError, SelfCheckError) as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    finally:
+        if code == 0:
+            close_mesh()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
+
+
+def quiet_libraries() -> None:
+    """Keeps libraries' notices and bars out of the log; their errors still show."""
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+
+
+def memory_peaks() -> dict[str, float]:
+    """Peak memory of this process so far in MiB, and of its GPU since the last call."""
+    peaks = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    if torch.cuda.is_available():
+        peaks["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+def mean_metrics(sums: dict[str, float], count: float) -> dict[str, float]:
+    """Divides sums by what was counted; NaN when nothing was."""
+    return {name: value / count if count else math.nan for name, value in sums.items()}
+
+
+def _move_aside(output_dir: Path) -> None:
+    if not (output_dir / "config.yaml").exists() and not (output_dir / "checkpoints").exists():
+        return
+    number = 1
+    while (kept := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
+        number += 1
+    output_dir.rename(kept)
+    print(f"an earlier run stood in {output_dir}; it is now {kept}", file=sys.stderr, flush=True)
+
+
+def _environment(mesh: Mesh) -> dict[str, Any]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    command = ["git", "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "git_commit": found.stdout.strip() or None,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
+        "num_processes": mesh.size,
+        "command": sys.argv,
+    }
+
+
+def _listen(run: Run) -> None:
+    """SIGTERM and the first SIGINT ask the run to stop after the step; a second SIGINT stops at once."""
+
+    def ask(number: int, _frame: Any) -> None:
+        if run.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        run.stop_requested = True
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, ask)

@@ -1,0 +1,183 @@
+"""Where the numbers of a run go: JSON lines in the run folder, always, and trackers that a person asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sfumato.errors import ConfigError, DataError
+
+KNOWN_TRACKERS = ("tensorboard",)
+
+
+class Tracker(Protocol):
+    """What a run needs from a tracker. All steps are numbers of finished optimisation steps."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records named scalars of one step."""
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        """Records images, uint8 [N, H, W, 3], under one name."""
+
+    def close(self) -> None:
+        """Writes what is still buffered. Nothing may be logged afterwards."""
+
+
+class TensorBoardTracker:
+    """Writes TensorBoard event files.
+
+    Args:
+        folder: receives the event files; made if absent.
+        purge_step: the first step that will be logged again, that is the resumed step + 1. TensorBoard then hides
+            what an earlier process logged from this step on, so that a resumed run shows no doubled curves.
+            None for a fresh run.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+            raise ValueError(f"images {name!r} must be uint8 [N, H, W, 3], not {images.dtype} {list(images.shape)}")
+        if len(images):
+            self._writer.add_images(name, images, step, dataformats="NHWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def build_trackers(names: Sequence[str], output_dir: Path, purge_step: int | None = None) -> list[Tracker]:
+    """Builds the trackers with these names.
+
+    Args:
+        names: from ``KNOWN_TRACKERS``; may be empty.
+        output_dir: the run folder; each tracker writes into a folder of its own below it.
+        purge_step: see ``TensorBoardTracker``.
+
+    Raises:
+        ConfigError: a name is unknown or stands twice. Nothing has been built then.
+    """
+    for name in names:
+        if name not in KNOWN_TRACKERS:
+            raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"a tracker stands twice in {list(names)}; name each one once")
+    return [TensorBoardTracker(Path(output_dir) / name, purge_step) for name in names]
+
+
+class JsonLines:
+    """Appends JSON objects, one per line, to a file that survives crashes and resumes.
+
+    Args:
+        path: the file; its folder is made if absent.
+        keep_until_step: a resumed run passes the step k that it resumes from: the file is rewritten atomically with
+            only the lines whose ``step`` is at most k (a torn last line is dropped), and writing goes on after them.
+            None starts an empty file.
+
+    Raises:
+        DataError: with ``keep_until_step``, a line other than the last is broken or a line has no ``step``.
+    """
+
+    def __init__(self, path: Path, keep_until_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[bytes] = []
+        if keep_until_step is not None and self.path.exists():
+            for number, (line, record) in enumerate(_parse_lines(self.path), start=1):
+                if not isinstance(record.get("step"), int):
+                    raise DataError(f'{self.path}: record {number} has no integer "step"')
+                if record["step"] <= keep_until_step:
+                    kept.append(line + b"\n")
+        write_atomically(self.path, b"".join(kept))
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one line and hands it to the operating system.
+
+        Floats keep every digit (the shortest text that reads back as the same float), non-finite floats become
+        null, keys are sorted. Raises ValueError for a record without an integer ``step``.
+        """
+        if not isinstance(record.get("step"), numbers.Integral):
+            raise ValueError(f'a record for {self.path} needs an integer "step", not {record.get("step")!r}')
+        # One write call per line: a crash can tear the last line only.
+        self._file.write(strict_json(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON objects, one per line; an absent file is an empty list.
+
+    A broken last line is what a crash leaves behind and is dropped. Raises DataError, naming file and line, for a
+    broken line elsewhere.
+    """
+    return [record for _, record in _parse_lines(Path(path))]
+
+
+def strict_json(value: Any) -> str:
+    """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null."""
+    return json.dumps(_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=False)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    tmp = path.with_name(path.name + ".tmp")
+    with tmp.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(tmp, path)
+
+
+def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file as they stand and as they read, without blank lines and without a broken last line."""
+    if not path.exists():
+        return []
+    # Only "\n" ends a line: str.splitlines would also cut at U+2028 inside a prompt.
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip()]
+    parsed = []
+    for number, line in lines:
+        try:
+            record = json.loads(line.decode("utf-8"))
+            if not isinstance(record, dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            if number == lines[-1][0]:
+                break
+            raise DataError(f"{path}:{number} is broken ({error}); delete this line or restore the file") from error
+        parsed.append((line, record))
+    return parsed
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python numbers, at any depth; non-finite floats as None."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

@@ -1,0 +1,317 @@
+"""Reinforcement learning of diffusion models: Flow-GRPO and its relatives.
+
+    bash train.sh tasks/rl_diffusion.py configs/quickstart/rl.yaml --train.max_steps 6
+
+Each iteration samples groups of images per prompt with a stochastic denoising step, scores them while the next ones
+are generated, turns rewards into advantages within groups, and replays the trained steps with gradients. All parts
+of the algorithm are chosen in the configuration; their formulas stand in ``sfumato/algorithms``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.advantages import Advantages
+from sfumato.algorithms.noise import keyed_permutation
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.reference import Reference
+from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.rewards.base import Sample
+from sfumato.rewards.scorer import Scorer, Scores
+from sfumato.rollout.batch import RolloutBatch, SampleRequest
+from sfumato.rollout.diffusion import (
+    check_replay,
+    replay_trajectories,
+    sample_images,
+    sample_trajectories,
+    to_images,
+)
+from sfumato.runtime.roles import Roles, launch_roles
+from sfumato.runtime.stream import RolloutStream
+from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.samples import SampleRecord
+
+
+@dataclass
+class Actor:
+    """The policy and what updates it."""
+
+    model: DiffusionModel
+    reference: Reference | None
+    state: TrainState
+    mesh: Mesh
+
+
+def main(config: DiffusionRLConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "rl_diffusion")
+
+    train_prompts = load_prompts(config.data, "train")
+    eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
+    check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
+    prompts = PromptLoader(train_prompts, config.rollout.num_prompts, config.rollout.n, config.train.seed)
+
+    roles = launch_roles(actor=lambda: build_actor(config, mesh), scorer=lambda: build_scorer(config))
+    if not config.model.keep_encoders:
+        roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
+    actor: Actor = roles.actor.state
+    checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
+    checkpointer.resume(actor.state)
+    run.begin(config.train.max_steps, actor.state.step, config.train.trackers)
+    stream = RolloutStream(
+        roles,
+        requests=lambda iteration: requests_of(prompts, iteration, mesh),
+        generate=lambda actor, requests, iteration, version: generate(actor, requests, iteration, version, config),
+        score=score,
+        total_steps=config.train.max_steps,
+        micro_batch_size=config.rollout.micro_batch_size,
+        with_reward=config.rollout.with_reward,
+    )
+
+    if actor.state.step == 0:
+        with run.timed("evaluate"):
+            metrics, records = evaluate(actor, roles, eval_prompts, config, step=0)
+        run.save_samples(0, records)
+        run.log(0, metrics, show=("eval/reward/total",))
+        run.write_report()
+
+    for step, collected in stream.steps(from_step=actor.state.step):
+        run.add_time("generate", collected.generate_s)
+        run.add_time("wait_for_rewards", collected.wait_s)
+        batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
+        for failure in scores.failures:
+            run.say(f"step {step + 1}: reward failed: {failure}")
+
+        everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
+        all_scores = Scores.cat([each for each, _ in everyone])
+        roles.scorer.call(Scorer.check_budget, all_scores).result()
+        group_ids = torch.tensor([group for _, groups in everyone for group in groups])
+        all_advantages = config.algorithm.advantage.compute(torch.from_numpy(all_scores.total), group_ids)
+        advantages = all_advantages.rows([each.sample_id for each in batch.requests])
+
+        with run.timed("update"):
+            metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
+        stream.publish(version=step + 1)
+        metrics |= all_scores.metrics("") | all_advantages.metrics
+        records = []
+        last = step + 1 == config.train.max_steps
+        if last or (step + 1) % config.eval.every_steps == 0:
+            with run.timed("evaluate"):
+                eval_metrics, records = evaluate(actor, roles, eval_prompts, config, step + 1)
+            metrics |= eval_metrics
+            run.save_samples(step + 1, records + training_records(batch, scores, advantages, config))
+        run.log(step + 1, metrics, show=("reward/total", "eval/reward/total"))
+        if records:
+            run.write_report()
+        checkpointer.after_step(actor.state)
+        if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
+            export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    roles.close()
+    export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.close()
+
+
+def build_actor(config: DiffusionRLConfig, mesh: Mesh) -> Actor:
+    """Loads the policy with its optimiser, its average, and the reference that a KL penalty needs."""
+    model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
+    model.denoiser.eval()  # rollout and replay must be the same function
+    broadcast_parameters(model.denoiser, mesh)
+    reference = Reference(model) if config.algorithm.kl.coef > 0 else None
+    optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
+    ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    weights = None if reference is None else reference.weights
+    return Actor(model, reference, TrainState(model.denoiser, optimizer, schedule, ema, weights), mesh)
+
+
+def build_scorer(config: DiffusionRLConfig) -> Scorer:
+    """All rewards, their engines loaded."""
+    scorer = Scorer(config.reward.rewards, max_failed_fraction=config.reward.max_failed_fraction)
+    scorer.prepare()
+    return scorer
+
+
+def embed_and_free(actor: Actor, prompts: list[str]) -> None:
+    """Embeds every prompt of the run, then drops the text encoders."""
+    actor.model.encode_prompts(prompts)
+    actor.model.free_encoders()
+
+
+def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
+    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
+    groups = prompts.groups(iteration)
+    return [
+        SampleRequest(group * prompts.group_size + member, group, groups[group])
+        for group in mesh.share(len(groups))
+        for member in range(prompts.group_size)
+    ]
+
+
+def generate(
+    actor: Actor, requests: list[SampleRequest], iteration: int, version: int, config: DiffusionRLConfig
+) -> RolloutBatch:
+    """Samples a micro-batch from the policy, keeping what the update needs of the window's steps."""
+    rollout, algorithm = config.rollout, config.algorithm
+    group_prompts = {each.group_id: each.prompt.text for each in requests}  # each prompt is embedded and kept once
+    conditioning = actor.model.encode_prompts(list(group_prompts.values()), rollout.guidance_scale != 1.0)
+    rows = [list(group_prompts).index(each.group_id) for each in requests]
+    latents, trajectories = sample_trajectories(
+        actor.model,
+        conditioning.rows(rows),
+        [each.sample_id for each in requests],
+        dynamics=algorithm.dynamics,
+        trained_steps=algorithm.window.steps(rollout.num_inference_steps, config.train.seed, iteration),
+        size=(rollout.height, rollout.width),
+        num_steps=rollout.num_inference_steps,
+        guidance_scale=rollout.guidance_scale,
+        seed=config.train.seed,
+        iteration=iteration,
+        latent_ids=[each.group_id for each in requests] if rollout.same_latent else None,
+    )
+    images = to_images(actor.model.decode(latents))
+    return RolloutBatch(requests, trajectories, conditioning, rows, images, version)
+
+
+def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
+    """Rewards of a micro-batch; evaluation-only ones are left to the evaluation."""
+    return scorer.score([batch.sample(row) for row in range(len(batch))], objective_only=True)
+
+
+def update_policy(
+    actor: Actor, batch: RolloutBatch, advantages: Advantages, config: DiffusionRLConfig, step: int
+) -> dict[str, float]:
+    """Optimiser steps on one iteration's samples. Returns means over the trained (sample, step) rows of all ranks."""
+    algorithm, mesh = config.algorithm, actor.mesh
+    denoiser, state = actor.model.denoiser, actor.state
+    useful = advantages.useful(keep_no_spread=not algorithm.drop_no_spread)
+    sums: dict[str, float] = {}
+    rows_total, grad_norms, replay_error = 0.0, [], 0.0
+    lr = state.schedule.get_last_lr()[0]
+    for update, part in enumerate(optimizer_batches(batch, useful, config, step)):
+        num_rows = mesh.sum(len(part) * len(batch.trajectories.steps))
+        if num_rows == 0:
+            continue  # no sample of this part has anything to teach, on any rank
+        for micro, index in enumerate(part.tensor_split(math.ceil(len(part) / config.train.micro_batch_size) or 1)):
+            if len(index) == 0:
+                continue
+            samples = [batch.requests[row].sample_id for row in index.tolist()]
+            sampled, conditioning = batch.trajectories.rows(index), batch.conditioning_of(index)
+            replay = (sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
+            new = replay_trajectories(actor.model, *replay)
+            log_ratio = new.log_ratio(sampled.means.flatten(0, 1), sampled.next_latents.flatten(0, 1))
+            if update == 0 and micro == 0:  # before any update of this iteration the policy is the one that sampled
+                bound = (
+                    algorithm.objective.clip_range / 10
+                    if algorithm.self_check and batch.policy_version == step
+                    else None
+                )
+                replay_error = check_replay(log_ratio.detach(), sampled.steps, actor.model.input_dtype, bound)
+            row_advantages = advantages.values[index].to(log_ratio.device).repeat_interleave(len(sampled.steps))
+            losses, stats = algorithm.objective.loss(log_ratio, row_advantages)
+            stats["loss/policy"] = losses.detach().sum()
+            if actor.reference is not None:
+                with torch.no_grad(), actor.reference.active() as reference:
+                    reference_mean = replay_trajectories(reference, *replay).mean
+                penalty = algorithm.kl.penalty(new, reference_mean)
+                losses = losses + algorithm.kl.coef * penalty
+                stats["kl/reference"] = penalty.detach().sum()
+            check_finite(losses, f"step {step + 1}, rank {mesh.rank}, samples {samples}")
+            loss = losses.sum() / num_rows  # the mean over the rows of all ranks and micro-batches
+            loss.backward()
+            for name, value in stats.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        grad_norms.append(reduce_and_clip(denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}"))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        rows_total += num_rows
+        if state.ema is not None:
+            state.ema.update()
+    state.schedule.step()
+    state.step = step + 1
+    means = {name: value / rows_total for name, value in mesh.sum_dict(sums).items()}
+    grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
+    counts = {"rows": rows_total, "updates": float(len(grad_norms))}
+    return {**means, "grad_norm": grad_norm, "lr": lr, "ratio/replay_error": replay_error, **counts}
+
+
+def optimizer_batches(
+    batch: RolloutBatch, useful: torch.Tensor, config: DiffusionRLConfig, step: int
+) -> Iterator[torch.Tensor]:
+    """This rank's rows of ``batch`` for each optimiser step: the samples of all ranks, shuffled, in equal parts."""
+    num_samples = config.rollout.num_prompts * config.rollout.n
+    row_of = {each.sample_id: row for row, each in enumerate(batch.requests)}
+    order = keyed_permutation(num_samples, config.train.seed, "update", step)
+    for part in order.split(config.train.global_batch_size or num_samples):
+        rows = [row_of[each] for each in part.tolist() if each in row_of and useful[row_of[each]]]
+        yield torch.tensor(rows, dtype=torch.long)
+
+
+def evaluate(
+    actor: Actor, roles: Roles, prompts: list[Prompt], config: DiffusionRLConfig, step: int
+) -> tuple[dict[str, float], list[SampleRecord]]:
+    """One image per held-out prompt, without noise, from the averaged weights, always from the same latents."""
+    mine = list(actor.mesh.share(len(prompts)))
+    guidance = config.rollout.guidance_scale if config.eval.guidance_scale is None else config.eval.guidance_scale
+    with averaged_weights(actor.state.ema):
+        images = sample_images(
+            actor.model,
+            actor.model.encode_prompts([prompts[index].text for index in mine], guidance != 1.0),
+            mine,
+            size=(config.rollout.height, config.rollout.width),
+            num_steps=config.eval.num_inference_steps,
+            guidance_scale=guidance,
+            seed=config.eval.seed,
+            micro_batch_size=config.rollout.micro_batch_size,
+        )
+    samples = [
+        Sample(image=image, prompt=prompts[index].text, metadata=prompts[index].metadata, group_id=index)
+        for index, image in zip(mine, images, strict=True)
+    ]
+    scores = roles.scorer.call(Scorer.score, samples).result()
+    records = [
+        scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
+        for row, sample in enumerate(samples)
+        if sample.group_id < config.eval.num_saved
+    ]
+    gathered = actor.mesh.gather((scores, records))
+    all_scores = Scores.cat([each for each, _ in gathered])
+    return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+
+
+def training_records(
+    batch: RolloutBatch, scores: Scores, advantages: Advantages, config: DiffusionRLConfig
+) -> list[SampleRecord]:
+    """The first two groups of this rank's iteration, for the report."""
+    groups = list(dict.fromkeys(each.group_id for each in batch.requests))[:2]
+    return [
+        scores.record(
+            row,
+            batch.sample(row),
+            kind="train",
+            seed=config.train.seed,
+            sample_id=request.sample_id,
+            policy_version=batch.policy_version,
+            advantage=float(advantages.values[row]),
+        )
+        for row, request in enumerate(batch.requests)
+        if request.group_id in groups
+    ]
+
+
+if __name__ == "__main__":
+    run_task(main, DiffusionRLConfig)

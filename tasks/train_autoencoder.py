@@ -1,0 +1,121 @@
+"""Training of the image autoencoder of a pipeline that is made from scratch.
+
+    bash train.sh tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml
+
+Reconstruction (L1 + L2) with a small KL term; afterwards the latents' shift and scale are measured, so that the
+denoiser sees zero mean and unit variance. The exported pipeline is complete: its denoiser is still random, and
+``tasks/train_dit.py`` trains it. Large autoencoders come from a pipeline folder; this is for small ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn.functional import l1_loss, mse_loss
+
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.dit import TrainAutoencoderConfig
+from sfumato.data.encoded import BadRows, read_pixels
+from sfumato.data.image_text import open_image_text
+from sfumato.data.loader import IndexLoader
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
+from sfumato.parallel.mesh import build_mesh
+from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.samples import SampleRecord
+
+
+def main(config: TrainAutoencoderConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_autoencoder")
+
+    dataset = open_image_text(config.data, config.train.seed)
+    model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
+    vae = model.pipeline.vae.float().requires_grad_(True).train()
+    broadcast_parameters(vae, mesh)
+    loader = IndexLoader(
+        num_rows=len(dataset),
+        global_batch_size=config.train.global_batch_size or config.train.micro_batch_size * mesh.size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        max_steps=config.train.max_steps,
+        num_epochs=config.train.num_train_epochs,
+        rank=mesh.rank,
+        num_ranks=mesh.size,
+    )
+    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+
+    optimizer, schedule = build_optimizer(vae, config.train, loader.total_steps)
+    state = TrainState(vae, optimizer, schedule)
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+
+    for step, index_batches in loader.steps(from_step=state.step):
+        batches = [batch for each in index_batches if (batch := read_pixels(dataset, each, bad_rows)) is not None]
+        num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
+        sums = {"loss": 0.0, "mse": 0.0, "kl": 0.0}
+        for pixels, sample_ids in batches:
+            target = pixels.to(mesh.device) / 127.5 - 1
+            posterior = vae.encode(target).latent_dist
+            noise = keyed_normal(
+                posterior.mean.shape[1:], config.train.seed, "posterior", step, sample_ids, mesh.device
+            )
+            reconstruction = vae.decode(posterior.mean + posterior.std * noise, return_dict=False)[0]
+            mse = mse_loss(reconstruction, target)
+            kl = posterior.kl().mean() / noise[0].numel()
+            loss = l1_loss(reconstruction, target) + mse + config.kl_coef * kl
+            check_finite(loss, f"step {step + 1}, rank {mesh.rank}")
+            share = len(sample_ids) / num_images
+            (loss * share).backward()
+            for name, value in (("loss", loss), ("mse", mse), ("kl", kl)):
+                sums[name] += float(value.detach()) * share
+        grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        state.step = step + 1
+        means = mesh.sum_dict(sums)
+        run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show=("loss", "mse"))
+        checkpointer.after_step(state)
+
+    vae.eval()
+    examples = torch.stack([dataset.pixels(index) for index in range(min(len(dataset), 512))])
+    set_latent_scale(vae, examples)
+    with torch.no_grad():
+        reconstructed = model.decode(model.encode_pixels(examples[:12])).cpu()
+    records = [
+        SampleRecord(
+            image=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
+            kind="eval",
+            prompt=dataset.caption(index),
+            seed=config.train.seed,
+            sample_id=index,
+            policy_version=state.step,
+        )
+        for index, (before, after) in enumerate(zip(examples[:12], reconstructed, strict=False))
+    ]
+    run.save_samples(state.step, records)
+    export_diffusion_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"pipeline with the trained autoencoder: {config.train.output_dir}/hf_ckpt")
+    run.close()
+
+
+@torch.no_grad()
+def set_latent_scale(vae: torch.nn.Module, pixels: torch.Tensor) -> None:
+    """Sets the autoencoder's shift_factor and scaling_factor to the latents' mean and 1 / standard deviation."""
+    device = next(vae.parameters()).device
+    means = [vae.encode(part.to(device) / 127.5 - 1).latent_dist.mode() for part in pixels.split(64)]
+    latents = torch.cat(means).double()
+    vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std(correction=0)))
+
+
+if __name__ == "__main__":
+    run_task(main, TrainAutoencoderConfig)

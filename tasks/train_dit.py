@@ -1,0 +1,144 @@
+"""Flow-matching pretraining and fine-tuning of diffusion transformers.
+
+    bash train.sh tasks/train_dit.py configs/quickstart/pretrain.yaml --train.lr 1e-4
+
+Images with captions, or rendered words, become latents and text embeddings (online or from a cache); the denoiser
+learns the velocity eps - x0 at random noise levels. Everything random is keyed by (seed, step, sample), so a run
+does not depend on the number of processes, on the micro-batch size, or on having been interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.flow_matching import add_noise, draw_sigma, flow_matching_loss
+from sfumato.algorithms.noise import keyed_normal, keyed_uniform
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.dit import FlowConfig, TrainDitConfig
+from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cache
+from sfumato.data.image_text import open_image_text
+from sfumato.data.loader import IndexLoader
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
+from sfumato.parallel.mesh import build_mesh
+from sfumato.rollout.diffusion import sample_images
+from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.samples import SampleRecord
+
+
+def main(config: TrainDitConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_dit")
+
+    dataset = open_image_text(config.data, config.train.seed)
+    model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
+    broadcast_parameters(model.denoiser, mesh)
+
+    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+    if config.data.cache_dir is None:
+        encoder = OnlineEncoder(dataset, model, bad_rows)
+    else:
+        with mesh.first_rank_first():
+            encoder = open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
+    loader = IndexLoader(
+        num_rows=len(dataset),
+        global_batch_size=config.train.global_batch_size or config.train.micro_batch_size * mesh.size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        max_steps=config.train.max_steps,
+        num_epochs=config.train.num_train_epochs,
+        rank=mesh.rank,
+        num_ranks=mesh.size,
+    )
+    grid_prompts = config.sample.prompts or dataset.example_captions(config.sample.num_prompts)
+    model.encode_prompts(grid_prompts)
+    if not config.model.keep_encoders:
+        model.free_encoders()
+
+    optimizer, schedule = build_optimizer(model.denoiser, config.train, loader.total_steps)
+    ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    state = TrainState(model.denoiser, optimizer, schedule, ema)
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+
+    for step, index_batches in loader.steps(from_step=state.step):
+        with run.timed("data"):
+            batches = [batch for each in index_batches if (batch := encoder.batch(each)) is not None]
+        num_images = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
+        total_loss = 0.0
+        for batch in batches:
+            where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
+            losses = denoising_losses(model, batch, config.flow, config.train.seed, step)
+            check_finite(losses, where)
+            loss = losses.sum() / num_images  # the mean over the images of all ranks and micro-batches
+            loss.backward()
+            total_loss += float(loss.detach())
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update()
+        state.step = step + 1
+
+        every = config.sample.every_steps
+        if state.step == loader.total_steps or (every and state.step % every == 0):
+            with run.timed("sample"), averaged_weights(ema):
+                run.save_samples(state.step, draw_grid(model, grid_prompts, config, state.step))
+        metrics = {"loss": mesh.sum(total_loss), "grad_norm": grad_norm, "lr": lr, "images": num_images}
+        run.log(state.step, metrics, show=("loss", "lr"))
+        checkpointer.after_step(state)
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            export_diffusion_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_diffusion_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.close()
+
+
+def denoising_losses(
+    model: DiffusionModel, batch: EncodedBatch, flow: FlowConfig, seed: int, step: int
+) -> torch.Tensor:
+    """Flow-matching loss of each sample, ``[B]``, at noise and noise levels that belong to the sample."""
+    shift = model.shift if flow.shift is None else flow.shift
+    uniform = keyed_uniform(seed, "sigma", step, batch.sample_ids)
+    sigma = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
+    noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
+    dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
+    conditioning = batch.conditioning.without_prompt(dropped)
+    velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
+    return flow_matching_loss(velocity, batch.latents, noise)
+
+
+def draw_grid(model: DiffusionModel, prompts: list[str], config: TrainDitConfig, step: int) -> list[SampleRecord]:
+    """One image per prompt, always from the same latents."""
+    images = sample_images(
+        model,
+        model.encode_prompts(prompts),
+        sample_ids=list(range(len(prompts))),
+        size=(config.data.height, config.data.width),
+        num_steps=config.sample.num_inference_steps,
+        guidance_scale=config.sample.guidance_scale,
+        seed=config.train.seed,
+        micro_batch_size=config.train.micro_batch_size,
+    )
+    return [
+        SampleRecord(
+            image=image, kind="eval", prompt=prompt, seed=config.train.seed, sample_id=index, policy_version=step
+        )
+        for index, (image, prompt) in enumerate(zip(images, prompts, strict=True))
+    ]
+
+
+if __name__ == "__main__":
+    run_task(main, TrainDitConfig)

@@ -1,0 +1,242 @@
+"""The report is one safe file that holds what the run folder holds."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from sfumato.errors import DataError
+from sfumato.tracking.report import smooth, write_report
+from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
+from sfumato.tracking.trackers import JsonLines
+
+PROMPT = "write \"<script>alert(1)</script>\" & 'more'"
+VOID = {"meta", "img", "br", "use", "path"}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, text, and a check that what is opened is closed."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def values(self, attribute, tag=None):
+        return [a[attribute] for t, a in self.tags if attribute in a and tag in (None, t)]
+
+
+def make_run(folder, steps=40, every=4, prompt=PROMPT):
+    drop_samples_after(folder, -1)
+    with JsonLines(folder / "metrics.jsonl") as metrics, JsonLines(folder / "timings.jsonl") as timings:
+        for step in range(steps + 1):
+            record = {"step": step}
+            if step:
+                record |= {"loss": 1.0 / step, "reward/ocr": step / 50, "ratio_mean": 1.0, "lr": 1e-4}
+                timings.write({"step": step, "time/step_s": 2.0, "time/rollout_s": 0.5, "memory/peak_mib": 812.0})
+            if step % every == 0:
+                record |= {"eval/reward/ocr": 0.25 + step / 100}
+                save_samples(folder, step, make_samples(step, prompt))
+            metrics.write(record)
+    (folder / "config.yaml").write_text(f"train:\n  max_steps: {steps}\n  note: <script>alert(2)</script>\n")
+    environment = {"python": "3.12.1", "packages": {"torch": "2.13.0"}, "git_commit": "0123456789abcdef"}
+    (folder / "environment.json").write_text(json.dumps(environment))
+
+
+def make_samples(step, prompt):
+    image = np.full((8, 8, 3), step, np.uint8)
+    samples = [SampleRecord(image, "eval", f"{prompt} {i}", 7, i, {"ocr": 0.5}, 0.5, None, step) for i in range(2)]
+    for i, total in enumerate((0.125, 0.875, float("nan"), 0.5)):
+        samples.append(SampleRecord(image, "train", prompt, i, i, {"ocr": total}, total, 2 * total - 1, step))
+    return samples
+
+
+def read_page(folder):
+    html = write_report(folder).read_text(encoding="utf-8")
+    page = Page(html)
+    assert page.open == []
+    return page, html
+
+
+def test_the_file_refers_to_nothing_outside_itself(tmp_path):
+    make_run(tmp_path)
+    page, html = read_page(tmp_path)
+    references = page.values("src") + page.values("href") + page.values("xlink:href")
+    assert len(references) > 20
+    assert all(r.startswith(("data:image/", "#")) for r in references)
+    assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
+    assert "@import" not in html and "url(http" not in html
+
+
+def test_text_from_prompts_and_config_is_escaped(tmp_path):
+    make_run(tmp_path)
+    page, html = read_page(tmp_path)
+    assert "<script" not in html
+    assert PROMPT in page.text, "the prompt reads as it was written"
+    assert any(PROMPT in alt for alt in page.values("alt"))
+    assert "<script>alert(2)</script>" in page.text
+
+
+def test_hostile_names_cannot_leave_their_attributes(tmp_path):
+    folder = tmp_path / "run & <b>"
+    folder.mkdir()
+    name = 'loss" onload="alert(1)$x_{'
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, name: 0.5}) + "\n")
+    page, _ = read_page(folder)
+    assert page.values("onload") == []
+    assert name in page.values("data-metric") and "run & <b>" in page.text
+
+
+def test_headline_shows_before_after_difference_and_best(tmp_path):
+    make_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "eval/reward/ocr": 0.5, "eval/loss": 3.0}\n')
+    page, _ = read_page(tmp_path)
+    assert "0.250→0.500+0.250" in page.text
+    assert "best: 0.650 at 40" in page.text
+    assert page.values("data-metric", "div") == ["eval/reward/ocr"], "only rewards stand in the headline"
+
+
+def test_one_evaluation_has_no_after(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/reward/ocr": 0.25}\n')
+    page, _ = read_page(tmp_path)
+    assert "one evaluation so far" in page.text and "→" not in page.text
+
+
+def test_curves_stand_in_their_groups_and_keep_their_ids_apart(tmp_path):
+    make_run(tmp_path)
+    page, html = read_page(tmp_path)
+    order = ["eval/reward/ocr", "reward/ocr", "loss", "lr", "ratio_mean", "memory/peak_mib", "time/rollout_s"]
+    assert page.values("data-metric", "figure") == [*order, "time/step_s"]
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    assert {r.removeprefix("#") for r in page.values("xlink:href")} <= set(ids)
+    for stand_in in ("#010203", "#010204", "#010205", "#010206"):
+        assert stand_in not in html
+    assert "stroke: var(--accent)" in html and "prefers-color-scheme:dark" in html
+
+
+def test_only_long_curves_are_smoothed(tmp_path):
+    make_run(tmp_path, steps=20)
+    assert "stroke: var(--faint)" not in read_page(tmp_path)[1]
+    make_run(tmp_path, steps=40)
+    assert "stroke: var(--faint)" in read_page(tmp_path)[1]
+
+
+def test_smooth_keeps_constants_and_trends_and_length():
+    np.testing.assert_allclose(smooth(np.full(31, 3.0)), 3.0)
+    line = np.arange(100.0)
+    np.testing.assert_allclose(smooth(line)[10:-10], line[10:-10])
+    assert smooth(line).shape == line.shape
+
+
+def test_grid_has_a_column_for_each_chosen_step_and_a_row_for_each_sample(tmp_path):
+    make_run(tmp_path, steps=12)
+    page, _ = read_page(tmp_path)
+    assert page.values("data-step") == ["0", "4", "8", "12"]
+    assert page.values("data-sample") == ["0", "1"]
+    assert "0.50" in page.text and len(page.values("src", "img")) == 2 * 4 + 2
+
+    make_run(tmp_path, steps=80)
+    steps = read_page(tmp_path)[0].values("data-step")
+    assert len(steps) == 8 and steps[0] == "0" and steps[-1] == "80"
+
+
+def test_an_image_never_stands_beside_another_prompt(tmp_path):
+    save_samples(tmp_path, 0, make_samples(0, "old prompt")[:1])
+    save_samples(tmp_path, 5, make_samples(5, "new prompt")[:1])
+    page, _ = read_page(tmp_path)
+    assert page.values("data-sample") == ["0", "0"]
+    assert page.text.count("absent") == 2
+
+
+def test_latest_training_samples_show_best_and_worst_with_advantage(tmp_path):
+    make_run(tmp_path)
+    page, _ = read_page(tmp_path)
+    section = page.text[page.text.index("Latest training samples") :]
+    assert "Step 40" in section
+    assert "best 0.88advantage +0.75" in section and "worst 0.12advantage -0.75" in section
+
+
+def test_rewards_are_coloured_from_red_to_green(tmp_path):
+    image = np.zeros((4, 4, 3), np.uint8)
+    for low, high in ((0.0, 1.0), (-3.0, 5.0)):
+        samples = [SampleRecord(image, "eval", "p", 0, i, {"r": t}, t) for i, t in enumerate((low, high))]
+        save_samples(tmp_path, 0, [*samples, SampleRecord(image, "eval", "p", 0, 2, {"r": float("nan")})])
+        page, _ = read_page(tmp_path)
+        assert [s for s in page.values("style", "span") if "hue" in s] == ["--hue:0", "--hue:120"]
+        assert "no reward" in page.text and "r failed" in page.values("title")
+
+
+def test_header_config_tables_and_timing(tmp_path):
+    make_run(tmp_path)
+    page, _ = read_page(tmp_path)
+    for text in ("all 40 steps finished", "torch 2.13.0", "git_commit 0123456789ab", "Configuration", "Last values"):
+        assert text in page.text
+    assert "rollout0.50.525 %" in page.text and "step22100 %" in page.text
+    make_run(tmp_path, steps=8)
+    (tmp_path / "config.yaml").write_text("train: {max_steps: 40}")
+    assert "step 8 of 40" in read_page(tmp_path)[0].text
+
+
+def test_values_that_are_not_finite_are_counted_and_small_differences_are_seen(tmp_path):
+    lines = ['{"step": 1, "loss": 0.5, "ratio_mean": 1}', '{"step": 2, "loss": null, "ratio_mean": 1.00001}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page, _ = read_page(tmp_path)
+    assert "1 not finite" in page.text and "lossnot finite2" in page.text
+    assert "ratio_mean1.000012" in page.text
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    assert "nothing logged yet" in read_page(tmp_path)[0].text
+    for name in ("metrics.jsonl", "timings.jsonl", "config.yaml", "environment.json"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "samples").mkdir()
+    assert "nothing logged yet" in read_page(tmp_path)[0].text
+    (tmp_path / "environment.json").write_text('{"torch": ')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert "step 1" in read_page(tmp_path)[0].text
+
+
+def test_lost_image_files_are_named_and_broken_metrics_are_not_hidden(tmp_path):
+    make_run(tmp_path, steps=4)
+    (tmp_path / "samples" / "step_000004" / "eval_0001.png").unlink()
+    assert "eval_0001.png" in read_page(tmp_path)[0].text
+    before = (tmp_path / "report.html").read_bytes()
+    (tmp_path / "metrics.jsonl").write_text('{"step": \n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_drawing_leaves_matplotlib_settings_and_pyplot_alone(tmp_path):
+    make_run(tmp_path, steps=4)
+    code = (
+        "import sys, matplotlib; from pathlib import Path; from sfumato.tracking.report import write_report\n"
+        "matplotlib.rcParams['lines.linewidth'] = 3.5; before = matplotlib.rcParams.copy()\n"
+        f"write_report(Path({str(tmp_path)!r}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "changed = [k for k in before if k != 'backend' and before[k] != matplotlib.rcParams[k]]\n"
+        "assert changed == [], changed"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Launches a task: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]
+# One process on one device; torchrun where there are more devices (NPROC_PER_NODE) or nodes
+# (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT).
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ ! -f "$1" ]; then
+  echo "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]" >&2
+  [ $# -lt 1 ] || echo "error: task not found: $1" >&2
+  exit 2
+fi
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-python}
+if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$root/.venv/bin/python" ]; then
+  python="$root/.venv/bin/python"
+fi
+
+count_devices() {
+  if command -v nvidia-smi >/dev/null 2>&1; then
+    nvidia-smi --list-gpus 2>/dev/null | grep -c . || true
+  elif command -v rocm-smi >/dev/null 2>&1; then
+    rocm-smi --showid --csv 2>/dev/null | grep -c '^card' || true
+  else
+    echo 0
+  fi
+}
+
+nnodes=${NNODES:-1}
+devices=${NPROC_PER_NODE:-$(count_devices)}
+[ "${devices:-0}" -ge 1 ] 2>/dev/null || devices=1
+
+if [ "$nnodes" -eq 1 ] && [ "$devices" -eq 1 ]; then
+  exec "$python" "$@"
+elif [ "$nnodes" -eq 1 ]; then
+  exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$devices" "$@"
+else
+  exec "$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "${NODE_RANK:-0}" \
+    --nproc-per-node "$devices" --rdzv-backend c10d --rdzv-id sfumato \
+    --rdzv-endpoint "${MASTER_ADDR:?set MASTER_ADDR to the first node}:${MASTER_PORT:-29500}" "$@"
+fi
