@@ -28,8 +28,15 @@ count_devices() {
 }
 
 nnodes=${NNODES:-1}
+for name in NNODES NPROC_PER_NODE; do
+  value=${!name:-1}
+  if ! [[ $value =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: $name must be a whole number above 0, not '$value'" >&2
+    exit 2
+  fi
+done
 devices=${NPROC_PER_NODE:-$(count_devices)}
-[ "${devices:-0}" -ge 1 ] 2>/dev/null || devices=1
+[ "${devices:-0}" -ge 1 ] || devices=1
 
 if [ "$nnodes" -eq 1 ] && [ "$devices" -eq 1 ]; then
   exec "$python" "$@"

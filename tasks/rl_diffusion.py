@@ -123,7 +123,10 @@ def main(config: DiffusionRLConfig) -> None:
 
     roles.close()
     export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
-    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
+    if changes := run.changes("eval/reward/"):
+        run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
+    run.say(f"report: {config.train.output_dir}/report.html")
     run.close()
 
 

@@ -50,6 +50,9 @@ class Checkpointer:
         load_state(state, folder)
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
+        later = [each.name for step, each in list_checkpoints(self.root).items() if step > state.step]
+        if later:
+            self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 
     def after_step(self, state: TrainState) -> None:
         """Saves if it is due, at the end, or when the run was asked to stop.
@@ -77,7 +80,7 @@ class Checkpointer:
             try:
                 folder = write_checkpoint(self.root, state.step, lambda path: save_state(state, path))
                 verify_checkpoint(folder)
-                prune_checkpoints(self.root, self.config.max_checkpoints)
+                prune_checkpoints(self.root, self.config.max_checkpoints, state.step)
             except (OSError, CheckpointError) as error:
                 if must_succeed:
                     raise

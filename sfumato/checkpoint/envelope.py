@@ -74,17 +74,18 @@ def verify_checkpoint(folder: Path) -> None:
     """Compares every file with the manifest. Raises CheckpointError that names the first one that differs."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: not a finished checkpoint") from error
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
-    for name, expected in files.items():
+    for name, (num_bytes, sha256) in expected.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        if _sha256(path) != expected["sha256"]:
+        if path.stat().st_size != num_bytes:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
+        if _sha256(path) != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
@@ -101,7 +102,7 @@ def newest_intact(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | 
     for step, folder in reversed(found.items()):
         try:
             verify_checkpoint(folder)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
             say(f"checkpoint passed over: {error}")
             continue
         return step, folder
@@ -110,9 +111,20 @@ def newest_intact(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | 
     return None
 
 
-def prune_checkpoints(root: Path, keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints and what killed saves left. Call it after a verified save."""
-    for folder in list(list_checkpoints(root).values())[:-keep]:
+def prune_checkpoints(root: Path, keep: int, step: int) -> None:
+    """Removes all but the newest ``keep`` checkpoints up to a step, and what killed saves left.
+
+    Later ones go as well: they are damaged, or of a run that was resumed from an earlier step, and would otherwise
+    take the places of sound ones.
+
+    Args:
+        root: folder of all checkpoints.
+        keep: how many stay.
+        step: of the checkpoint that was just written and verified.
+    """
+    found = list_checkpoints(root)
+    kept = [each for each in found if each <= step][-keep:]
+    for folder in [found[each] for each in reversed(found) if each not in kept]:  # later ones first
         doomed = folder.with_name(f"{folder.name}.old.tmp")
         folder.rename(doomed)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(doomed)

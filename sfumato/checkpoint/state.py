@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,7 +36,11 @@ class TrainState:
 
 
 def save_state(state: TrainState, folder: Path) -> None:
-    """Writes tensors as safetensors and everything else as JSON; nothing is pickled."""
+    """Writes tensors as safetensors and everything else as JSON; nothing is pickled.
+
+    Raises:
+        OSError: when the disk is full or fails.
+    """
     tensors = {name: each.detach() for name, each in trainable_parameters(state.model).items()}
     _save(tensors, folder / "model.safetensors")
     optimizer_tensors, optimizer_values = _flatten_optimizer(state)
@@ -65,7 +70,8 @@ def load_state(state: TrainState, folder: Path) -> None:
     values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     _copy_into(trainable_parameters(state.model), folder / "model.safetensors")
     _restore_optimizer(state, load_file(folder / "optimizer.safetensors"), values["optimizer"], folder)
-    state.schedule.load_state_dict(values["schedule"])
+    own = state.schedule.state_dict()  # with lr_lambdas, which load_state_dict wants to find although they are None
+    state.schedule.load_state_dict({**own, **values["schedule"]})
     for present, name in ((state.ema is not None, "ema"), (state.reference is not None, "reference")):
         if present != (folder / f"{name}.safetensors").is_file():
             has, wants = ("no", "one") if present else ("one", "none")
@@ -80,7 +86,10 @@ def load_state(state: TrainState, folder: Path) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file({name: each.detach().contiguous().cpu() for name, each in tensors.items()}, path)
+    try:
+        save_file({name: each.detach().contiguous().cpu() for name, each in tensors.items()}, path)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(f"{path}: {error}") from error
 
 
 @torch.no_grad()

@@ -62,11 +62,14 @@ class Variant:
         if ":" in name:
             module, _, attribute = name.partition(":")
             try:
-                return getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
+                cls = getattr(importlib.import_module(module), attribute)
+                if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+                    raise TypeError("it is not a dataclass")
+            except (ImportError, AttributeError, TypeError, ValueError) as error:
                 raise PydanticCustomError(
                     "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": str(error)}
                 ) from error
+            return cls
         known = find_variants(self.source)
         if name not in known:
             raise PydanticCustomError(
@@ -103,11 +106,11 @@ class Variant:
             )
         return built
 
-    @staticmethod
-    def dump(value: Any) -> dict[str, Any]:
+    def dump(self, value: Any) -> dict[str, Any]:
         """The mapping that builds an equal object again."""
         cls = type(value)
-        name = vars(cls).get("type") or f"{cls.__module__}:{cls.__qualname__}"
+        name = next((each for each, known in find_variants(self.source).items() if known is cls), None)
+        name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
 

@@ -93,8 +93,8 @@ class AlgorithmConfig(Section):
         if not isinstance(data, dict):
             return data
         recipe = data.get("recipe", "flow_grpo")
-        if recipe not in DIFFUSION_RECIPES:
-            return data
+        if not isinstance(recipe, str) or recipe not in DIFFUSION_RECIPES:
+            raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(DIFFUSION_RECIPES)}")
         return merge(DIFFUSION_RECIPES[recipe], data)
 
     @model_validator(mode="after")

@@ -35,11 +35,14 @@ def _section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
         variant = next((each for each in _metadata(field) if isinstance(each, Variant)), None)
         if inner is not None:
             lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
+            if not field.is_required() and field.default is None:
+                lines += _entry(path, "section", "null", field.description or "")
             lines += _section_lines(inner, f"{path}.")
             continue
-        lines += _entry(path, _type_name(field.annotation, variant), _default(field), field.description or "")
+        lines += _entry(path, _type_name(field.annotation, variant), _default(field, variant), field.description or "")
+        entry = f"{path}.0" if typing.get_origin(field.annotation) is list else path
         for cls in find_variants(variant.source).values() if variant else []:
-            lines += _variant_lines(cls, path)
+            lines += _variant_lines(cls, entry)
     return lines
 
 
@@ -77,14 +80,14 @@ def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
     return [f"  --{path} {kind}  (default: {default})", *(f"      {line}" for line in wrapped)]
 
 
-def _default(field: Any) -> str:
+def _default(field: Any, variant: Variant | None) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    if dataclasses.is_dataclass(value):
-        return str(Variant.dump(value))
+    if variant is not None and dataclasses.is_dataclass(value):
+        return str(variant.dump(value))
     return "null" if value is None else str(value)
 
 

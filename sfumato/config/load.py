@@ -23,9 +23,10 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: ``1e-5`` is a number, a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, (key_node, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
+        key_nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=True) for key in key_nodes]
+        for position, (key, key_node) in enumerate(zip(keys, key_nodes, strict=True)):
+            if key in keys[:position]:
                 raise ConfigError(
                     f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key {key!r} stands twice"
                 )
@@ -84,28 +85,33 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"the value of --{name} is not valid YAML: {value!r}") from error
         target = overrides
         *parents, last = name.split(".")
-        for parent in parents:
+        for depth, parent in enumerate(parents, start=1):
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                raise ConfigError(f"--{name} goes into --{parent}, which another override sets to a plain value")
+                above = ".".join(parents[:depth])
+                raise ConfigError(f"--{name} goes into --{above}, which another override sets to a plain value")
         target[last] = parsed
     return overrides
 
 
-def merge(base: Any, override: Any) -> Any:
+def merge(base: Any, override: Any, path: str = "") -> Any:
     """Lays ``override`` over ``base``: mappings key by key, lists by index when the override names indices.
 
     A mapping with another ``type`` replaces the base, since the fields of one variant mean nothing to another.
+    ``path`` is the dotted place of both, for the message of the ConfigError that a list index out of range raises.
     """
     if isinstance(base, list) and isinstance(override, dict) and override and all(str(k).isdigit() for k in override):
         merged_list = list(base)
         for key, value in sorted(override.items(), key=lambda item: int(item[0])):
             if int(key) > len(merged_list):
-                raise ConfigError(f"list index {key} is out of range: the list has {len(merged_list)} entries")
+                raise ConfigError(
+                    f"--{path}.{key}: index {key} is out of range: the list has {len(merged_list)} entries, "
+                    f"so {len(merged_list)} appends one"
+                )
             if int(key) == len(merged_list):
                 merged_list.append(value)
             else:
-                merged_list[int(key)] = merge(merged_list[int(key)], value)
+                merged_list[int(key)] = merge(merged_list[int(key)], value, f"{path}.{key}")
         return merged_list
     if not isinstance(base, dict) or not isinstance(override, dict):
         return override
@@ -113,7 +119,7 @@ def merge(base: Any, override: Any) -> Any:
         return override
     merged = dict(base)
     for key, value in override.items():
-        merged[key] = merge(base[key], value) if key in base else value
+        merged[key] = merge(base[key], value, f"{path}.{key}" if path else str(key)) if key in base else value
     return merged
 
 
@@ -177,7 +183,7 @@ def _describe(
         return "\n".join(subs)
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
-        hint = _nearest(context["value"], context["known"])
+        hint = suggest(context["value"], context["known"])
         return f"{_where(location, path, overrides)}: unknown type {context['name']}{hint}"
     return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
 
@@ -185,7 +191,7 @@ def _describe(
 def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]) -> str:
     where = _where(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key{_nearest(str(error['loc'][-1]), names)}"
+        return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"
     if error["type"] == "missing":
         return f"{where}: required, but not set"
     message = error["msg"].removeprefix("Value error, ")
@@ -194,7 +200,8 @@ def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | No
     return f"{where}: {message}{shown}"
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def suggest(name: str, names: list[str]) -> str:
+    """The end of a message about an unknown name: the nearest valid one, and all of them."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
@@ -205,7 +212,9 @@ def _where(location: tuple[Any, ...], path: str | Path | None, overrides: dict[s
     dotted = ".".join(str(part) for part in location)
     node: Any = overrides
     for part in location:
-        if not isinstance(node, dict) or str(part) not in {str(key) for key in node}:
+        if not isinstance(node, dict):
+            break  # a plain value, or a list, that an override gave as a whole
+        if str(part) not in {str(key) for key in node}:
             return f"{path}: {dotted}" if path is not None else dotted
         node = next(value for key, value in node.items() if str(key) == str(part))
     return f"--{dotted}" if location else str(path or "configuration")

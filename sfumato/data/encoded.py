@@ -101,10 +101,13 @@ class LatentCache:
     """Latents and embeddings as memory-mapped files; each distinct caption is stored once."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Opens a finished cache. Raises DataError when a file is missing or has the wrong size."""
+        """Opens a finished cache. Raises DataError when a file is missing, damaged or of the wrong size."""
         self.device = device
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        self.bad_rows: list[str] = manifest["bad_rows"]
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"damaged latent cache: {folder / 'manifest.json'}: {error}; delete its folder") from error
+        self.bad_rows: list[tuple[int, str]] = manifest["bad_rows"]
         self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch | None:
@@ -143,7 +146,7 @@ def open_cache(
         watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
 
     Raises:
-        DataError: for a broken row beyond the limit.
+        DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
     """
     folder = Path(cache_dir) / _fingerprint(dataset, model)
     if not (folder / "manifest.json").is_file():
@@ -153,7 +156,10 @@ def open_cache(
         _build(building, dataset, model, bad_rows, batch_size, watch or (lambda starts, _count: starts))
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
-    return LatentCache(folder, model.device)
+    cache = LatentCache(folder, model.device)
+    for index, message in cache.bad_rows:
+        bad_rows.add(index, DataError(message))
+    return cache
 
 
 def _build(
@@ -178,7 +184,7 @@ def _build(
                 images[index], captions[index] = dataset.pixels(index), dataset.caption(index)
             except DataError as error:
                 bad_rows.add(index, error)
-                broken.append(str(error))
+                broken.append((index, str(error)))
         new = [each for each in dict.fromkeys(captions.values()) if each not in number_of]
         if new:
             embedded = model.encode_prompts(new, with_negative=False).tensors
@@ -195,7 +201,7 @@ def _build(
             if latents is not None:
                 writer.add({"latents": latents[row] if row is not None else torch.zeros_like(latents[0])})
             elif "latents" not in writer.specs:
-                raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0]}")
+                raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0][1]}")
             else:
                 writer.add_zeros("latents")
     writer.close({"bad_rows": broken})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from sfumato.config.dit import ImageTextDataConfig
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.rows import Rows, open_rows, text_field
+from sfumato.data.rows import Rows, open_rows, read_text, text_field
 from sfumato.errors import DataError
 
 IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
@@ -34,10 +35,15 @@ class FolderRows:
             raise DataError(
                 f"{self.describe(index)}: no caption: {caption} does not exist (and there is no metadata.jsonl)"
             )
-        return {self.image_key: str(self._files[index]), self.text_key: caption.read_text(encoding="utf-8").strip()}
+        image = str(self._files[index].relative_to(self.folder))
+        return {self.image_key: image, self.text_key: read_text(caption).strip()}
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
+
+    def files(self) -> list[Path]:
+        """Every image and every caption there is."""
+        return self._files + [each.with_suffix(".txt") for each in self._files]
 
 
 class ImageTextDataset:
@@ -52,13 +58,11 @@ class ImageTextDataset:
             self.rows: Rows = FolderRows(path, config.image_key, config.text_key)
             if len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no images ({', '.join(sorted(IMAGE_ENDINGS))})")
+            self._files = self.rows.files()
         else:
-            self.rows = open_rows(
-                path / "metadata.jsonl" if path.is_dir() else path, config.text_key, "data.train_path"
-            )
-        self.image_key = config.image_key
-        if path.is_dir() and config.image_key == "image" and "file_name" in self.rows[0]:
-            self.image_key = "file_name"  # the column name of the Hugging Face image folder
+            source = path / "metadata.jsonl" if path.is_dir() else path
+            self.rows = open_rows(source, config.text_key, "data.train_path")
+            self._files = [source]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,8 +83,8 @@ class ImageTextDataset:
         source = self._source(row, where)
         try:
             with Image.open(source) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                image = _to_rgb(ImageOps.exif_transpose(opened))
+        except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
             shown = source if isinstance(source, Path) else "its bytes"
             raise DataError(f"{where}: broken image ({shown}): {error}") from error
         size = (self.config.width, self.config.height)
@@ -91,18 +95,40 @@ class ImageTextDataset:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
     def example_captions(self, count: int) -> list[str]:
-        """The first ``count`` captions, for sample grids. Raises DataError that names a broken row."""
-        return [self.caption(index) for index in range(min(count, len(self)))]
+        """The first ``count`` captions, for sample grids; broken rows are passed over when some are allowed.
+
+        Raises DataError that names a broken row.
+        """
+        captions: list[str] = []
+        for index in range(len(self)):
+            try:
+                captions.append(self.caption(index))
+            except DataError:
+                if index + 1 - len(captions) > self.config.max_bad_rows:
+                    raise
+            if len(captions) == count:
+                break
+        return captions
 
     def fingerprint(self) -> str:
-        """Identifies the images, for caches: the source with its size and time, and how it is read."""
+        """Identifies the images, for caches: the source with its size and time, and how it is read.
+
+        Images that a .jsonl file names are not looked at: who replaces one under its name removes the cache.
+        """
         path = Path(str(self.config.train_path)).resolve()
-        stat = path.stat()
+        stats = [
+            (str(each), stat.st_size, stat.st_mtime_ns)
+            for each in self._files
+            if each.is_file() and (stat := each.stat())
+        ]
         settings = self.config.model_dump(include={"image_key", "text_key", "height", "width", "crop"})
-        return f"{path}|{len(self)}|{stat.st_size}|{stat.st_mtime_ns}|{json.dumps(settings, sort_keys=True)}"
+        return json.dumps([str(path), len(self), stats, settings], sort_keys=True)
 
     def _source(self, row: dict[str, Any], where: str) -> Path | io.BytesIO:
-        value = row.get(self.image_key)
+        key = self.config.image_key
+        if key == "image" and key not in row and self.root == Path(str(self.config.train_path)):
+            key = "file_name"  # the column name of the Hugging Face image folder
+        value = row.get(key)
         if isinstance(value, dict):  # the Hugging Face image column: bytes, or a path
             value = value.get("bytes") or value.get("path")
         if isinstance(value, (bytes, bytearray)):
@@ -113,7 +139,18 @@ class ImageTextDataset:
                 raise DataError(f"{where}: image file not found: {path}")
             return path
         columns = ", ".join(map(str, row))
-        raise DataError(f"{where}: column {self.image_key!r} holds no image path or bytes; its columns are {columns}")
+        raise DataError(f"{where}: column {key!r} holds no image path or bytes; its columns are {columns}")
+
+
+def _to_rgb(image: Any) -> Any:
+    """Eight bits per channel; Pillow alone would clip deeper images to white instead of scaling them."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in {"I", "F"}:
+        raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
+    return image.convert("RGB")
 
 
 def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:

@@ -93,7 +93,7 @@ class TextRows:
 
     def __init__(self, path: Path, column: str) -> None:
         self.path, self.column = path, column
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).split("\n")  # splitlines would also split at characters inside a text
         self._lines = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
 
     def __len__(self) -> int:
@@ -130,6 +130,14 @@ def open_rows(path: str | Path, text_column: str, option: str) -> Rows:
     if len(rows) == 0:
         raise DataError(f"{option}: {path} has no rows")
     return rows
+
+
+def read_text(path: Path) -> str:
+    """A text file. Raises DataError that names it when it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def text_field(row: dict[str, Any], key: str, where: str) -> str:

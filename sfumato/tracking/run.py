@@ -29,7 +29,7 @@ from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfChec
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
-from sfumato.tracking.trackers import JsonLines, build_trackers
+from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -91,6 +91,19 @@ class Run:
             if len({image.shape for image in images}) == 1:
                 for tracker in self._trackers:
                     tracker.log_images(step, f"samples/{kind}", np.stack(images))
+
+    def changes(self, prefix: str) -> str:
+        """First and last value of every logged metric of that prefix but spreads and failures, as text."""
+        if not self._enabled:
+            return ""
+        lines = read_jsonl(self.output_dir / "metrics.jsonl")
+        names = [name for name in dict.fromkeys(key for line in lines for key in line) if name.startswith(prefix)]
+        parts = []
+        for name in names:
+            values = [line[name] for line in lines if line.get(name) is not None]
+            if values and name.removeprefix(prefix) not in {"std", "failed"}:
+                parts.append(f"{name.removeprefix(prefix)} {values[0]:.3f} -> {values[-1]:.3f}")
+        return ", ".join(parts)
 
     def write_report(self) -> None:
         """Makes ``report.html`` from what the run folder holds now."""

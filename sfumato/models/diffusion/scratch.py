@@ -5,18 +5,45 @@ Nothing is downloaded; weights are random. Callers set the seed of torch's gener
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from sfumato.config.load import suggest
 
 
 def unknown_keys(description: dict[str, Any], known: Iterable[str]) -> None:
     """Raises ValueError for a section that no family knows."""
     known = sorted(known)
-    wrong = sorted(set(description) - set(known))
+    wrong = [each for each in description if each not in known]
     if wrong:
-        raise ValueError(f"unknown section {wrong[0]!r} in the model description; known: {', '.join(known)}")
+        raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+
+
+def section_of(
+    description: dict[str, Any], name: str, target: Callable[..., Any], given: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The arguments that a section of a description has for what it builds.
+
+    Args:
+        description: the whole description.
+        name: the section; empty when it is absent.
+        target: the class or function that takes the arguments.
+        given: arguments of ``target`` that are not the section's to set.
+
+    Raises:
+        ValueError: the section is no mapping, or has a key that ``target`` does not take.
+    """
+    section = description.get(name, {})
+    if not isinstance(section, dict):
+        raise ValueError(f"{name}: must be a mapping, not {section!r}")
+    known = [each for each in inspect.signature(target).parameters if each not in {"self", *given}]
+    wrong = [each for each in section if each not in known]
+    if wrong:
+        raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+    return section
 
 
 def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any:
@@ -46,7 +73,7 @@ def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any
 
 
 def build_clip_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> torch.nn.Module:
-    """A CLIPTextModelWithProjection with random weights and token embeddings of unit scale.
+    """A CLIPTextModelWithProjection with random weights and embeddings of unit scale.
 
     CLIP's usual 0.02 would drown in the bias of the denoiser's context embedder.
     """
@@ -67,7 +94,7 @@ def build_clip_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num
     encoder = CLIPTextModelWithProjection(config)
     embeddings = next(each for name, each in encoder.named_modules() if name.endswith("embeddings"))
     torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
-    torch.nn.init.normal_(embeddings.position_embedding.weight, std=0.5)
+    torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)
     return encoder
 
 
@@ -82,7 +109,10 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> Any:
 
 
 def build_t5_encoder(tokenizer: Any, width: int, num_layers: int = 1, num_heads: int = 4) -> torch.nn.Module:
-    """A T5EncoderModel with random weights whose output has ``width`` features."""
+    """A T5EncoderModel whose output has ``width`` features, all zero until it is trained.
+
+    Zeros are what the SD3 pipeline puts in the place of a missing T5; random features would only disturb.
+    """
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
@@ -95,7 +125,9 @@ def build_t5_encoder(tokenizer: Any, width: int, num_layers: int = 1, num_heads:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    return T5EncoderModel(config)
+    encoder = T5EncoderModel(config)
+    torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
+    return encoder
 
 
 def build_autoencoder(

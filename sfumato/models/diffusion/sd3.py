@@ -16,6 +16,7 @@ from sfumato.models.diffusion.scratch import (
     build_clip_tokenizer,
     build_t5_encoder,
     build_t5_tokenizer,
+    section_of,
     unknown_keys,
 )
 
@@ -48,29 +49,36 @@ class StableDiffusion3(DiffusionModel):
             seed: seed of the weights.
 
         Raises:
-            ValueError: for an unknown section.
+            ValueError: for an unknown section or key, or when there is no section ``transformer``.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
         unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"})
-        words = description.get("tokenizer", {}).get("words", ())
-        tokenizer = build_clip_tokenizer(**description.get("tokenizer", {}))
-        text = description.get("text_encoder", {})
-        t5 = description.get("t5")
+        if "transformer" not in description:
+            raise ValueError("transformer: required, but not set")
+        denoiser_settings = section_of(description, "transformer", SD3Transformer2DModel)
+        vae_settings = section_of(description, "vae", build_autoencoder)
+        scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
+        tokens = section_of(description, "tokenizer", build_clip_tokenizer)
+        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer"])
+        has_t5 = description.get("t5") is not None
+        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "width"]) if has_t5 else None
+        words = tokens.get("words", ())
+        tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             encoders = [build_clip_encoder(tokenizer, **text) for _ in range(2)]
             width = sum(encoder.config.hidden_size for encoder in encoders)
             pooled = sum(encoder.config.projection_dim for encoder in encoders)
-            settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **description["transformer"]}
+            settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **denoiser_settings}
             transformer = SD3Transformer2DModel(**settings)
             start_at_zero(transformer)
-            vae = build_autoencoder(**description.get("vae", {}))
+            vae = build_autoencoder(**vae_settings)
             t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
             t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)
         return StableDiffusion3Pipeline(
             transformer=transformer,
-            scheduler=FlowMatchEulerDiscreteScheduler(**description.get("scheduler", {})),
+            scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
             vae=vae,
             text_encoder=encoders[0],
             tokenizer=tokenizer,

@@ -1,0 +1,266 @@
+"""End-to-end runs that take seconds: a pipeline of a few thousand parameters, and configurations of tasks on it.
+
+Everything is made in code. A configuration is the nested mapping that a YAML file would hold; sections given as
+keyword arguments are laid over it:
+
+    config = tiny_dit_config(tmp_path, train={"max_steps": 4, "ema_decay": 0.9})
+    run_task_here("train_dit", config)                                        # in this process, errors rise here
+    result = run_task_process("train_dit", write_config(config, tmp_path / "run.yaml"), kill_after=2)
+
+One CPU thread is used throughout, so that runs in this process and in others agree to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+
+from sfumato.config.load import load_config, merge, parse_overrides
+from sfumato.config.sections import ModelConfig
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.tracking.trackers import read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The repository."""
+
+
+def tiny_pipeline_description() -> dict[str, Any]:
+    """An SD3 pipeline of width 32 with two layers: 16x16 pixels are 8x8 latents and 16 image tokens."""
+    return {
+        "pipeline": "StableDiffusion3Pipeline",
+        "transformer": {
+            "sample_size": 8,
+            "patch_size": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "caption_projection_dim": 32,
+            "pos_embed_max_size": 8,
+            "qk_norm": "rms_norm",
+        },
+        "vae": {"channels": [8, 16], "latent_channels": 4, "norm_groups": 4},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "t5": {"num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write", '"'], "max_length": 8},
+        "scheduler": {"shift": 1.0},
+    }
+
+
+def write_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
+    """Saves the tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
+
+    What starts at zero (output projection, modulations) gets small random weights: as in a trained model, gradients
+    then reach every layer from the first step.
+    """
+    if not (folder / "model_index.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        description = folder.with_name(f"{folder.name}.yaml")
+        description.write_text(yaml.safe_dump(tiny_pipeline_description()), encoding="utf-8")
+        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=7), seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.denoiser.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+        model.save_pipeline(folder)
+    return folder
+
+
+def tiny_dit_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_dit.py`` run of 6 steps of 4 glyph images; its folder is ``tmp_path/run``."""
+    base = {
+        "model": {"model_path": str(write_tiny_pipeline(tmp_path / "pipeline")), "max_sequence_length": 7},
+        "data": {"data_type": "glyphs", "height": 16, "width": 16, "glyphs": _glyphs()},
+        "train": {**_train(tmp_path), "micro_batch_size": 2, "global_batch_size": 4},
+        "sample": {"num_prompts": 2, "num_inference_steps": 2, "guidance_scale": 1.0},
+    }
+    return merge(base, overrides)
+
+
+def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/rl_diffusion.py`` run of 6 iterations of 4 prompts x 4 samples, 2 updates each; in ``tmp_path/run``.
+
+    The reward is the brightness of the image, so no OCR engine is needed.
+    """
+    base = {
+        "model": {"model_path": str(write_tiny_pipeline(tmp_path / "pipeline")), "max_sequence_length": 7},
+        "data": {"data_type": "glyphs", "glyphs": _glyphs()},
+        "rollout": {
+            "num_prompts": 4,
+            "n": 4,
+            "micro_batch_size": 8,  # = train.micro_batch_size x window size: rollout and replay have one batch shape
+            "height": 16,
+            "width": 16,
+            "num_inference_steps": 4,
+            "guidance_scale": 1.0,
+        },
+        "reward": {"rewards": [{"type": "brightness"}]},
+        "algorithm": {
+            "recipe": "flow_grpo_fast",
+            "window": {"size": 2, "range": [0, 3]},
+            "objective": {"clip_range": 1.0e-3},
+        },
+        "train": {**_train(tmp_path), "micro_batch_size": 4, "global_batch_size": 8},
+        "eval": {"every_steps": 3, "num_prompts": 2, "num_inference_steps": 2},
+    }
+    return merge(base, overrides)
+
+
+def write_config(config: dict[str, Any], path: Path) -> Path:
+    """Writes a configuration as the YAML file that a task reads."""
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def load_task(task: str) -> ModuleType:
+    """A fresh copy of the module ``tasks/<task>.py``, whose names a test may replace."""
+    spec = importlib.util.spec_from_file_location(f"tiny_{task}", ROOT / "tasks" / f"{task}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
+    """Runs a task in this process; its errors rise here, where ``python tasks/X.py`` would make exit codes of them.
+
+    Args:
+        task: a name in ``tasks/``, or a module of ``load_task``.
+        config: the configuration.
+
+    Returns:
+        The run folder.
+    """
+    module = load_task(task) if isinstance(task, str) else task
+    schema = typing.get_type_hints(module.main)["config"]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        module.main(load_config(schema, overrides=config))
+    finally:  # a run listens to signals for as long as its process lives
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Path(config["train"]["output_dir"])
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """What came of a task in a process of its own."""
+
+    returncode: int
+    """Exit code; minus the number of the signal that ended it."""
+    output: str
+    """stdout and stderr together."""
+    output_dir: Path
+    """The run folder."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``."""
+        return read_jsonl(self.output_dir / "metrics.jsonl")
+
+
+def run_task_process(
+    task: str,
+    config_path: Path,
+    *overrides: str,
+    kill_after: int | None = None,
+    kill_signal: signal.Signals = signal.SIGKILL,
+    num_processes: int = 1,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 180,
+) -> TaskResult:
+    """Runs ``python tasks/<task>.py``, or with several processes ``train.sh``, and waits for its end.
+
+    Args:
+        task: a name in ``tasks/``.
+        config_path: the YAML file.
+        overrides: further arguments, such as ``"--train.lr", "1e-4"``.
+        kill_after: send ``kill_signal`` as soon as metrics.jsonl holds the line of this step. The run must still be
+            going on then, so give it steps enough.
+        kill_signal: SIGKILL, or SIGTERM to be stopped in good order.
+        num_processes: data-parallel processes.
+        env: environment variables laid over this process's own.
+        timeout_s: seconds after which the run is killed and the test fails.
+    """
+    settings = merge(yaml.safe_load(config_path.read_text(encoding="utf-8")), parse_overrides(list(overrides)))
+    output_dir = Path(settings["train"]["output_dir"])
+    command = [sys.executable, f"tasks/{task}.py", str(config_path), *overrides]
+    if num_processes > 1:
+        command = ["bash", "train.sh", *command[1:]]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": sys.executable,
+        "NPROC_PER_NODE": str(num_processes),
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
+    log = config_path.with_suffix(".log")
+    earlier_log = _inode(output_dir / "metrics.jsonl")  # a run that begins or resumes replaces the file
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"tasks/{task}.py ran for {timeout_s} s; its output:\n{log.read_text()}")
+                has_begun = _inode(output_dir / "metrics.jsonl") not in (0, earlier_log)
+                if kill_after is not None and has_begun and kill_after <= _last_logged_step(output_dir):
+                    process.send_signal(kill_signal)
+                    process.wait(timeout=60)
+                    break
+                time.sleep(0.003 if kill_after is not None else 0.02)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return TaskResult(process.returncode, log.read_text(encoding="utf-8", errors="replace"), output_dir)
+
+
+def weight_files(folder: Path) -> dict[str, bytes]:
+    """The content of every safetensors file below a folder, by relative path; there must be at least one."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+    assert found, f"no weights in {folder}"
+    return found
+
+
+def _glyphs() -> dict[str, Any]:
+    # 36 words, of which AE and DC are held out
+    return {"characters": "ABCDEF", "length": 2, "font_sizes": [8], "jitter": 1, "num_images": 10}
+
+
+def _train(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 6,
+        "lr": 1.0e-3,
+        "lr_warmup_steps": 2,
+        "lr_decay_style": "cosine",
+        "device": "cpu",
+        "num_threads": 1,
+        "trackers": [],
+    }
+
+
+def _inode(path: Path) -> int:
+    return path.stat().st_ino if path.exists() else 0
+
+
+def _last_logged_step(output_dir: Path) -> int:
+    lines = read_jsonl(output_dir / "metrics.jsonl")
+    return lines[-1]["step"] if lines else -1

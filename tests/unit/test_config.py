@@ -1,0 +1,532 @@
+"""Configuration: every mistake is named with its place and its remedy; what is resolved can be run again."""
+
+import dataclasses
+import sys
+import typing
+
+import pytest
+from pydantic import BaseModel
+
+from sfumato.config.base import Variant, find_variants
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+from sfumato.config.help import attribute_docs, format_help
+from sfumato.config.load import dump_config, load_config, parse_config
+from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.errors import ConfigError
+
+SCHEMAS = [TrainDitConfig, TrainAutoencoderConfig, DiffusionRLConfig]
+
+DIT = """
+model: {config_path: model.yaml}
+data: {data_type: glyphs}
+train: {output_dir: out}
+"""
+
+RL = """
+model: {config_path: model.yaml}
+data: {data_type: glyphs}
+rollout: {num_prompts: 4, n: 4, micro_batch_size: 8}
+reward:
+  rewards:
+    - {type: ocr, detect: false}
+    - {type: jpeg_compressibility, weight: 0.5}
+algorithm:
+  recipe: flow_grpo
+train: {output_dir: out, max_steps: 3}
+"""
+
+CUSTOM = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sfumato.algorithms.dynamics.sde import FlowSDE
+
+
+@dataclass(frozen=True)
+class MyDynamics(FlowSDE):
+    type: ClassVar[str] = "mine"
+    strength: float = 0.25
+
+
+class NoDataclass:
+    pass
+"""
+
+
+@pytest.fixture
+def rl_file(tmp_path):
+    path = tmp_path / "rl.yaml"
+    path.write_text(RL)
+    return path
+
+
+@pytest.fixture
+def dit_file(tmp_path):
+    path = tmp_path / "dit.yaml"
+    path.write_text(DIT)
+    return path
+
+
+@pytest.fixture
+def custom_module(tmp_path, monkeypatch):
+    (tmp_path / "my_config_parts.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_config_parts"
+    sys.modules.pop("my_config_parts", None)
+
+
+def rl(path, *overrides):
+    return parse_config(DiffusionRLConfig, [str(path), *overrides])
+
+
+def dit(path, *overrides):
+    return parse_config(TrainDitConfig, [str(path), *overrides])
+
+
+def refusal(schema, path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(schema, [str(path), *overrides])
+    return str(caught.value)
+
+
+def edited(path, old, new):
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+# Unknown keys and types
+
+
+def test_unknown_key_in_the_file_is_named_with_file_path_and_nearest(dit_file):
+    edited(dit_file, "output_dir: out", "output_dir: out, micro_bach_size: 2")
+    message = refusal(TrainDitConfig, dit_file)
+    assert message.startswith(f"{dit_file}: train.micro_bach_size: unknown key; did you mean 'micro_batch_size'?")
+
+
+def test_unknown_section_in_the_file(dit_file):
+    edited(dit_file, "train:", "trian: {}\ntrain:")
+    assert f"{dit_file}: trian: unknown key; did you mean 'train'?" in refusal(TrainDitConfig, dit_file)
+
+
+def test_unknown_key_of_an_override_is_named_as_an_override(dit_file):
+    message = refusal(TrainDitConfig, dit_file, "--model.lora.rnak", "8")
+    assert message.startswith("--model.lora.rnak: unknown key; did you mean 'rank'? (valid here: rank, alpha,")
+    assert str(dit_file) not in message
+
+
+def test_every_mistake_is_listed_at_once(dit_file):
+    edited(dit_file, "output_dir: out", "output_dir: out, sead: 2")
+    lines = refusal(TrainDitConfig, dit_file, "--data.hieght", "8", "--train.lr", "-1").splitlines()
+    assert len(lines) == 3
+    assert {line.split(": ")[0] for line in lines} == {str(dit_file), "--data.hieght", "--train.lr"}
+
+
+def test_unknown_variant_type_names_the_nearest(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", "sdee")
+    assert message.startswith("--algorithm.dynamics.type: unknown type 'sdee'; did you mean 'sde'?")
+    edited(rl_file, "type: ocr", "type: orc")
+    message = refusal(DiffusionRLConfig, rl_file)
+    assert message.startswith(f"{rl_file}: reward.rewards.0.type: unknown type 'orc'; did you mean 'ocr'?")
+
+
+def test_unknown_field_inside_a_variant(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.objective.clip_rnage", "1e-4")
+    assert message.startswith("--algorithm.objective.clip_rnage: unknown key; did you mean 'clip_range'?")
+    edited(rl_file, "recipe: flow_grpo", "kl: {type: flow_grpo, coeff: 0.1}")
+    message = refusal(DiffusionRLConfig, rl_file)
+    assert message.startswith(f"{rl_file}: algorithm.kl.coeff: unknown key; did you mean 'coef'?")
+
+
+def test_unknown_field_inside_a_list_of_variants(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.1.wieght", "2")
+    assert message.startswith("--reward.rewards.1.wieght: unknown key; did you mean 'weight'?")
+    edited(rl_file, "detect: false", "detct: false")
+    message = refusal(DiffusionRLConfig, rl_file)
+    assert message.startswith(f"{rl_file}: reward.rewards.0.detct: unknown key; did you mean 'detect'?")
+
+
+def test_wrong_value_inside_a_variant_is_named_with_its_path(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.0.weight", "much")
+    assert message.startswith("--reward.rewards.0.weight: ") and "'much'" in message
+    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.noise_level", "0")
+    assert message.startswith("--algorithm.dynamics: ") and "noise_level" in message
+
+
+def test_a_variant_needs_a_type(rl_file):
+    edited(rl_file, "type: ocr, ", "")
+    message = refusal(DiffusionRLConfig, rl_file)
+    assert f"{rl_file}: reward.rewards.0: needs a key 'type', one of" in message and "ocr" in message
+
+
+def test_unknown_recipe_lists_the_known_ones_and_nothing_else(rl_file):
+    for value in ("flow_grop", "[flow_grpo]"):
+        message = refusal(DiffusionRLConfig, rl_file, "--algorithm.recipe", value)
+        assert "algorithm.recipe" in message and "known: flow_grpo, flow_grpo_fast, flow_cps" in message
+        assert "\n" not in message
+
+
+# Values
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "1.E-5", ".1e-4", "0.00001"])
+def test_numbers_as_people_write_them(dit_file, text):
+    assert dit(dit_file, "--train.lr", text).train.lr == 1e-5
+    edited(dit_file, "output_dir: out", f"output_dir: out, lr: {text}")
+    config = dit(dit_file)
+    assert config.train.lr == 1e-5
+
+
+def test_numbers_inside_variants_and_lists(rl_file):
+    config = rl(rl_file, "--algorithm.objective.clip_range", "5.0e-4", "--train.betas", "[9e-1, 9.9E-1]")
+    assert config.algorithm.objective.clip_range == 5e-4
+    assert config.train.betas == (0.9, 0.99)
+
+
+def test_text_that_looks_a_little_like_a_number_stays_text(dit_file):
+    assert dit(dit_file, "--train.output_dir", "1e-5b").train.output_dir == "1e-5b"
+
+
+def test_a_key_that_stands_twice_is_an_error_with_its_line(dit_file):
+    edited(dit_file, "train: {output_dir: out}", "train:\n  output_dir: a\n  seed: 1\n  output_dir: b")
+    message = refusal(TrainDitConfig, dit_file)
+    assert f"{dit_file}:7: key 'output_dir' stands twice" in message
+
+
+def test_a_section_that_stands_twice_is_an_error(dit_file):
+    dit_file.write_text(dit_file.read_text() + "train: {output_dir: other}\n")
+    assert "key 'train' stands twice" in refusal(TrainDitConfig, dit_file)
+
+
+def test_yaml_anchors_can_be_merged(dit_file):
+    edited(dit_file, "{output_dir: out}", "\n  <<: {seed: 3, lr: 1e-3}\n  output_dir: out\n  lr: 2e-3")
+    train = dit(dit_file).train
+    assert (train.seed, train.lr) == (3, 2e-3)
+
+
+@pytest.mark.parametrize(("content", "reason"), [("- a\n- b\n", "mapping"), ("a: [1\n", "not valid YAML")])
+def test_broken_files_are_named(tmp_path, content, reason):
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    message = refusal(TrainDitConfig, path)
+    assert str(path) in message and reason in message
+
+
+def test_an_empty_file_misses_every_required_field(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert refusal(TrainDitConfig, path).splitlines() == [
+        f"{path}: {name}: required, but not set" for name in ("model", "data", "train")
+    ]
+
+
+def test_a_missing_file_suggests_a_near_one(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file.with_name("rll.yaml"))
+    assert "configuration file not found" in message and f"did you mean {rl_file}?" in message
+
+
+@pytest.mark.parametrize("arguments", [[], ["--train.lr", "1e-4"]])
+def test_the_first_argument_must_be_a_file(arguments):
+    with pytest.raises(ConfigError, match="first argument must be a YAML configuration file; --help"):
+        parse_config(TrainDitConfig, arguments)
+
+
+@pytest.mark.parametrize("rest", [[], ["--train.seed", "1"]])
+def test_an_override_without_a_value(dit_file, rest):
+    assert "override --train.lr has no value" in refusal(TrainDitConfig, dit_file, "--train.lr", *rest)
+
+
+@pytest.mark.parametrize("argument", ["train.lr=3", "-train.lr", "--"])
+def test_an_argument_that_is_no_override(dit_file, argument):
+    assert f"unexpected argument {argument!r}" in refusal(TrainDitConfig, dit_file, argument, "3")
+
+
+def test_overrides_with_an_equals_sign_and_negative_numbers(dit_file):
+    config = dit(dit_file, "--flow.logit_mean=-0.5", "--train.output_dir=a=b", "--data.max_bad_rows", "3")
+    assert (config.flow.logit_mean, config.train.output_dir, config.data.max_bad_rows) == (-0.5, "a=b", 3)
+
+
+def test_overrides_that_contradict_each_other(dit_file):
+    message = refusal(TrainDitConfig, dit_file, "--model.lora", "null", "--model.lora.rank", "3")
+    assert "--model.lora.rank goes into --model.lora" in message
+
+
+# Overrides of lists and variants
+
+
+def test_override_of_a_list_entry_by_index_keeps_the_rest(rl_file):
+    rewards = rl(rl_file, "--reward.rewards.0.weight", "2").reward.rewards
+    assert [each.type for each in rewards] == ["ocr", "jpeg_compressibility"]
+    assert (rewards[0].weight, rewards[0].detect, rewards[1].weight) == (2.0, False, 0.5)
+
+
+def test_an_index_behind_the_last_appends(rl_file):
+    rewards = rl(rl_file, "--reward.rewards.2.type", "brightness", "--reward.rewards.2.weight", "3").reward.rewards
+    assert [(each.type, each.weight) for each in rewards[1:]] == [("jpeg_compressibility", 0.5), ("brightness", 3.0)]
+
+
+def test_an_index_further_behind_is_out_of_range(rl_file):
+    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.3.type", "brightness")
+    assert "--reward.rewards.3" in message and "out of range" in message and "2 entries" in message
+
+
+def test_an_override_with_the_same_type_keeps_the_other_fields(rl_file):
+    edited(rl_file, "recipe: flow_grpo", "window: {type: random, size: 2, range: [1, 6]}")
+    window = rl(rl_file, "--algorithm.window.size", "4").algorithm.window
+    assert (window.type, window.size, window.range) == ("random", 4, (1, 6))
+    window = rl(rl_file, "--algorithm.window.type", "random").algorithm.window
+    assert (window.size, window.range) == (2, (1, 6))
+
+
+def test_another_type_replaces_the_fields(rl_file):
+    edited(rl_file, "recipe: flow_grpo", "dynamics: {type: sde, noise_level: 0.3}")
+    assert rl(rl_file).algorithm.dynamics.noise_level == 0.3
+    assert rl(rl_file, "--algorithm.dynamics.type", "cps").algorithm.dynamics.noise_level == 0.8
+    rewards = rl(rl_file, "--reward.rewards.0.type", "brightness").reward.rewards
+    assert rewards[0].type == "brightness" and not hasattr(rewards[0], "detect")
+
+
+def test_a_plain_name_stands_for_a_variant_with_its_defaults(rl_file):
+    assert rl(rl_file, "--algorithm.window", "all").algorithm.window.type == "all"
+    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.0", "orc")
+    assert message.startswith("--reward.rewards.0.type: unknown type 'orc'")
+
+
+def test_an_optional_section_is_made_by_overriding_its_field(dit_file):
+    assert dit(dit_file).model.lora is None
+    assert dit(dit_file, "--model.lora.rank", "8").model.lora.rank == 8
+
+
+@pytest.mark.parametrize("recipe", sorted(DIFFUSION_RECIPES))
+def test_recipes_preset_all_parts(rl_file, recipe):
+    algorithm = rl(rl_file, "--algorithm.recipe", recipe).algorithm
+    for part, fields in DIFFUSION_RECIPES[recipe].items():
+        built = getattr(algorithm, part)
+        assert built.type == fields["type"]
+        for name, value in fields.items():
+            assert getattr(built, name) == (tuple(value) if isinstance(value, list) else value), (part, name)
+
+
+def test_fields_override_the_recipe(rl_file):
+    overrides = ["--algorithm.recipe", "flow_grpo_fast", "--algorithm.window.size", "2", "--algorithm.kl.type", "gaussian"]
+    algorithm = rl(rl_file, *overrides).algorithm
+    assert (algorithm.window.type, algorithm.window.size, algorithm.window.range) == ("random", 2, (0, 5))
+    assert (algorithm.kl.type, algorithm.kl.coef) == ("gaussian", 0.01)
+    assert algorithm.objective.clip_range == 1e-5
+
+
+# Classes of one's own
+
+
+def test_a_class_of_your_own_is_named_by_import_path(rl_file, custom_module):
+    name = f"{custom_module}:MyDynamics"
+    dynamics = rl(rl_file, "--algorithm.dynamics.type", name, "--algorithm.dynamics.strength", "0.5").algorithm.dynamics
+    assert type(dynamics).__name__ == "MyDynamics" and (dynamics.strength, dynamics.noise_level) == (0.5, 0.7)
+    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics", f"{{type: '{name}', strenght: 1}}")
+    assert message.startswith("--algorithm.dynamics.strenght: unknown key; did you mean 'strength'?")
+
+
+@pytest.mark.parametrize("attribute", ["Missing", "NoDataclass"])
+def test_a_class_of_your_own_that_cannot_be_used(rl_file, custom_module, attribute):
+    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", f"{custom_module}:{attribute}")
+    assert f"cannot import type '{custom_module}:{attribute}'" in message
+
+
+@pytest.mark.parametrize("name", ["no_such_module_here:A", "..relative:A", ":A"])
+def test_a_module_that_cannot_be_imported(rl_file, name):
+    assert f"cannot import type '{name}'" in refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", name)
+
+
+# Dump
+
+
+def assert_dump_is_stable(config, schema, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    dump_config(config, first)
+    again = load_config(schema, first)
+    assert again == config
+    dump_config(again, second)
+    assert first.read_text() == second.read_text()
+    return first.read_text()
+
+
+def test_a_resolved_config_can_be_run_again(rl_file, tmp_path):
+    overrides = ["--algorithm.recipe", "flow_cps", "--model.lora.rank", "4", "--train.lr", "1e-5", "--train.eps", "1e-15"]
+    text = assert_dump_is_stable(rl(rl_file, *overrides), DiffusionRLConfig, tmp_path)
+    assert "noise_level: 0.8" in text and "recipe: flow_cps" in text
+
+
+def test_a_resolved_supervised_config_can_be_run_again(dit_file, tmp_path):
+    assert_dump_is_stable(dit(dit_file, "--sample.prompts", '["Straße: \\"x\\"", "{a}"]'), TrainDitConfig, tmp_path)
+    config = parse_config(TrainAutoencoderConfig, [str(dit_file), "--kl_coef", "1e-6"])
+    assert_dump_is_stable(config, TrainAutoencoderConfig, tmp_path)
+
+
+def test_a_config_with_a_class_of_your_own_can_be_run_again(rl_file, tmp_path, custom_module):
+    config = rl(rl_file, "--algorithm.dynamics.type", f"{custom_module}:MyDynamics")
+    assert f"type: {custom_module}:MyDynamics" in assert_dump_is_stable(config, DiffusionRLConfig, tmp_path)
+
+
+# Combinations that are refused
+
+CROSS_CHECKS = [
+    # schema, overrides, what the message names
+    (TrainDitConfig, ["--model.model_path", "a"], ["model.model_path", "model.config_path"]),
+    (TrainDitConfig, ["--model.config_path", "null"], ["model.model_path", "model.config_path"]),
+    (TrainDitConfig, ["--train.lr_min", "1"], ["train.lr_min", "train.lr "]),
+    (TrainDitConfig, ["--data.glyphs.template", "a word"], ["template", "{word}"]),
+    (TrainDitConfig, ["--data.glyphs.characters", "''"], ["characters"]),
+    (TrainDitConfig, ["--data.glyphs.font_sizes", "[]"], ["font_sizes"]),
+    (TrainDitConfig, ["--data.data_type", "image_text"], ["data.train_path", "data.data_type"]),
+    (TrainDitConfig, ["--data.train_path", "a.jsonl"], ["data.train_path", "data.data_type"]),
+    (
+        TrainDitConfig,
+        ["--train.global_batch_size", "5", "--train.micro_batch_size", "2"],
+        ["train.global_batch_size", "train.micro_batch_size"],
+    ),
+    (TrainDitConfig, ["--model.keep_encoders", "false"], ["model.keep_encoders", "data.cache_dir"]),
+    (DiffusionRLConfig, ["--data.data_type", "prompts"], ["data.train_path", "data.eval_path", "data.data_type"]),
+    (
+        DiffusionRLConfig,
+        ["--data.data_type", "prompts", "--data.train_path", "a.txt"],
+        ["data.train_path", "data.eval_path", "data.data_type"],
+    ),
+    (DiffusionRLConfig, ["--algorithm.dynamics.type", "ode"], ["algorithm.dynamics"]),
+    (DiffusionRLConfig, ["--train.max_steps", "null"], ["train.max_steps"]),
+    (
+        DiffusionRLConfig,
+        ["--train.global_batch_size", "5"],
+        ["rollout.num_prompts", "rollout.n", "train.global_batch_size"],
+    ),
+    (
+        DiffusionRLConfig,
+        ["--reward.rewards.0.evaluation_only", "true", "--reward.rewards.1.evaluation_only", "true"],
+        ["reward.rewards", "evaluation_only"],
+    ),
+    (DiffusionRLConfig, ["--model.lora.dropout", "0.1"], ["model.lora.dropout"]),
+    (
+        DiffusionRLConfig,
+        ["--algorithm.recipe", "flow_grpo_fast", "--rollout.num_inference_steps", "5"],
+        ["algorithm.window", "rollout.num_inference_steps"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "overrides", "names"), CROSS_CHECKS, ids=lambda value: str(value)[:60])
+def test_impossible_combinations_are_refused_naming_the_fields(
+    dit_file, rl_file, monkeypatch, schema, overrides, names
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = rl_file if schema is DiffusionRLConfig else dit_file
+    parse_config(schema, [str(path)])  # without the overrides it is fine
+    message = refusal(schema, path, *overrides)
+    assert "\n" not in message
+    for name in names:
+        assert name in message
+
+
+def test_the_batch_must_divide_over_the_processes(dit_file, monkeypatch):
+    overrides = ["--train.global_batch_size", "6", "--train.micro_batch_size", "2"]
+    dit(dit_file, *overrides)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 x 2 processes = 4" in refusal(TrainDitConfig, dit_file, *overrides)
+
+
+def test_a_reward_of_whole_groups_needs_whole_groups(rl_file, tmp_path, monkeypatch):
+    (tmp_path / "my_group_reward.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from sfumato.rewards.base import Reward\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class GroupReward(Reward):\n"
+        "    type: ClassVar[str] = 'together'\n"
+        "    groupwise: ClassVar[bool] = True\n\n"
+        "    def score(self, samples):\n"
+        "        return [0.0] * len(samples)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ["--reward.rewards.2.type", "my_group_reward:GroupReward"]
+    assert rl(rl_file, *overrides).reward.rewards[2].label == "together"
+    message = refusal(DiffusionRLConfig, rl_file, *overrides, "--rollout.micro_batch_size", "6")
+    for name in ("'together'", "rollout.micro_batch_size 6", "rollout.n 4"):
+        assert name in message
+
+
+# Help, and the size of the surface
+
+
+def fields_of(schema, prefix=""):
+    """(path, variant or None, field) of every field, sections entered."""
+    for name, field in schema.model_fields.items():
+        path = f"{prefix}{name}"
+        nested = list(annotated_parts(field.annotation))
+        section = next((each for each in nested if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        variant = next((each for each in [*field.metadata, *nested] if isinstance(each, Variant)), None)
+        yield path, variant, section, field
+        if section is not None:
+            yield from fields_of(section, f"{path}.")
+
+
+def annotated_parts(annotation):
+    """An annotation and everything inside it, the metadata of ``Annotated`` included."""
+    yield annotation
+    for each in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from annotated_parts(each)
+
+
+def test_the_walk_finds_what_is_known_to_be_there():
+    found = {path: (variant, section) for path, variant, section, _ in fields_of(DiffusionRLConfig)}
+    assert found["reward.rewards"][0] == Variant("sfumato.rewards")
+    assert found["algorithm.dynamics"][0] == Variant("sfumato.algorithms.dynamics")
+    assert "model.lora.rank" in found and "data.glyphs.held_out" in found and found["model.lora"][1] is not None
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+def test_help_lists_every_field_with_a_sentence_and_its_default(schema):
+    lines = format_help(schema).splitlines()
+    for path, variant, section, field in fields_of(schema):
+        if section is not None:
+            header = next(line for line in lines if line.startswith(f"[{path}]"))
+            assert len(header.removeprefix(f"[{path}]").split()) >= 3, path
+            if not field.is_required() and field.default is None:
+                assert f"  --{path} section  (default: null)" in lines
+            continue
+        number = next(i for i, line in enumerate(lines) if line.startswith(f"  --{path} "))
+        default = "required" if field.is_required() else field.default
+        shown = "null" if default is None else str(default)
+        assert lines[number].endswith(f"(default: {shown})"), path
+        assert len(lines[number + 1].split()) >= 2, f"{path} has no sentence"
+        assert " ".join(field.description.split())[:40] in lines[number + 1].strip(), path
+        for cls in find_variants(variant.source).values() if variant else []:
+            start = next(i for i in range(number, len(lines)) if lines[i].startswith(f"      type: {cls.type}  "))
+            assert len(lines[start].split()) >= 5, f"{cls} has no sentence"
+            below = lines[start : start + 1 + len(dataclasses.fields(cls))]
+            entry = f"{path}.0" if "list" in str(field.annotation) else path
+            for each in dataclasses.fields(cls):
+                line = next(line for line in below if line.startswith(f"        {entry}.{each.name} = "))
+                value, _, text = line.partition(" = ")[2].partition("  ")
+                assert each.default is dataclasses.MISSING or value == str(each.default), line
+                assert each.default_factory is dataclasses.MISSING, "help cannot show this default"
+                assert len(text.split()) >= 2, f"{cls.__name__}.{each.name} has no sentence"
+                assert text == attribute_docs(cls)[each.name]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["config.yaml", "--help"]])
+def test_help_is_printed_and_ends_the_program(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(TrainDitConfig, arguments)
+    assert stop.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: bash train.sh TASK.py CONFIG.yaml") and "--train.lr float" in output
+
+
+def test_the_whole_surface_stays_small():
+    paths = set()
+    for schema in SCHEMAS:
+        for path, variant, section, _ in fields_of(schema):
+            if section is None:
+                paths.add(path)
+            for name, cls in find_variants(variant.source).items() if variant else []:
+                paths |= {f"{path}[{name}].{each.name}" for each in dataclasses.fields(cls)}
+    assert 80 < len(paths) < 250, f"{len(paths)} fields"

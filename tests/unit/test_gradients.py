@@ -1,0 +1,87 @@
+"""Gradient norm, clipping, and the check that stops a run before weights change."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sfumato.errors import NonFiniteError
+from sfumato.parallel.gradients import check_finite, reduce_and_clip, trainable_parameters
+from sfumato.parallel.mesh import Mesh
+
+ALONE = Mesh(0, 1, torch.device("cpu"))
+
+
+def make() -> nn.Sequential:
+    """A module with gradients of known size, and a frozen layer."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    module[2].requires_grad_(False)
+    (100 * module(torch.randn(5, 3)) ** 2).sum().backward()
+    return module
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.grad.clone() for name, each in trainable_parameters(module).items()}
+
+
+def test_the_norm_is_torchs_and_gradients_are_scaled_down_to_the_limit():
+    module, twin = make(), make()
+    expected = nn.utils.clip_grad_norm_(trainable_parameters(twin).values(), 0.7)
+    before = gradients(module)
+    norm = reduce_and_clip(module, 0.7, ALONE, "step 1")
+    assert norm == float(expected) > 0.7
+    for name, clipped in gradients(module).items():
+        assert torch.equal(clipped, gradients(twin)[name])
+        torch.testing.assert_close(clipped, before[name] * (0.7 / norm))
+    assert float(nn.utils.get_total_norm(gradients(module).values())) == pytest.approx(0.7, rel=1e-5)
+
+
+def test_gradients_below_the_limit_stay_as_they_are():
+    module = make()
+    before = gradients(module)
+    norm = reduce_and_clip(module, 1e9, ALONE, "step 1")
+    expected = math.sqrt(sum(float((each.double() ** 2).sum()) for each in before.values()))
+    assert norm == pytest.approx(expected, rel=1e-6)
+    assert all(torch.equal(each, before[name]) for name, each in gradients(module).items())
+
+
+def test_a_parameter_without_gradient_counts_as_zero_and_a_frozen_one_gets_none():
+    module = make()
+    module[1].bias.grad = None
+    reduce_and_clip(module, 1.0, ALONE, "step 1")
+    assert torch.equal(module[1].bias.grad, torch.zeros(2))
+    assert module[2].weight.grad is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(value):
+    module = make()
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    module[1].weight.grad[1, 2] = value
+    before = gradients(module)
+    with pytest.raises(NonFiniteError) as error:
+        reduce_and_clip(module, 1.0, ALONE, "step 7")
+    message = str(error.value)
+    assert message.startswith("step 7: ")
+    assert "1.weight" in message and "0.weight" not in message and "1.bias" not in message
+    assert error.value.exit_code == 4
+    assert all(torch.equal(each, weights[name]) for name, each in module.named_parameters())
+    for name, each in gradients(module).items():
+        torch.testing.assert_close(each, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_norm_that_overflows_is_not_finite_either():
+    module = make()
+    for each in trainable_parameters(module).values():
+        each.grad.fill_(1e30)
+    with pytest.raises(NonFiniteError, match="step 2"):
+        reduce_and_clip(module, 1.0, ALONE, "step 2")
+
+
+def test_check_finite_names_where():
+    check_finite(torch.tensor([1.0, -1e38]), "unused")
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(NonFiniteError, match=r"^step 3, rank 1, samples \[4, 5\]: the loss is"):
+            check_finite(torch.tensor([1.0, bad], requires_grad=True), "step 3, rank 1, samples [4, 5]")

@@ -1,0 +1,172 @@
+"""Learning-rate schedule, weight-decay groups, and the moving average of weights."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sfumato.config.dit import DitTrainConfig
+from sfumato.optim.ema import Ema, averaged_weights, ema_decay
+from sfumato.optim.optimizer import build_optimizer, lr_at
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "data" / "flow_rl.json").read_text(encoding="utf-8"))[
+    "V11_schedulers_samplers_ema"
+]
+
+
+def config(**settings) -> DitTrainConfig:
+    return DitTrainConfig(output_dir="unused", **settings)
+
+
+def rates(total_steps: int, **settings) -> list[float]:
+    """The rate of every step, and the one that would come after the last."""
+    return [lr_at(step, total_steps, config(**settings)) for step in range(total_steps + 1)]
+
+
+def test_warm_up_is_linear_and_its_first_step_already_learns():
+    assert rates(6, lr=0.8, lr_warmup_steps=4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8], rel=1e-12)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert rates(3, lr=0.5) == [0.5] * 4
+
+
+def test_linear_decay_goes_from_the_warm_up_to_lr_min():
+    found = rates(6, lr=1.0, lr_min=0.2, lr_warmup_steps=2, lr_decay_style="linear")
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-12)
+
+
+def test_cosine_decay_goes_from_the_warm_up_to_lr_min():
+    found = rates(10, lr=1.0, lr_min=0.1, lr_warmup_steps=2, lr_decay_style="cosine")
+    assert found[2] == 1.0
+    assert found[6] == pytest.approx(0.55, rel=1e-12)  # half way: the mean of both
+    assert found[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), rel=1e-12)
+    assert found[10] == pytest.approx(0.1, rel=1e-12)
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[2:]))
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_decay_ratio_leaves_a_plateau_before_it(style):
+    found = rates(100, lr=1.0, lr_min=0.01, lr_warmup_steps=10, lr_decay_style=style, lr_decay_ratio=0.3)
+    assert set(found[9:71]) == {1.0}
+    assert found[71] < 1.0
+    assert found[85] == pytest.approx(0.505, rel=1e-12)
+    assert found[100] == pytest.approx(0.01, rel=1e-12)
+
+
+def test_warm_up_longer_than_the_rest_is_never_cut_short():
+    found = rates(10, lr=1.0, lr_warmup_steps=8, lr_decay_style="linear", lr_decay_ratio=0.5)
+    assert found[7] == found[8] == 1.0
+    assert found[9] == pytest.approx(0.5) and found[10] == 0.0
+
+
+def test_beyond_the_end_the_rate_stays_at_lr_min():
+    settings = config(lr=1.0, lr_min=0.25, lr_decay_style="cosine")
+    assert lr_at(50, 10, settings) == pytest.approx(0.25, rel=1e-12)
+
+
+def test_the_optimizer_follows_the_schedule():
+    settings = config(lr=0.003, lr_min=0.001, lr_warmup_steps=3, lr_decay_style="cosine")
+    module = nn.Linear(2, 2)
+    optimizer, schedule = build_optimizer(module, settings, 12)
+    used = []
+    for _ in range(12):
+        module(torch.ones(1, 2)).sum().backward()
+        used.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    expected = [lr_at(step, 12, settings) for step in range(12)]
+    assert used == [pytest.approx([rate, rate], rel=1e-12) for rate in expected]
+
+
+def test_matrices_decay_and_vectors_do_not():
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
+    module[3].requires_grad_(False)
+    settings = config(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), eps=1e-5)
+    optimizer, _ = build_optimizer(module, settings, 1)
+    decay = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
+    expected = {
+        "0.weight": 0.5,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+        "1.bias": 0.0,
+        "2.weight": 0.5,
+    }  # and nothing of the frozen layer
+    assert {name: decay.get(id(each)) for name, each in module.named_parameters() if id(each) in decay} == expected
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-5 for group in optimizer.param_groups)
+
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    for each in module.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    for name, each in module.named_parameters():
+        factor = 1 - 0.1 * expected.get(name, 0.0)
+        torch.testing.assert_close(each.detach(), before[name] * factor)
+
+
+def test_a_model_of_matrices_alone_has_one_group():
+    optimizer, _ = build_optimizer(nn.Linear(2, 2, bias=False), config(), 1)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_ema_decay_is_that_of_flow_grpo():
+    for step, expected in GOLDEN["flow_grpo_ema_decay (cap 0.9)"].items():
+        assert ema_decay(int(step), 0.9) == pytest.approx(expected, rel=1e-8)
+
+
+def test_ema_follows_the_trace_of_flow_grpo():
+    trace = GOLDEN["flow_grpo_ema_trace param=1+0.1*(step+1), interval 8, start 1.0"]
+    module = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    ema = Ema(module, limit=0.9, interval=8)
+    found = []
+    for step in range(len(trace)):
+        with torch.no_grad():
+            module.weight.fill_(1 + 0.1 * (step + 1))
+        ema.update()
+        found.append(float(ema.averages["weight"]))
+    assert found == pytest.approx(trace, rel=1e-6)
+    assert ema.num_updates == len(trace)
+
+
+def test_ema_averages_only_what_is_trained():
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    assert list(Ema(module, 0.9).averages) == ["weight"]
+
+
+class Stop(Exception):  # noqa: N818
+    """Raised inside a block."""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_applied_shows_the_averages_and_puts_the_weights_back(raises):
+    module = nn.Linear(2, 2)
+    ema = Ema(module, 0.9)
+    average = {name: each.clone() for name, each in ema.averages.items()}
+    with torch.no_grad():
+        for each in module.parameters():
+            each.add_(1)
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    storage = {name: each.data_ptr() for name, each in module.named_parameters()}
+    try:
+        with averaged_weights(ema):
+            assert all(torch.equal(each, average[name]) for name, each in module.named_parameters())
+            if raises:
+                raise Stop
+    except Stop:
+        pass
+    for name, each in module.named_parameters():
+        assert torch.equal(each, weights[name])
+        assert each.data_ptr() == storage[name] and each.requires_grad
+    assert all(torch.equal(each, average[name]) for name, each in ema.averages.items())
+
+
+def test_without_an_average_the_weights_are_shown_as_they_are():
+    with averaged_weights(None):
+        pass

@@ -1,0 +1,266 @@
+"""The Stable Diffusion 3 family against diffusers' own pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import StableDiffusion3Pipeline
+
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.config.sections import LoraConfig, ModelConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.load import build_diffusion_model, find_families
+from sfumato.models.diffusion.reference import Reference
+from sfumato.optim.ema import Ema
+from sfumato.parallel.gradients import trainable_parameters
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.diffusion import sample_images
+from tests.tiny import tiny_pipeline_description
+
+PROMPTS = ['write "AB"', 'write "C"']
+TOKENS = 7
+ALONE = Mesh(0, 1, torch.device("cpu"))
+
+
+def describe(folder: Path, **changes: dict) -> Path:
+    """A description file of a tiny pipeline, with changed sections."""
+    description = tiny_pipeline_description()
+    for section, values in changes.items():
+        description[section] = {**description.get(section, {}), **values}
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(description))
+    return path
+
+
+def build(folder: Path, changes: dict | None = None, **config: object) -> DiffusionModel:
+    """A tiny model that answers to its inputs: what starts at zero gets random weights, and T5 speaks."""
+    model = build_diffusion_model(
+        ModelConfig(config_path=str(describe(folder, **(changes or {}))), max_sequence_length=TOKENS, **config)
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.denoiser.parameters():
+            if parameter.ndim and not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        model.pipeline.text_encoder_3.encoder.final_layer_norm.weight.fill_(1.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
+    return build(tmp_path_factory.mktemp("sd3"))
+
+
+@pytest.fixture(scope="module")
+def folder(model: DiffusionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "pipe"
+    model.save_pipeline(path)
+    return path
+
+
+def by_diffusers(pipeline: StableDiffusion3Pipeline, guidance_scale: float, num_steps: int = 4) -> np.ndarray:
+    """Images of diffusers' own sampling loop from the latents that ``by_sfumato`` starts from: uint8 [B, H, W, 3]."""
+    pipeline.set_progress_bar_config(disable=True)
+    latents = keyed_normal((4, 8, 8), 11, "latent", 0, range(len(PROMPTS)))
+    images = pipeline(
+        PROMPTS,
+        height=16,
+        width=16,
+        num_inference_steps=num_steps,
+        guidance_scale=guidance_scale,
+        latents=latents,
+        max_sequence_length=TOKENS,
+        output_type="np",
+    ).images
+    return (images * 255).round().astype(np.uint8)
+
+
+def by_sfumato(
+    model: DiffusionModel, guidance_scale: float, num_steps: int = 4, micro_batch_size: int = 8
+) -> np.ndarray:
+    images = sample_images(
+        model,
+        model.encode_prompts(PROMPTS),
+        list(range(len(PROMPTS))),
+        size=(16, 16),
+        num_steps=num_steps,
+        guidance_scale=guidance_scale,
+        seed=11,
+        micro_batch_size=micro_batch_size,
+    )
+    return np.stack(images)
+
+
+def assert_same_images(first: np.ndarray, second: np.ndarray) -> None:
+    assert first.shape == second.shape
+    assert first.std() > 1, "an empty image proves nothing"
+    assert np.abs(first.astype(int) - second.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
+def test_images_equal_those_of_the_diffusers_pipeline(
+    model: DiffusionModel, folder: Path, guidance_scale: float
+) -> None:
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    assert_same_images(by_sfumato(model, guidance_scale), by_diffusers(pipeline, guidance_scale))
+
+
+def test_a_saved_pipeline_loads_again_with_equal_weights(model: DiffusionModel, folder: Path) -> None:
+    loaded = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
+    assert list(loaded.components) == list(model.components)
+    for name, component in model.components.items():
+        for key, tensor in component.state_dict().items():
+            assert torch.equal(tensor, loaded.components[name].state_dict()[key]), f"{name}.{key}"
+    assert_same_images(by_sfumato(model, 1.0), by_sfumato(loaded, 1.0))
+
+
+def test_both_guidance_branches_in_one_forward_equal_two(model: DiffusionModel) -> None:
+    conditioning = model.encode_prompts(PROMPTS)
+    latents, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3])
+    guided = model.predict_velocity(latents, sigma, conditioning, 3.0)
+    conditional = model.predict_velocity(latents, sigma, conditioning)
+    unconditional = model.predict_velocity(latents, sigma, model.encode_prompts(["", ""]))
+    torch.testing.assert_close(guided, unconditional + 3.0 * (conditional - unconditional), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(conditional, unconditional), "the prompt must matter"
+
+
+def test_prompt_embeddings_are_the_pipelines_own(model: DiffusionModel) -> None:
+    expected, _, pooled, _ = model.pipeline.encode_prompt(
+        PROMPTS, None, None, do_classifier_free_guidance=False, max_sequence_length=TOKENS
+    )
+    embedded = model.encode_prompts(PROMPTS)
+    assert torch.equal(embedded.tensors["prompt_embeds"], expected)
+    assert torch.equal(embedded.tensors["pooled"], pooled)
+
+
+def test_freed_encoders_serve_known_prompts_and_are_exported_again(folder: Path, tmp_path: Path) -> None:
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, keep_encoders=False))
+    before = by_sfumato(model, 2.0)
+    model.free_encoders()
+    assert "text_encoder" not in model.components
+    assert_same_images(before, by_sfumato(model, 2.0))
+    with pytest.raises(RuntimeError, match=r"encoders were freed.*new prompt"):
+        model.encode_prompts(["a new prompt"])
+    export_diffusion_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    assert_same_images(before, by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt"), 2.0))
+
+
+def test_a_pipeline_without_t5_trains_and_loads(tmp_path: Path) -> None:
+    description = tiny_pipeline_description()
+    description.pop("t5")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(description))
+    model = build_diffusion_model(ModelConfig(config_path=str(tmp_path / "tiny.yaml"), max_sequence_length=0))
+    model.save_pipeline(tmp_path / "pipe")
+    loaded = build_diffusion_model(ModelConfig(model_path=str(tmp_path / "pipe"), max_sequence_length=0))
+    length = loaded.encode_prompts(PROMPTS).tensors["prompt_embeds"].shape[1]
+    assert length == loaded.pipeline.tokenizer.model_max_length, "only CLIP's tokens"
+
+
+def test_sd35_attention_and_dynamic_shifting(tmp_path: Path) -> None:
+    changes = {
+        "transformer": {"dual_attention_layers": [0], "qk_norm": "rms_norm"},
+        "scheduler": {"use_dynamic_shifting": True, "shift": 3.0},
+    }
+    model = build(tmp_path, changes)
+    model.save_pipeline(tmp_path / "pipe")
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "pipe")
+    assert_same_images(by_sfumato(model, 2.0), by_diffusers(pipeline, 2.0))
+
+
+def test_lora_trains_only_adapters_and_exports_what_diffusers_loads(folder: Path, tmp_path: Path) -> None:
+    config = ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, lora=LoraConfig(rank=4, alpha=16))
+    model = build_diffusion_model(config)
+    base = by_sfumato(model, 1.0)
+    trained = trainable_parameters(model.denoiser)
+    assert trained
+    assert all("lora_" in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    latents, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3])
+    model.predict_velocity(latents, sigma, model.encode_prompts(PROMPTS)).square().sum().backward()
+    silent = [name for name, each in trained.items() if each.grad is None or not each.grad.abs().sum() > 0]
+    # the last block drops its text stream, so the query of that stream has no effect on the output
+    assert all(name.startswith("transformer_blocks.1.attn.add_q_proj") for name in silent), silent
+    changed = by_sfumato(model, 1.0)
+    assert np.abs(changed.astype(int) - base.astype(int)).max() > 1
+
+    export_diffusion_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(tmp_path / "hf_ckpt")
+    assert_same_images(changed, by_diffusers(pipeline, 1.0))
+    with Reference(model).active() as reference:
+        assert_same_images(base, by_sfumato(reference, 1.0))
+    assert_same_images(changed, by_sfumato(model, 1.0))
+
+
+def test_the_reference_of_full_fine_tuning_stays_as_it_was(folder: Path) -> None:
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
+    base = by_sfumato(model, 1.0)
+    reference = Reference(model)
+    with torch.no_grad():
+        model.denoiser.proj_out.bias.add_(1.0)
+    assert np.abs(by_sfumato(model, 1.0).astype(int) - base.astype(int)).max() > 1
+    with reference.active() as frozen:
+        assert_same_images(base, by_sfumato(frozen, 1.0))
+    assert not any(each.requires_grad for each in reference.weights.parameters())
+
+
+def test_export_holds_the_averaged_weights(folder: Path, tmp_path: Path) -> None:
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
+    ema = Ema(model.denoiser, 0.9)
+    average = {name: each.clone() for name, each in ema.averages.items()}
+    with torch.no_grad():
+        model.denoiser.proj_out.bias.add_(1.0)
+    export_diffusion_model(model, ema, tmp_path / "hf_ckpt", ALONE)
+    exported = StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt").transformer
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, average[name])
+
+
+def test_frozen_parts_take_the_configured_dtype(folder: Path) -> None:
+    lora = LoraConfig(rank=2)
+    model = build_diffusion_model(
+        ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, dtype="bf16", lora=lora)
+    )
+    assert model.pipeline.text_encoder.dtype == model.pipeline.vae.dtype == torch.bfloat16
+    kinds = {("lora_" in name, each.dtype) for name, each in model.denoiser.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    full = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, dtype="bf16"))
+    assert all(each.dtype == torch.float32 for each in full.denoiser.parameters()), "trained weights stay float32"
+    assert by_sfumato(model, 1.0).dtype == np.uint8
+
+
+def test_autocast_runs_the_denoiser_in_low_precision(folder: Path) -> None:
+    config = ModelConfig(model_path=str(folder), max_sequence_length=TOKENS)
+    full, low = build_diffusion_model(config), build_diffusion_model(config, mixed_precision="bf16")
+    latents, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3])
+    exact, rounded = (each.predict_velocity(latents, sigma, each.encode_prompts(PROMPTS)) for each in (full, low))
+    assert rounded.dtype == torch.float32
+    assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max() + 0.05
+
+
+def test_wrong_sizes_folders_and_targets_are_refused(model: DiffusionModel, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="multiples of 4"):
+        model.latent_shape(18, 16)
+    with pytest.raises(ConfigError, match=r"model_index\.json does not exist"):
+        build_diffusion_model(ModelConfig(model_path=str(tmp_path)))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KolorsPipeline"}))
+    with pytest.raises(ConfigError, match=r"KolorsPipeline.*known: .*StableDiffusion3Pipeline"):
+        build_diffusion_model(ModelConfig(model_path=str(tmp_path)))
+    lora = LoraConfig(target_modules=["attn.to_q", "attn.to_x"])
+    with pytest.raises(ConfigError, match=r"attn\.to_x"):
+        build_diffusion_model(ModelConfig(model_path=str(folder), lora=lora))
+
+
+def test_families_are_found_by_their_file_alone() -> None:
+    families = find_families()
+    assert families["StableDiffusion3Pipeline"].block_class == "JointTransformerBlock"
