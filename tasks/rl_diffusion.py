@@ -98,7 +98,8 @@ def main(config: DiffusionRLConfig) -> None:
 
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         all_scores = Scores.cat([each for each, _ in everyone])
-        roles.scorer.call(Scorer.check_budget, all_scores).result()
+        with checkpointer.saved_first(actor.state):
+            roles.scorer.call(Scorer.check_budget, all_scores).result()
         group_ids = torch.tensor([group for _, groups in everyone for group in groups])
         all_advantages = config.algorithm.advantage.compute(torch.from_numpy(all_scores.total), group_ids)
         advantages = all_advantages.rows([each.sample_id for each in batch.requests])

@@ -21,7 +21,7 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.encoded import BadRows, read_pixels
 from sfumato.data.image_text import open_image_text
-from sfumato.data.loader import IndexLoader
+from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
@@ -86,7 +86,9 @@ def main(config: TrainAutoencoderConfig) -> None:
         checkpointer.after_step(state)
 
     vae.eval()
-    examples = torch.stack([dataset.pixels(index) for index in range(min(len(dataset), 512))])
+    first = list(range(min(len(dataset), 512)))
+    captions: list[str] = []
+    examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
     set_latent_scale(vae, examples)
     with torch.no_grad():
         reconstructed = model.decode(model.encode_pixels(examples[:12])).cpu()
@@ -94,12 +96,12 @@ def main(config: TrainAutoencoderConfig) -> None:
         SampleRecord(
             image=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
             kind="eval",
-            prompt=dataset.caption(index),
+            prompt=caption,
             seed=config.train.seed,
             sample_id=index,
             policy_version=state.step,
         )
-        for index, (before, after) in enumerate(zip(examples[:12], reconstructed, strict=False))
+        for index, (before, after, caption) in enumerate(zip(examples, reconstructed, captions, strict=False))
     ]
     run.save_samples(state.step, records)
     export_diffusion_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)

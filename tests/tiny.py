@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from sfumato.config.load import load_config, merge, parse_overrides
 from sfumato.config.sections import ModelConfig
@@ -232,9 +233,16 @@ def run_task_process(
     return TaskResult(process.returncode, log.read_text(encoding="utf-8", errors="replace"), output_dir)
 
 
-def weight_files(folder: Path) -> dict[str, bytes]:
-    """The content of every safetensors file below a folder, by relative path; there must be at least one."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+def weights_in(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Every tensor of every safetensors file below a folder: dtype, shape and bytes. There must be at least one.
+
+    Files are not compared as they stand, since safetensors writes several entries of metadata in random order.
+    """
+    found = {
+        f"{path.relative_to(folder)}:{name}": (str(each.dtype), list(each.shape), each.numpy().tobytes())
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, each in load_file(path).items()
+    }
     assert found, f"no weights in {folder}"
     return found
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import pkgutil
 from typing import Any
 
@@ -96,7 +97,9 @@ class Variant:
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
         ]
         try:
-            built = TypeAdapter(cls).validate_python({key: each for key, each in given.items() if key in names})
+            built = TypeAdapter(cls).validate_json(
+                json.dumps({key: each for key, each in given.items() if key in names}, default=str), strict=True
+            )
             errors = unknown
         except ValidationError as error:
             errors = unknown + error.errors()

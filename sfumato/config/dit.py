@@ -122,5 +122,5 @@ class TrainAutoencoderConfig(Section):
     """Data."""
     train: DitTrainConfig
     """Training."""
-    kl_coef: float = Field(1e-4, ge=0)
-    """Weight of the KL term that keeps latents near a standard normal distribution."""
+    kl_coef: float = Field(0.02, ge=0)
+    """Weight of the KL term (mean over latent elements) that keeps latents near a standard normal distribution."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 import typing
@@ -115,7 +116,7 @@ def merge(base: Any, override: Any, path: str = "") -> Any:
         return merged_list
     if not isinstance(base, dict) or not isinstance(override, dict):
         return override
-    if "type" in override and override["type"] != base.get("type"):
+    if "type" in base and override.get("type", base["type"]) != base["type"]:
         return override
     merged = dict(base)
     for key, value in override.items():
@@ -143,7 +144,7 @@ def load_config(
     overrides = overrides or {}
     merged = merge(data, overrides)
     try:
-        return schema.model_validate(merged)
+        return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
         lines = [_describe(each, schema, path, overrides) for each in error.errors()]
         raise ConfigError("\n".join(lines)) from error

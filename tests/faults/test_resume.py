@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
+from sfumato.config.load import merge
 from sfumato.errors import CheckpointError, NonFiniteError
 from tests.tiny import (
     load_task,
-    merge,
     run_task_here,
     run_task_process,
     tiny_dit_config,
     tiny_rl_config,
-    weight_files,
+    weights_in,
     write_config,
 )
 
@@ -34,7 +34,7 @@ SETTINGS = {
         "flow": {"prompt_dropout": 0.3},
         "sample": {"every_steps": 5},
     },
-    "rl_diffusion": {"train": TRAIN, "eval": {"every_steps": 5}},
+    "rl_diffusion": {"model": {"keep_encoders": False}, "train": TRAIN, "eval": {"every_steps": 8}},
 }
 
 
@@ -77,10 +77,10 @@ def dit_runs(tmp_path_factory):
 def assert_same_run(left: Path, right: Path) -> None:
     """Metrics, exported weights, the last checkpoint and the samples are equal byte by byte."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
-    assert weight_files(left / "hf_ckpt") == weight_files(right / "hf_ckpt")
+    assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
     last_left, last_right = (list(list_checkpoints(each / "checkpoints").items())[-1] for each in (left, right))
     assert last_left[0] == last_right[0] == STEPS
-    assert weight_files(last_left[1]) == weight_files(last_right[1])
+    assert weights_in(last_left[1]) == weights_in(last_right[1])
     assert (last_left[1] / "state.json").read_bytes() == (last_right[1] / "state.json").read_bytes()
     samples = [
         {str(path.relative_to(each)): path.read_bytes() for path in (each / "samples").rglob("*") if path.is_file()}
@@ -128,7 +128,8 @@ def test_a_finished_run_that_is_resumed_changes_nothing(dit_runs, tmp_path):
     _, config, undisturbed = dit_runs
     output_dir = Path(shutil.copytree(undisturbed, tmp_path / "again"))
     shutil.rmtree(output_dir / "hf_ckpt")  # as if it had been killed just before the export
-    run_task_here("train_dit", merge(config, {"train": {"output_dir": str(output_dir), "load_checkpoint_path": "auto"}}))
+    again = {"output_dir": str(output_dir), "load_checkpoint_path": "auto"}
+    run_task_here("train_dit", merge(config, {"train": again}))
     assert_same_run(output_dir, undisturbed)
 
 
@@ -160,26 +161,30 @@ def test_a_named_checkpoint_that_is_missing_or_damaged_is_an_error(dit_runs, tmp
             run_task_here("train_dit", merge(config, {"train": train}))
 
 
-RL_VARIANTS = {
-    "lora and ema": {
-        "model": {"lora": {"rank": 4, "alpha": 8}},
-        "algorithm": {"kl": {"type": "flow_grpo", "coef": 0.5}},
-        "train": {**TRAIN, "ema_decay": 0.9},
-    },
-    "ema and a frozen reference": {
-        "algorithm": {"kl": {"type": "flow_grpo", "coef": 0.5}},
-        "train": {**TRAIN, "ema_decay": 0.9},
-    },
-}
+RL_MODELS = [
+    pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora"),
+    pytest.param({"keep_encoders": False}, id="all weights"),
+    pytest.param(
+        {"keep_encoders": True},
+        marks=pytest.mark.xfail(reason="an embedding depends in its last bits on what was embedded in the same batch"),
+        id="prompts embedded on the way",
+    ),
+]
 
 
 class Interrupted(Exception):  # noqa: N818
     """Stands for a crash."""
 
 
-@pytest.mark.parametrize("settings", RL_VARIANTS.values(), ids=RL_VARIANTS)
-def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, settings):
-    config = tiny_rl_config(tmp_path, **settings)
+@pytest.mark.parametrize("model", RL_MODELS)
+def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
+    config = tiny_rl_config(
+        tmp_path,
+        model=model,
+        algorithm={"kl": {"type": "flow_grpo", "coef": 0.5}},
+        train={**TRAIN, "ema_decay": 0.9},
+        eval={"every_steps": STEPS},
+    )
     undisturbed = run_task_here("rl_diffusion", config)
 
     broken = merge(config, {"train": {"output_dir": str(tmp_path / "broken")}})
@@ -197,7 +202,8 @@ def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, settings):
     resumed = run_task_here("rl_diffusion", merge(broken, {"train": {"load_checkpoint_path": "auto"}}))
     files = {each.name for each in list(list_checkpoints(resumed / "checkpoints").values())[-1].iterdir()}
     assert "ema.safetensors" in files
-    assert ("reference.safetensors" in files) == ("model" not in settings)  # with LoRA the base weights are it
+    with_lora = "lora" in model  # then the base weights are the reference
+    assert ("reference.safetensors" in files) != with_lora
     assert_same_run(resumed, undisturbed)
 
 
@@ -222,7 +228,7 @@ def test_weights_that_explode_stop_the_run_with_exit_code_4(dit_runs, tmp_path):
     exploding = merge(config, {"train": {"output_dir": str(tmp_path / "run"), "lr_warmup_steps": 0, "save_steps": 1}})
     result = run_task_process("train_dit", write_config(exploding, tmp_path / "run.yaml"), "--train.lr", "1e30")
     assert result.returncode == 4, result.output
-    assert "stopped: step 2" in result.output and "not" in result.output
+    assert "stopped: step 2, rank 0, samples 4 to 5: the loss is nan. Nothing was updated" in result.output
     assert "Traceback" not in result.output
     assert [line["step"] for line in result.metrics()] == [1]
     assert list(list_checkpoints(result.output_dir / "checkpoints")) == [1]

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -11,10 +12,11 @@ from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.help import attribute_docs, format_help
-from sfumato.config.load import dump_config, load_config, parse_config
+from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES
 from sfumato.errors import ConfigError
 
+QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
 SCHEMAS = [TrainDitConfig, TrainAutoencoderConfig, DiffusionRLConfig]
 
 DIT = """
@@ -47,6 +49,16 @@ from sfumato.algorithms.dynamics.sde import FlowSDE
 class MyDynamics(FlowSDE):
     type: ClassVar[str] = "mine"
     strength: float = 0.25
+
+
+@dataclass(frozen=True)
+class SameType(FlowSDE):
+    type: ClassVar[str] = "sde"
+
+
+@dataclass(frozen=True)
+class NoType(FlowSDE):
+    pass
 
 
 class NoDataclass:
@@ -176,6 +188,14 @@ def test_numbers_as_people_write_them(dit_file, text):
     edited(dit_file, "output_dir: out", f"output_dir: out, lr: {text}")
     config = dit(dit_file)
     assert config.train.lr == 1e-5
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "5.0e-4", "-2e+3", "+.5E2", "3.e0"])
+def test_scientific_notation_is_a_number_before_any_field_asks_for_one(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"a: {text}\nb: [{text}]\n")
+    for value in (*read_yaml(path)["b"], read_yaml(path)["a"], parse_overrides(["--a", text])["a"]):
+        assert isinstance(value, float) and value == float(text)
 
 
 def test_numbers_inside_variants_and_lists(rl_file):
@@ -309,7 +329,14 @@ def test_recipes_preset_all_parts(rl_file, recipe):
 
 
 def test_fields_override_the_recipe(rl_file):
-    overrides = ["--algorithm.recipe", "flow_grpo_fast", "--algorithm.window.size", "2", "--algorithm.kl.type", "gaussian"]
+    overrides = [
+        "--algorithm.recipe",
+        "flow_grpo_fast",
+        "--algorithm.window.size",
+        "2",
+        "--algorithm.kl.type",
+        "gaussian",
+    ]
     algorithm = rl(rl_file, *overrides).algorithm
     assert (algorithm.window.type, algorithm.window.size, algorithm.window.range) == ("random", 2, (0, 5))
     assert (algorithm.kl.type, algorithm.kl.coef) == ("gaussian", 0.01)
@@ -352,7 +379,16 @@ def assert_dump_is_stable(config, schema, tmp_path):
 
 
 def test_a_resolved_config_can_be_run_again(rl_file, tmp_path):
-    overrides = ["--algorithm.recipe", "flow_cps", "--model.lora.rank", "4", "--train.lr", "1e-5", "--train.eps", "1e-15"]
+    overrides = [
+        "--algorithm.recipe",
+        "flow_cps",
+        "--model.lora.rank",
+        "4",
+        "--train.lr",
+        "1e-5",
+        "--train.eps",
+        "1e-15",
+    ]
     text = assert_dump_is_stable(rl(rl_file, *overrides), DiffusionRLConfig, tmp_path)
     assert "noise_level: 0.8" in text and "recipe: flow_cps" in text
 
@@ -363,9 +399,10 @@ def test_a_resolved_supervised_config_can_be_run_again(dit_file, tmp_path):
     assert_dump_is_stable(config, TrainAutoencoderConfig, tmp_path)
 
 
-def test_a_config_with_a_class_of_your_own_can_be_run_again(rl_file, tmp_path, custom_module):
-    config = rl(rl_file, "--algorithm.dynamics.type", f"{custom_module}:MyDynamics")
-    assert f"type: {custom_module}:MyDynamics" in assert_dump_is_stable(config, DiffusionRLConfig, tmp_path)
+@pytest.mark.parametrize("name", ["MyDynamics", "SameType", "NoType"])
+def test_a_config_with_a_class_of_your_own_can_be_run_again(rl_file, tmp_path, custom_module, name):
+    config = rl(rl_file, "--algorithm.dynamics.type", f"{custom_module}:{name}")
+    assert f"type: {custom_module}:{name}" in assert_dump_is_stable(config, DiffusionRLConfig, tmp_path)
 
 
 # Combinations that are refused
@@ -530,3 +567,21 @@ def test_the_whole_surface_stays_small():
             for name, cls in find_variants(variant.source).items() if variant else []:
                 paths |= {f"{path}[{name}].{each.name}" for each in dataclasses.fields(cls)}
     assert 80 < len(paths) < 250, f"{len(paths)} fields"
+
+
+@pytest.mark.parametrize(
+    ("override", "kind"),
+    [("--train.save_steps true", "integer"), ("--train.lr true", "number"), ("--train.output_dir 5", "string"),
+     ("--algorithm.dynamics.noise_level true", "number")],
+)  # fmt: skip
+def test_a_value_of_another_type_is_not_converted(override: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.split()[0]}: .*valid {kind}"):
+        load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(override.split()))
+
+
+def test_a_type_that_only_names_the_preset_keeps_the_fields_of_the_file(tmp_path: Path) -> None:
+    text = QUICKSTART_RL.read_text().replace("noise_level: 0.7", "noise_level: 0.5")
+    assert "noise_level: 0.5" in text
+    (tmp_path / "rl.yaml").write_text(text)
+    config = load_config(DiffusionRLConfig, tmp_path / "rl.yaml", parse_overrides(["--algorithm.dynamics.type", "sde"]))
+    assert config.algorithm.dynamics.noise_level == 0.5

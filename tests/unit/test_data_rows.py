@@ -1,0 +1,174 @@
+"""Rows: random access to what stands in a file, and every broken row named with file and line."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sfumato.data.rows import JsonlRows, open_rows, text_field
+from sfumato.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+def opened(path):
+    return open_rows(path, "prompt", "data.train_path")
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refusal(path):
+    with pytest.raises(DataError) as caught:
+        opened(path)
+    return str(caught.value)
+
+
+def test_jsonl_rows_at_random(tmp_path):
+    texts = [f"Zeile {i} ä日本" for i in range(20)]
+    path = write(tmp_path, "a.jsonl", "".join(json.dumps({"prompt": t, "n": i}) + "\n" for i, t in enumerate(texts)))
+    rows = opened(path)
+    assert len(rows) == 20
+    for index in (19, 0, 7, 7, 3):
+        assert rows[index] == {"prompt": texts[index], "n": index}
+    assert rows.describe(7) == f"{path}, line 8"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "end"])
+def test_jsonl_blank_lines_are_skipped_but_counted(tmp_path, end, last):
+    content = end.join(["", '{"prompt": "a"}', "", "  ", '{"prompt": "b"}']) + (end if last else "")
+    path = write(tmp_path, "a.jsonl", content)
+    rows = opened(path)
+    assert [rows[i]["prompt"] for i in range(len(rows))] == ["a", "b"]
+    assert [rows.describe(i) for i in range(2)] == [f"{path}, line 2", f"{path}, line 5"]
+
+
+def test_jsonl_with_a_byte_order_mark(tmp_path):
+    assert opened(write(tmp_path, "a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\n'))[0] == {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "b"', "not valid JSON"),
+        (b"prompt: b", "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'["b"]', "must be a JSON object, not list"),
+        (b'"b"', "must be a JSON object, not str"),
+        (b"null", "must be a JSON object, not NoneType"),
+    ],
+)
+def test_a_broken_json_line_is_named_and_the_others_can_be_read(tmp_path, line, reason):
+    path = write(tmp_path, "a.jsonl", b'{"prompt": "a"}\n\n' + line + b'\n{"prompt": "c"}\n')
+    rows = opened(path)
+    assert len(rows) == 3
+    assert (rows[0]["prompt"], rows[2]["prompt"]) == ("a", "c")
+    with pytest.raises(DataError) as caught:
+        rows[1]
+    assert str(caught.value).startswith(f"{path}, line 3: ") and reason in str(caught.value)
+
+
+def test_text_rows(tmp_path):
+    path = write(tmp_path, "a.txt", "\n  a cat \n\na\u2028dog\x0bhere\r\nlast")
+    rows = opened(path)
+    assert [rows[i] for i in range(len(rows))] == [
+        {"prompt": "a cat"},
+        {"prompt": "a\u2028dog\x0bhere"},
+        {"prompt": "last"},
+    ]
+    assert [rows.describe(i) for i in range(3)] == [f"{path}, line {n}" for n in (2, 4, 5)]
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    path = write(tmp_path, "a.txt", "Straße\n".encode("latin-1"))
+    assert f"{path} is not UTF-8" in refusal(path)
+
+
+def test_text_with_a_byte_order_mark(tmp_path):
+    assert opened(write(tmp_path, "a.txt", b"\xef\xbb\xbfa cat\n"))[0] == {"prompt": "a cat"}
+
+
+def test_parquet_rows_at_random(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = {"prompt": [f"p{i}" for i in range(10)], "n": list(range(10)), "data": [bytes([i]) for i in range(10)]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    rows = opened(path)
+    assert len(rows) == 10
+    for index in (9, 0, 4):
+        assert rows[index] == {"prompt": f"p{index}", "n": index, "data": bytes([index])}
+    assert rows.describe(4) == f"{path}, row 5"
+
+
+def test_a_parquet_file_that_is_replaced_is_read_anew(tmp_path):
+    path = tmp_path / "a.parquet"
+    for value in ("old", "new"):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [value] * (1 + (value == "new"))}), path)
+        assert opened(path)[0] == {"prompt": value}
+
+
+@pytest.mark.parametrize("content", [b"not parquet at all", b"PAR1 broken PAR1"])
+def test_a_broken_parquet_file_is_named(tmp_path, content):
+    path = write(tmp_path, "a.parquet", content)
+    assert f"{path} cannot be read as parquet" in refusal(path)
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a" * 100, "b"]}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert f"{path} cannot be read as parquet" in refusal(path)
+
+
+def test_a_missing_file_is_named_with_its_option(tmp_path):
+    assert refusal(tmp_path / "none.jsonl") == f"data.train_path: file not found: {tmp_path / 'none.jsonl'}"
+    assert "file not found" in refusal(tmp_path), "a folder is no file"
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.jsonl", "\n \n"), ("a.txt", ""), ("a.txt", "\n\n")])
+def test_an_empty_file_is_refused(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    assert refusal(path) == f"data.train_path: {path} has no rows"
+
+
+def test_an_empty_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    assert str(path) in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a", "jsonl"])
+def test_an_unknown_ending_is_refused(tmp_path, name):
+    path = write(tmp_path, name, "{}\n")
+    assert refusal(path) == f"data.train_path: {path} must end in .jsonl, .parquet or .txt"
+
+
+def test_a_text_column():
+    assert text_field({"text": " a "}, "text", "here") == " a "
+
+
+def test_a_missing_column_is_named_with_those_there_are():
+    with pytest.raises(DataError, match=r"^f\.jsonl, line 3: no column 'text'; its columns are caption, n$"):
+        text_field({"caption": "a", "n": 1}, "text", "f.jsonl, line 3")
+
+
+@pytest.mark.parametrize("value", [3, None, "", "  ", ["a"], {"a": 1}])
+def test_a_column_of_the_wrong_type_is_named_with_its_value(value):
+    with pytest.raises(DataError) as caught:
+        text_field({"text": value}, "text", "f.jsonl, line 3")
+    assert str(caught.value) == f"f.jsonl, line 3: column 'text' must be a non-empty text, not {value!r}"
+
+
+def test_rows_are_not_held_in_memory(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
+    rows = JsonlRows(path)
+    path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    assert rows[1] == {"prompt": "y"}

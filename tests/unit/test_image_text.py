@@ -1,0 +1,592 @@
+"""Images with captions: read from every source, broken rows named, and a cache that equals encoding online."""
+
+import io
+import json
+import os
+import shutil
+import struct
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from sfumato.config.dit import ImageTextDataConfig
+from sfumato.config.sections import GlyphConfig, ModelConfig
+from sfumato.data.encoded import BadRows, LatentCache, OnlineEncoder, open_cache, read_pixels
+from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_text import ImageTextDataset, open_image_text
+from sfumato.data.loader import IndexBatch, IndexLoader
+from sfumato.errors import DataError
+from sfumato.models.diffusion.load import build_diffusion_model
+
+TINY = """
+pipeline: StableDiffusion3Pipeline
+transformer:
+  {sample_size: 4, patch_size: 2, in_channels: 2, out_channels: 2, num_layers: 1, num_attention_heads: 1,
+   attention_head_dim: 8, caption_projection_dim: 8, pos_embed_max_size: 4}
+vae: {channels: [8, 8], latent_channels: 2}
+text_encoder: {width: 8, num_layers: 1, num_heads: 1}
+t5: {num_layers: 1, num_heads: 1}
+tokenizer: {max_length: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+def build_model(folder, seed=0):
+    path = folder / "model.yaml"
+    path.write_text(TINY)
+    return build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+def picture(seed=0, height=10, width=12):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def encoded(image, file_format="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def array(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def open_images(path, **options):
+    return ImageTextDataset(ImageTextDataConfig(train_path=str(path), **{"height": 10, "width": 12, **options}))
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_rows(folder, count=6, **changed):
+    """A .jsonl of ``count`` rows with random images; ``changed`` replaces rows (``row2=...``)."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for index in range(count):
+        picture(index).save(folder / f"{index}.png")
+        rows.append(changed.get(f"row{index}", {"image": f"{index}.png", "text": f"no {index}"}))
+    return write_jsonl(folder / "data.jsonl", rows)
+
+
+def refusal(function, *arguments):
+    with pytest.raises(DataError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+# Sources
+
+
+def test_jsonl_with_paths_relative_to_the_file(tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    picture(1).save(tmp_path / "images" / "a.png")
+    path = write_jsonl(tmp_path / "data.jsonl", [{"image": "images/a.png", "text": "a cat"}])
+    monkeypatch.chdir(tmp_path.parent)
+    for each in (path, path.relative_to(tmp_path.parent)):
+        data = open_images(each)
+        assert (len(data), data.caption(0)) == (1, "a cat")
+        assert data.pixels(0).dtype == torch.uint8 and torch.equal(data.pixels(0), array(picture(1)))
+
+
+def test_column_names_can_be_chosen(tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    path = write_jsonl(tmp_path / "data.jsonl", [{"file": str(tmp_path / "a.png"), "label": "x", "text": 3}])
+    data = open_images(path, image_key="file", text_key="label")
+    assert data.caption(0) == "x" and torch.equal(data.pixels(0), array(picture(1)))
+
+
+@pytest.mark.parametrize("kind", ["binary", "struct", "features"])
+def test_parquet_with_bytes(tmp_path, kind):
+    blobs = [encoded(picture(i)) for i in range(3)]
+    path = tmp_path / "data.parquet"
+    if kind == "features":
+        columns = {"image": [{"bytes": each, "path": None} for each in blobs], "text": ["a", "b", "c"]}
+        features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(str(path))
+    else:
+        images = blobs if kind == "binary" else [{"bytes": each, "path": "x.png"} for each in blobs]
+        pyarrow.parquet.write_table(pyarrow.table({"image": images, "text": ["a", "b", "c"]}), path)
+    data = open_images(path)
+    assert [data.caption(i) for i in range(len(data))] == ["a", "b", "c"]
+    for index in (2, 0, 1):
+        assert torch.equal(data.pixels(index), array(picture(index)))
+
+
+def test_parquet_struct_with_a_path_only(tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    table = pyarrow.table({"image": [{"bytes": None, "path": "a.png"}], "text": ["a"]})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    assert torch.equal(open_images(tmp_path / "data.parquet").pixels(0), array(picture(1)))
+
+
+def test_parquet_names_the_broken_row(tmp_path):
+    table = pyarrow.table({"image": [encoded(picture(0)), b"junk", None], "text": ["a", "b", None]})
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(table, path)
+    data = open_images(path)
+    data.pixels(0)
+    assert refusal(data.pixels, 1).startswith(f"{path}, row 2: broken image (its bytes)")
+    assert refusal(data.pixels, 2).startswith(f"{path}, row 3: column 'image' holds no image path or bytes")
+    assert refusal(data.caption, 2).startswith(f"{path}, row 3: column 'text'")
+
+
+def test_folder_with_metadata(tmp_path, monkeypatch):
+    picture(1).save(tmp_path / "a.png")
+    picture(2).save(tmp_path / "not listed.png")
+    write_jsonl(tmp_path / "metadata.jsonl", [{"file_name": "a.png", "text": "a cat"}])
+    monkeypatch.chdir(tmp_path.parent)
+    for each in (tmp_path, tmp_path.name):
+        data = open_images(each)
+        assert (len(data), data.caption(0)) == (1, "a cat")
+        assert torch.equal(data.pixels(0), array(picture(1)))
+
+
+def test_folder_with_captions_beside_the_images(tmp_path, monkeypatch):
+    (tmp_path / "more").mkdir()
+    for name in ("b.png", "a.JPG", "more/c.webp"):
+        path = tmp_path / name
+        picture(1).save(path, quality=100)
+        path.with_suffix(".txt").write_text(f" caption of {name}\n")
+    (tmp_path / "note.md").write_text("no image")
+    monkeypatch.chdir(tmp_path.parent)
+    for each in (tmp_path, tmp_path.name):
+        data = open_images(each)
+        assert [data.caption(i) for i in range(len(data))] == [
+            f"caption of {n}" for n in ("a.JPG", "b.png", "more/c.webp")
+        ]
+        assert torch.equal(data.pixels(1), array(picture(1)))
+        data.pixels(0), data.pixels(2)
+
+
+def test_a_source_that_is_missing_or_empty_is_named(tmp_path):
+    assert "data.train_path: file not found" in refusal(open_images, tmp_path / "none.jsonl")
+    (tmp_path / "empty").mkdir()
+    assert f"data.train_path: {tmp_path / 'empty'} holds no images" in refusal(open_images, tmp_path / "empty")
+
+
+def test_glyphs_are_chosen_by_data_type():
+    data = open_image_text(ImageTextDataConfig(data_type="glyphs", height=16, width=24), seed=3)
+    assert isinstance(data, GlyphDataset) and data.pixels(0).shape == (3, 16, 24)
+
+
+# Broken rows
+
+
+BROKEN = {
+    "truncated png": encoded(picture(0))[:-200],
+    "truncated jpeg": encoded(picture(0, 64, 64), "JPEG")[:-300],
+    "cut header": encoded(picture(0))[:20],
+    "random bytes": bytes(np.random.default_rng(0).integers(0, 256, 500, np.uint8)),
+    "empty": b"",
+    "text": b"<html>404 not found</html>",
+    "32 bit float": encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_image_is_named_with_file_and_row(tmp_path, kind):
+    path = write_rows(tmp_path, 3)
+    (tmp_path / "1.png").write_bytes(BROKEN[kind])
+    data = open_images(path)
+    data.pixels(0), data.pixels(2)
+    assert refusal(data.pixels, 1).startswith(f"{path}, line 2: broken image ({tmp_path / '1.png'}): ")
+
+
+def test_broken_exif_is_a_broken_image(tmp_path, monkeypatch):
+    from PIL import ImageOps
+
+    def fail(_):
+        raise struct.error("required argument is not an integer")  # what Pillow lets out for some headers
+
+    path = write_rows(tmp_path, 1)
+    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: broken image")
+
+
+def test_an_image_that_is_too_large_to_be_true_is_a_broken_row(tmp_path, monkeypatch):
+    path = write_rows(tmp_path, 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: broken image")
+
+
+def test_a_missing_image_file_is_named_with_file_and_row(tmp_path):
+    path = write_rows(tmp_path, 3, row2={"image": "gone.png", "text": "x"})
+    assert refusal(open_images(path).pixels, 2) == f"{path}, line 3: image file not found: {tmp_path / 'gone.png'}"
+
+
+def test_a_missing_caption_is_named_with_file_and_row(tmp_path):
+    path = write_rows(tmp_path, 3, row0={"image": "0.png"}, row1={"image": "1.png", "text": ""}, row2={"text": "c"})
+    data = open_images(path)
+    assert refusal(data.caption, 0) == f"{path}, line 1: no column 'text'; its columns are image"
+    assert refusal(data.caption, 1).startswith(f"{path}, line 2: column 'text' must be a non-empty text")
+    assert refusal(data.pixels, 2).startswith(f"{path}, line 3: column 'image' holds no image path or bytes")
+
+
+def test_a_missing_or_unreadable_caption_file_is_named(tmp_path):
+    for name in ("a", "b", "c"):
+        picture(0).save(tmp_path / f"{name}.png")
+    (tmp_path / "b.txt").write_bytes("Straße".encode("latin-1"))
+    (tmp_path / "c.txt").write_text("  \n")
+    data = open_images(tmp_path)
+    assert refusal(data.caption, 0).startswith(f"{tmp_path / 'a.png'}: no caption: {tmp_path / 'a.txt'}")
+    assert f"{tmp_path / 'b.txt'} is not UTF-8" in refusal(data.caption, 1)
+    assert refusal(data.caption, 2).startswith(f"{tmp_path / 'c.png'}: column 'text'")
+
+
+def test_example_captions_pass_over_as_many_broken_rows_as_are_allowed(tmp_path):
+    path = write_rows(tmp_path, 6, row0="{broken", row2={"image": "2.png"})
+    data = open_images(path, max_bad_rows=2)
+    assert data.example_captions(3) == ["no 1", "no 3", "no 4"]
+    assert data.example_captions(99) == [f"no {i}" for i in (1, 3, 4, 5)]
+    assert "line 3" in refusal(open_images(path, max_bad_rows=1).example_captions, 3)
+    assert "line 1" in refusal(open_images(path).example_captions, 3)
+
+
+def test_a_broken_first_row_of_a_folder_is_a_row_like_any_other(tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    write_jsonl(tmp_path / "metadata.jsonl", ["{broken", {"file_name": "a.png", "text": "a cat"}])
+    data = open_images(tmp_path)
+    assert torch.equal(data.pixels(1), array(picture(1)))
+    assert f"{tmp_path / 'metadata.jsonl'}, line 1" in refusal(data.pixels, 0)
+
+
+# Pixels
+
+
+def one_pixel_row(tmp_path, blob, name="a.png", **options):
+    (tmp_path / name).write_bytes(blob)
+    return open_images(write_jsonl(tmp_path / "data.jsonl", [{"image": name, "text": "x"}]), **options).pixels(0)
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees clockwise
+    upright = picture(0, 10, 12)
+    stored = upright.transpose(Image.Transpose.ROTATE_90)
+    pixels = one_pixel_row(tmp_path, encoded(stored, "PNG", exif=exif))
+    assert stored.size == (10, 12) and torch.equal(pixels, array(upright))
+
+
+def test_grayscale_palette_and_alpha_become_rgb(tmp_path):
+    gray = picture(0).convert("L")
+    assert torch.equal(one_pixel_row(tmp_path, encoded(gray)), array(gray.convert("RGB")))
+    palette = picture(0).convert("P", palette=Image.Palette.ADAPTIVE, colors=8)
+    pixels = one_pixel_row(tmp_path, encoded(palette))
+    assert torch.equal(pixels, array(palette.convert("RGB"))) and len(pixels.flatten(1).unique(dim=1).T) == 8
+    opaque = picture(0)
+    with_alpha = opaque.copy()
+    with_alpha.putalpha(255)
+    assert torch.equal(one_pixel_row(tmp_path, encoded(with_alpha)), array(opaque))
+    black_and_white = gray.convert("1")
+    assert set(one_pixel_row(tmp_path, encoded(black_and_white)).unique().tolist()) == {0, 255}
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    deep = (np.arange(120, dtype=np.uint16) * 546).reshape(10, 12)
+    pixels = one_pixel_row(tmp_path, encoded(Image.fromarray(deep)))
+    np.testing.assert_array_equal(pixels[0].numpy(), deep >> 8)
+    assert torch.equal(pixels[0], pixels[2])
+
+
+def halves(height, width):
+    """Red on the left, green in the middle half, blue on the right."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[:, : width // 4, 0] = pixels[:, width // 4 : -width // 4, 1] = pixels[:, -width // 4 :, 2] = 255
+    return encoded(Image.fromarray(pixels))
+
+
+def test_center_crop_keeps_the_middle_and_none_stretches(tmp_path):
+    cropped = one_pixel_row(tmp_path, halves(32, 64), height=16, width=16)
+    assert cropped.shape == (3, 16, 16) and cropped.is_contiguous()
+    assert (cropped[1, :, 2:-2] > 250).all() and (cropped[0, :, 2:] < 5).all() and (cropped[2, :, :-2] < 5).all()
+    stretched = one_pixel_row(tmp_path, halves(32, 64), height=16, width=16, crop="none")
+    assert stretched.shape == (3, 16, 16)
+    assert (
+        (stretched[0, :, :3] > 250).all() and (stretched[1, :, 6:10] > 250).all() and (stretched[2, :, -3:] > 250).all()
+    )
+
+
+@pytest.mark.parametrize("crop", ["center", "none"])
+@pytest.mark.parametrize("size", [(8, 24), (24, 8), (40, 40)])
+def test_height_and_width_are_not_mixed_up(tmp_path, crop, size):
+    pixels = one_pixel_row(tmp_path, halves(20, 30), height=size[0], width=size[1], crop=crop)
+    assert pixels.shape == (3, *size)
+
+
+# Broken rows in batches
+
+
+def test_broken_rows_are_named_once_and_counted_up_to_the_limit(tmp_path):
+    path = write_rows(tmp_path, 5, row1={"image": "gone.png", "text": "x"}, row3={"image": "3.png"})
+    said = []
+    bad_rows = BadRows(2, said.append)
+    batch = IndexBatch([0, 1, 2, 3, 4], [10, 11, 12, 13, 14])
+    data = open_images(path)
+    for _ in range(2):
+        captions = []
+        pixels, sample_ids = read_pixels(data, batch, bad_rows, captions)
+        assert sample_ids == [10, 12, 14] and captions == ["no 0", "no 2", "no 4"]
+        assert torch.equal(pixels, torch.stack([data.pixels(i) for i in (0, 2, 4)]))
+    assert len(said) == 2
+    assert said[0].startswith(f"row left out (1 of at most 2): {path}, line 2: image file not found")
+    assert said[1].startswith(f"row left out (2 of at most 2): {path}, line 4: no column 'text'")
+
+
+def test_one_broken_row_more_than_allowed_stops(tmp_path):
+    path = write_rows(tmp_path, 4, row1={"image": "gone.png", "text": "x"}, row3={"image": "gone.png", "text": "x"})
+    data, batch = open_images(path), IndexBatch([0, 1, 2, 3], [0, 1, 2, 3])
+    message = refusal(read_pixels, data, batch, BadRows(1, lambda _: None))
+    assert f"{path}, line 4" in message and "data.max_bad_rows is 1" in message
+    message = refusal(read_pixels, data, batch, BadRows(0, lambda _: None))
+    assert f"{path}, line 2" in message and "data.max_bad_rows leaves such rows out" in message
+
+
+def test_captions_do_not_matter_where_they_are_not_asked_for(tmp_path):
+    path = write_rows(tmp_path, 2, row1={"image": "1.png"})
+    _, sample_ids = read_pixels(open_images(path), IndexBatch([0, 1], [0, 1]), BadRows(0, print))
+    assert sample_ids == [0, 1]
+
+
+def test_a_batch_of_broken_rows_alone_is_none(tmp_path, model):
+    path = write_rows(tmp_path, 4, row1={"image": "gone.png", "text": "x"}, row2="{broken")
+    data, batch = open_images(path, height=16, width=16), IndexBatch([1, 2], [5, 6])
+    assert read_pixels(data, batch, BadRows(2, lambda _: None)) is None
+    assert OnlineEncoder(data, model, BadRows(2, lambda _: None)).batch(batch) is None
+    assert open_cache(tmp_path / "cache", data, model, BadRows(2, lambda _: None)).batch(batch) is None
+
+
+# Online and cached
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Twelve rows: one broken image, and two rows with the same caption."""
+    same = {"image": "7.png", "text": "no 2"}
+    path = write_rows(tmp_path / "rows", 12, row4={"image": "gone.png", "text": "x"}, row7=same)
+    return open_images(path, height=16, width=16, max_bad_rows=1)
+
+
+def silent(limit=1):
+    return BadRows(limit, lambda _: None)
+
+
+def assert_same_batch(ours, theirs, rounded=False):
+    assert ours.sample_ids == theirs.sample_ids
+    assert torch.equal(ours.latents, theirs.latents) and ours.latents.dtype == theirs.latents.dtype == torch.float32
+    for mine, other in (
+        (ours.conditioning.tensors, theirs.conditioning.tensors),
+        (ours.conditioning.negative, theirs.conditioning.negative),
+    ):
+        assert list(mine) == list(other)
+        for name in mine:
+            assert mine[name].dtype == other[name].dtype and mine[name].shape == other[name].shape
+            a, b = (mine[name].float(), other[name].float()) if rounded else (mine[name], other[name])
+            assert torch.equal(a, b), name
+
+
+def test_cached_batches_equal_online_batches(tmp_path, rows, model):
+    """In the same batch shapes, bit by bit: 4 rows of which one is broken, with captions that stand once."""
+    online, cache = OnlineEncoder(rows, model, silent()), open_cache(tmp_path / "cache", rows, model, silent(), 4)
+    for first in (0, 4, 8):
+        batch = IndexBatch([first, first + 1, first + 2, first + 3], [20, 21, 22, 23])
+        ours, theirs = online.batch(batch), cache.batch(batch)
+        assert torch.equal(ours.latents, theirs.latents)
+        assert ours.sample_ids == theirs.sample_ids == ([21, 22, 23] if first == 4 else [20, 21, 22, 23])
+
+
+@pytest.mark.parametrize("cache_batch", [1, 3, 64])
+def test_cached_batches_equal_online_batches_in_any_order(tmp_path, rows, cache_batch):
+    """In float64, rounded to float32, where the shape of a batch does not show in the last bit."""
+    model = build_model(tmp_path)
+    for component in model.components.values():
+        component.double()
+    online = OnlineEncoder(rows, model, silent())
+    cache = open_cache(tmp_path / "cache", rows, model, silent(), cache_batch)
+    loader = IndexLoader(len(rows), 6, 4, seed=1, max_steps=5, num_epochs=1)
+    sizes = []
+    for _, batches in loader.steps():
+        for batch in batches:
+            ours = online.batch(batch)
+            assert_same_batch(ours, cache.batch(batch), rounded=True)
+            sizes.append(len(ours.sample_ids))
+    assert sum(sizes) < 30, "the broken row was among them"
+
+
+def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
+    """Every row against the model itself, so that online and cache cannot be wrong together."""
+    cache = open_cache(tmp_path / "cache", rows, model, silent(), 5)
+    batch = cache.batch(IndexBatch([7, 4, 2, 11], [0, 1, 2, 3]))
+    for row, index in enumerate((7, 2, 11)):
+        torch.testing.assert_close(batch.latents[row], model.encode_pixels(rows.pixels(index)[None])[0])
+        expected = model.encode_prompts([rows.caption(index)])
+        for name, each in expected.tensors.items():
+            torch.testing.assert_close(batch.conditioning.tensors[name][row], each[0])
+            torch.testing.assert_close(batch.conditioning.negative[name], expected.negative[name])
+    assert torch.equal(batch.conditioning.tensors["pooled"][0], batch.conditioning.tensors["pooled"][1])
+    assert not torch.equal(batch.conditioning.tensors["pooled"][1], batch.conditioning.tensors["pooled"][2])
+    model.forget_prompts()
+
+
+def folders(cache_dir):
+    return sorted(path.name for path in cache_dir.iterdir())
+
+
+def test_a_cache_is_made_once(tmp_path, rows, model, monkeypatch):
+    open_cache(tmp_path / "cache", rows, model, silent())
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+
+    def refuse(*_):
+        raise AssertionError("a finished cache must not be made again")
+
+    monkeypatch.setattr(ImageTextDataset, "pixels", refuse)
+    monkeypatch.setattr(ImageTextDataset, "caption", refuse)
+    assert open_cache(tmp_path / "cache", rows, model, silent()).batch(IndexBatch([0], [0])) is not None
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+
+
+def test_a_reused_cache_still_keeps_to_the_limit_of_broken_rows(tmp_path, rows, model):
+    open_cache(tmp_path / "cache", rows, model, silent(1))
+    said = []
+    open_cache(tmp_path / "cache", rows, model, BadRows(1, said.append))
+    assert len(said) == 1 and "line 5: image file not found" in said[0]
+    message = refusal(open_cache, tmp_path / "cache", rows, model, BadRows(0, said.append))
+    assert "line 5: image file not found" in message and "data.max_bad_rows" in message
+
+
+def test_a_broken_row_beyond_the_limit_stops_the_making_of_a_cache(tmp_path, rows, model):
+    assert "line 5" in refusal(open_cache, tmp_path / "cache", rows, model, silent(0))
+    assert not [path for path in (tmp_path / "cache").iterdir() if ".tmp" not in path.name]
+
+
+def test_other_weights_or_other_data_give_another_cache(tmp_path, rows, model):
+    cache_dir = tmp_path / "cache"
+    open_cache(cache_dir, rows, model, silent())
+    open_cache(cache_dir, rows, build_model(tmp_path), silent())  # the same weights
+    assert len(folders(cache_dir)) == 1
+    open_cache(cache_dir, rows, build_model(tmp_path, seed=1), silent())
+    assert len(folders(cache_dir)) == 2
+    path = tmp_path / "rows" / "data.jsonl"
+    for options in ({"crop": "none"}, {"height": 32}, {"text_key": "image"}):
+        before = len(folders(cache_dir))
+        open_cache(cache_dir, open_images(path, **{"height": 16, "width": 16, **options}), model, silent())
+        assert len(folders(cache_dir)) == before + 1, options
+    before = len(folders(cache_dir))
+    path.write_text(path.read_text().replace("no 3", "no X"))
+    open_cache(cache_dir, open_images(path, height=16, width=16), model, silent())
+    assert len(folders(cache_dir)) == before + 1
+
+
+def test_other_autoencoder_or_text_encoder_weights_alone_give_another_cache(tmp_path, rows):
+    model = build_model(tmp_path)
+    for part in (model.pipeline.vae.encoder.conv_in, model.pipeline.text_encoder.text_projection):
+        before = len(folders(tmp_path / "cache")) if (tmp_path / "cache").exists() else 0
+        open_cache(tmp_path / "cache", rows, model, silent())
+        with torch.no_grad():
+            part.weight += 0.05
+        model.forget_prompts()
+        open_cache(tmp_path / "cache", rows, model, silent())
+        assert len(folders(tmp_path / "cache")) == max(before, 1) + 1
+
+
+@pytest.mark.parametrize("kind", ["captions beside", "metadata"])
+def test_a_changed_caption_in_a_folder_changes_the_fingerprint(tmp_path, kind):
+    picture(0).save(tmp_path / "a.png")
+    caption = tmp_path / "a.txt" if kind == "captions beside" else tmp_path / "metadata.jsonl"
+    texts = (
+        ["one", "two"] if kind == "captions beside" else [json.dumps({"file_name": "a.png", "text": t}) for t in "ab"]
+    )
+    prints = []
+    for number, text in enumerate(texts):
+        with caption.open("w") as file:  # in place: the folder itself does not change
+            file.write(text)
+        os.utime(caption, ns=(number, number * 10**9))
+        prints.append(open_images(tmp_path).fingerprint())
+    assert prints[0] != prints[1]
+    assert prints[1] == open_images(tmp_path).fingerprint()
+
+
+def test_a_changed_image_in_a_folder_changes_the_fingerprint(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("x")
+    before = open_images(tmp_path).fingerprint()
+    (tmp_path / "a.png").write_bytes(encoded(picture(1, 20, 20)))
+    assert open_images(tmp_path).fingerprint() != before
+
+
+@pytest.mark.parametrize("name", ["latents", "captions", "prompt_embeds", "pooled"])
+def test_a_damaged_cache_is_named(tmp_path, rows, model, name):
+    open_cache(tmp_path / "cache", rows, model, silent())
+    file = next((tmp_path / "cache").rglob(f"{name}.bin"))
+    whole = file.read_bytes()
+    for damage in (lambda: file.write_bytes(whole[:-1]), lambda: file.write_bytes(whole + b"x"), file.unlink):
+        damage()
+        message = refusal(open_cache, tmp_path / "cache", rows, model, silent())
+        assert "damaged latent cache" in message and str(file) in message and "delete its folder" in message
+    shutil.rmtree(file.parent)
+    open_cache(tmp_path / "cache", rows, model, silent())
+    assert next((tmp_path / "cache").rglob(f"{name}.bin")).read_bytes() == whole
+
+
+def test_a_damaged_manifest_is_named(tmp_path, rows, model):
+    open_cache(tmp_path / "cache", rows, model, silent())
+    manifest = next((tmp_path / "cache").rglob("manifest.json"))
+    manifest.write_text(manifest.read_text()[:20])
+    message = refusal(open_cache, tmp_path / "cache", rows, model, silent())
+    assert "damaged latent cache" in message and str(manifest) in message
+
+
+def test_an_interrupted_cache_is_not_used_and_is_made_again(tmp_path, rows, model):
+    class StoppedError(Exception):
+        pass
+
+    def stop_in_the_middle(starts, _count):
+        for number, start in enumerate(starts):
+            if number == 2:
+                raise StoppedError
+            yield start
+
+    with pytest.raises(StoppedError):
+        open_cache(tmp_path / "cache", rows, model, silent(), 4, watch=stop_in_the_middle)
+    assert all(".tmp" in name for name in folders(tmp_path / "cache"))
+    counted = []
+
+    def count(starts, number):
+        counted.append(number)
+        return starts
+
+    cache = open_cache(tmp_path / "cache", rows, model, silent(), 4, watch=count)
+    assert counted == [3]
+    assert len(folders(tmp_path / "cache")) == 1, "what the interrupted one left is gone"
+    assert_same_batch(
+        cache.batch(IndexBatch([11], [0])),
+        LatentCache(next((tmp_path / "cache").iterdir()), model.device).batch(IndexBatch([11], [0])),
+    )
+
+
+def test_glyphs_are_cached_too(tmp_path, model):
+    data = GlyphDataset(GlyphConfig(num_images=6, length=2), 16, 16, seed=0)
+    cache = open_cache(tmp_path / "cache", data, model, silent(0), 3)
+    online = OnlineEncoder(data, model, silent(0))
+    batch = IndexBatch([3, 4, 5], [3, 4, 5])
+    assert torch.equal(online.batch(batch).latents, cache.batch(batch).latents)
+    for other in (
+        GlyphDataset(GlyphConfig(num_images=6, length=2), 16, 16, seed=1),
+        GlyphDataset(GlyphConfig(num_images=6), 16, 16, seed=0),
+    ):
+        assert other.fingerprint() != data.fingerprint()

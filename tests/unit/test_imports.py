@@ -1,0 +1,141 @@
+"""The house: what imports what, what importing costs, and how large files may be."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = sorted((ROOT / "sfumato").rglob("*.py"))
+TASKS = sorted((ROOT / "tasks").rglob("*.py"))
+HEAVY = ("torch", "diffusers", "transformers", "peft", "datasets", "ray", "PIL", "matplotlib")
+
+# An import goes to the same floor or to a lower one.
+FLOORS = {
+    "tasks": 7,
+    "cli": 7,
+    "quickstart": 7,
+    "runtime": 6,
+    "rollout": 5,
+    "rewards": 5,
+    "models": 4,
+    "data": 4,
+    "checkpoint": 4,
+    "optim": 4,
+    "tracking": 4,
+    "parallel": 3,
+    "algorithms": 3,
+    "config": 2,
+    "errors": 1,
+    "": 0,  # sfumato/__init__.py
+}
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(path, source=None):
+    """Every module that a file imports, at its top or inside a function, as dotted names."""
+    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "sfumato":
+                yield from (f"sfumato.{each.name}" for each in node.names)
+            else:
+                yield str(node.module)
+
+
+def part_of(name):
+    """The part of the house that a dotted name belongs to; None for other packages."""
+    top, _, rest = name.partition(".")
+    if top == "tasks":
+        return "tasks"
+    return rest.split(".")[0] if top == "sfumato" else None
+
+
+def loaded_after(statement):
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    loaded = loaded_after("import sfumato")
+    assert "sfumato" in loaded
+    assert not set(loaded) & {*HEAVY, "numpy", "pydantic", "yaml"}
+    assert [each for each in loaded if each.startswith("sfumato")] == ["sfumato"]
+
+
+def test_reading_a_config_loads_no_framework():
+    loaded = loaded_after(
+        "import sfumato.config.load, sfumato.config.sections, sfumato.config.dit, sfumato.config.recipes"
+    )
+    assert "sfumato.config.load" in loaded and not set(loaded) & {*HEAVY, "numpy"}
+
+
+@pytest.mark.parametrize("path", LIBRARY + TASKS, ids=relative)
+def test_imports_only_go_down(path):
+    own = part_of(".".join(module_of(path)))
+    for name in imports_of(path):
+        part = part_of(name)
+        if part is None:
+            continue
+        assert FLOORS[part] <= FLOORS[own], f"{relative(path)} imports {name}, which lies above"
+
+
+def test_every_part_has_its_floor():
+    assert {part_of(".".join(module_of(path))) for path in LIBRARY + TASKS} <= set(FLOORS)
+
+
+def test_algorithms_know_only_torch_and_themselves():
+    allowed = {*sys.stdlib_module_names, "torch", "numpy"}
+    for path in (each for each in LIBRARY if module_of(each)[1:2] == ("algorithms",)):
+        for name in imports_of(path):
+            assert name.split(".")[0] in allowed or name.startswith("sfumato.algorithms"), f"{relative(path)}: {name}"
+
+
+def test_only_runtime_imports_ray():
+    for path in LIBRARY + TASKS:
+        if part_of(".".join(module_of(path))) != "runtime":
+            assert "ray" not in {name.split(".")[0] for name in imports_of(path)}, relative(path)
+
+
+def test_rewards_know_neither_models_nor_algorithms():
+    for path in (each for each in LIBRARY if module_of(each)[1:2] == ("rewards",)):
+        known = {part_of(name) for name in imports_of(path)} & {"models", "algorithms", "data", "rollout", "runtime"}
+        assert not known, f"{relative(path)} imports {known}"
+
+
+def test_the_walk_sees_every_kind_of_import():
+    source = "import ray\ndef f():\n    from sfumato.models.lora import x\nfrom sfumato import data\nimport a.b as c\n"
+    assert set(imports_of(Path("x.py"), source)) == {"ray", "sfumato.models.lora", "sfumato.data", "a.b"}
+    assert len(LIBRARY) > 40 and len(TASKS) >= 3
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *TASKS, *sorted((ROOT / "tests").rglob("*.py"))], ids=relative)
+def test_no_file_has_an_empty_name(path):
+    forbidden = {"util", "helper", "misc", "common", "manager"}
+    for part in path.relative_to(ROOT).with_suffix("").parts:
+        words = part.lower().split("_")
+        assert not {word.removesuffix("s") for word in words} & forbidden, f"{relative(path)}: name what it does"
+
+
+def test_files_are_small_enough_to_be_read():
+    for limit, paths in ((500, LIBRARY), (400, TASKS)):
+        for path in paths:
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            assert lines <= limit, f"{relative(path)} has {lines} lines, more than {limit}"

@@ -1,0 +1,217 @@
+"""The launcher, and the exit codes of tasks for what a user can do wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+USAGE = "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]"
+
+ECHO = """
+import json, os, sys
+names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR")
+line = json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}})
+open(os.path.join(os.path.dirname(__file__), f"rank{os.environ.get('RANK', '')}.json"), "w").write(line)
+"""
+
+TINY = """
+pipeline: StableDiffusion3Pipeline
+transformer:
+  {sample_size: 4, patch_size: 2, in_channels: 2, out_channels: 2, num_layers: 1, num_attention_heads: 1,
+   attention_head_dim: 8, caption_projection_dim: 8, pos_embed_max_size: 4}
+vae: {channels: [8, 8], latent_channels: 2}
+text_encoder: {width: 8, num_layers: 1, num_heads: 1}
+t5: {num_layers: 1, num_heads: 1}
+tokenizer: {max_length: 8}
+"""
+
+DIT = """
+model: {config_path: FOLDER/model.yaml, max_sequence_length: 7}
+data: {train_path: FOLDER/data.jsonl, height: 16, width: 16}
+train: {output_dir: FOLDER/out, micro_batch_size: 2, max_steps: 2, device: cpu, trackers: []}
+sample: {num_prompts: 1, num_inference_steps: 1, guidance_scale: 1.0}
+"""
+
+RL = """
+model: {config_path: FOLDER/model.yaml, max_sequence_length: 7}
+data: {data_type: glyphs, glyphs: {length: 2}}
+rollout: {num_prompts: 1, n: 2, micro_batch_size: 2, height: 16, width: 16, num_inference_steps: 2, guidance_scale: 1.0}
+reward: {rewards: [{type: ocr}]}
+algorithm: {recipe: flow_grpo}
+train: {output_dir: FOLDER/out, max_steps: 1, device: cpu, trackers: []}
+eval: {num_prompts: 2, num_inference_steps: 1}
+"""
+
+
+def launch(*arguments, **environment):
+    """Runs train.sh in a clean environment of one process."""
+    removed = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONPATH")
+    inherited = {name: value for name, value in os.environ.items() if name not in removed}
+    return subprocess.run(
+        ["bash", str(ROOT / "train.sh"), *map(str, arguments)],
+        env={**inherited, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    """Stands for Python and prints how it was called."""
+    path = tmp_path / "fake python"
+    path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def echo(tmp_path):
+    path = tmp_path / "echo task.py"
+    path.write_text(ECHO)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model and three images with captions."""
+    (tmp_path / "model.yaml").write_text(TINY)
+    rows = []
+    for index in range(3):
+        pixels = np.random.default_rng(index).integers(0, 256, (16, 16, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{index}.png")
+        rows.append(json.dumps({"image": f"{index}.png", "text": f"no {index}"}) + "\n")
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    for name, content in (("dit.yaml", DIT), ("rl.yaml", RL)):
+        (tmp_path / name).write_text(content.replace("FOLDER", str(tmp_path)))
+    return tmp_path
+
+
+# train.sh
+
+
+def test_without_arguments_the_usage_is_shown():
+    done = launch()
+    assert done.returncode == 2 and done.stderr.strip() == USAGE and not done.stdout
+
+
+def test_a_missing_task_is_named():
+    done = launch("tasks/no_such_task.py", "config.yaml")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [USAGE, "error: task not found: tasks/no_such_task.py"]
+
+
+def test_one_process_is_plain_python_and_arguments_pass_through(echo, tmp_path):
+    arguments = ["a config.yaml", "--sample.prompts", '["a b", "c"]', "--x", "", "$HOME", "*"]
+    done = launch(echo, *arguments)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((tmp_path / "rank.json").read_text())
+    assert seen == {"argv": arguments, "WORLD_SIZE": None, "RANK": None, "LOCAL_RANK": None, "MASTER_ADDR": None}
+
+
+def test_the_exit_code_is_the_tasks(tmp_path):
+    path = tmp_path / "task.py"
+    path.write_text("raise SystemExit(143)")
+    assert launch(path).returncode == 143
+
+
+def test_two_processes_run_under_torchrun(echo, tmp_path):
+    done = launch(echo, "a config.yaml", "--train.lr", "1e-4", NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(each["WORLD_SIZE"], each["RANK"], each["LOCAL_RANK"]) for each in seen] == [
+        ("2", "0", "0"),
+        ("2", "1", "1"),
+    ]
+    assert all(each["argv"] == ["a config.yaml", "--train.lr", "1e-4"] for each in seen)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3])
+def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_python, gpus):
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: some GPU'\n" for i in range(gpus)))
+    program.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    called = launch(echo, "c.yaml", NPROC_PER_NODE="", PATH=path, PYTHON=fake_python).stdout.splitlines()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"] if gpus == 3 else []
+    assert called == [*torchrun, str(echo), "c.yaml"]
+
+
+def test_several_nodes(echo, fake_python):
+    environment = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "4", "PYTHON": fake_python}
+    called = launch(echo, "c.yaml", **environment, MASTER_ADDR="node0").stdout.splitlines()
+    options = dict(zip(called[2:-2:2], called[3:-2:2], strict=True))
+    assert called[:2] == ["-m", "torch.distributed.run"] and called[-2:] == [str(echo), "c.yaml"]
+    assert (options["--nnodes"], options["--node-rank"], options["--nproc-per-node"]) == ("2", "1", "4")
+    assert options["--rdzv-endpoint"] == "node0:29500"
+
+
+def test_several_nodes_need_the_address_of_the_first(echo, fake_python):
+    done = launch(echo, "c.yaml", NNODES="2", PYTHON=fake_python)
+    assert done.returncode != 0 and "MASTER_ADDR" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(("name", "value"), [("NPROC_PER_NODE", "gpu"), ("NPROC_PER_NODE", "0"), ("NNODES", "two")])
+def test_a_number_of_processes_that_is_none_is_refused(echo, fake_python, name, value):
+    done = launch(echo, "c.yaml", PYTHON=fake_python, **{name: value})
+    assert done.returncode == 2 and f"{name} must be a whole number above 0, not '{value}'" in done.stderr
+    assert not done.stdout
+
+
+# Exit codes of tasks
+
+
+def assert_refused(done, *parts):
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    message = done.stderr[done.stderr.index("error: ") :]
+    for part in parts:
+        assert str(part) in message
+
+
+def test_an_unknown_key_exits_with_2(folder):
+    done = launch(ROOT / "tasks/train_dit.py", folder / "dit.yaml", "--train.learning_rat", "1")
+    assert_refused(done, "error: --train.learning_rat: unknown key")
+    assert not (folder / "out").exists()
+
+
+def test_a_missing_config_file_exits_with_2(folder):
+    done = launch(ROOT / "tasks/rl_diffusion.py", folder / "rll.yaml")
+    assert_refused(
+        done, f"error: configuration file not found: {folder / 'rll.yaml'}; did you mean {folder / 'rl.yaml'}?"
+    )
+
+
+def test_a_pipeline_of_an_unknown_class_exits_with_2(folder):
+    (folder / "pipeline").mkdir()
+    (folder / "pipeline" / "model_index.json").write_text('{"_class_name": "SomeOtherPipeline"}')
+    overrides = ["--model.config_path", "null", "--model.model_path", folder / "pipeline"]
+    done = launch(ROOT / "tasks/train_dit.py", folder / "dit.yaml", *overrides)
+    assert_refused(done, folder / "pipeline", "'SomeOtherPipeline' is not known; known: StableDiffusion3Pipeline")
+
+
+def test_a_missing_pipeline_folder_exits_with_2(folder):
+    overrides = ["--model.config_path", "null", "--model.model_path", folder / "nowhere"]
+    done = launch(ROOT / "tasks/train_dit.py", folder / "dit.yaml", *overrides)
+    assert_refused(done, f"model.model_path {folder / 'nowhere'} is not a pipeline folder", "model_index.json")
+
+
+def test_a_corrupt_image_exits_with_2_naming_the_row(folder):
+    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:-300])
+    done = launch(ROOT / "tasks/train_dit.py", folder / "dit.yaml")
+    assert_refused(done, f"{folder / 'data.jsonl'}, line 2: broken image ({folder / '1.png'})", "data.max_bad_rows")
+
+
+def test_an_ocr_engine_that_is_not_installed_exits_with_2(folder):
+    (folder / "fakes" / "rapidocr").mkdir(parents=True)
+    (folder / "fakes" / "rapidocr" / "__init__.py").write_text("raise ImportError('not here')")
+    done = launch(ROOT / "tasks/rl_diffusion.py", folder / "rl.yaml", PYTHONPATH=str(folder / "fakes"))
+    assert_refused(done, "rapidocr", "pip install 'sfumato[ocr]'")
