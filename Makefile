@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 42
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV))/bin
+LAUNCH := PYTHON=$(BIN)/python bash train.sh
 
 .PHONY: setup quickstart test slow-test lint format clean
 
@@ -16,7 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup
-	$(BIN)/python -m sfumato.quickstart --seed $(SEED)
+	$(LAUNCH) tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml --train.seed $(SEED)
+	$(LAUNCH) tasks/train_dit.py configs/quickstart/pretrain.yaml --train.seed $(SEED)
+	$(LAUNCH) tasks/rl_diffusion.py configs/quickstart/rl.yaml --train.seed $(SEED)
 
 test: setup lint
 	$(BIN)/python -m pytest

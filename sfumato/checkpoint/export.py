@@ -29,6 +29,8 @@ def export_diffusion_model(model: DiffusionModel, ema: Ema | None, folder: Path,
                 model.save_adapter(building)
             else:
                 model.save_pipeline(building)
+        for path in building.rglob("*.safetensors"):
+            path.chmod(0o644)  # safetensors writes files that only their owner can read
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             os.replace(folder, old)

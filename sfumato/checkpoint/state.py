@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
@@ -27,7 +27,7 @@ class TrainState:
     model: nn.Module
     """Its trainable parameters are saved; the rest comes from the model folder again."""
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
+    schedule: LambdaLR
     ema: Ema | None = None
     reference: nn.Module | None = None
     """A frozen copy that a KL penalty compares with."""
@@ -43,8 +43,7 @@ def save_state(state: TrainState, folder: Path) -> None:
     """
     tensors = {name: each.detach() for name, each in trainable_parameters(state.model).items()}
     _save(tensors, folder / "model.safetensors")
-    optimizer_tensors, optimizer_values = _flatten_optimizer(state)
-    _save(optimizer_tensors, folder / "optimizer.safetensors")
+    _save(_flatten_optimizer(state), folder / "optimizer.safetensors")
     if state.ema is not None:
         _save(state.ema.averages, folder / "ema.safetensors")
     if state.reference is not None:
@@ -54,8 +53,7 @@ def save_state(state: TrainState, folder: Path) -> None:
     values = {
         "step": state.step,
         "ema_updates": None if state.ema is None else state.ema.num_updates,
-        "optimizer": optimizer_values,
-        "schedule": {k: v for k, v in state.schedule.state_dict().items() if k != "lr_lambdas"},
+        "schedule_steps": state.schedule.last_epoch,
         "random": rng_values,
     }
     (folder / "state.json").write_text(json.dumps(values), encoding="utf-8")
@@ -69,9 +67,8 @@ def load_state(state: TrainState, folder: Path) -> None:
     """
     values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     _copy_into(trainable_parameters(state.model), folder / "model.safetensors")
-    _restore_optimizer(state, load_file(folder / "optimizer.safetensors"), values["optimizer"], folder)
-    own = state.schedule.state_dict()  # with lr_lambdas, which load_state_dict wants to find although they are None
-    state.schedule.load_state_dict({**own, **values["schedule"]})
+    _restore_optimizer(state, load_file(folder / "optimizer.safetensors"), folder)
+    _restore_schedule(state.schedule, values["schedule_steps"])
     for present, name in ((state.ema is not None, "ema"), (state.reference is not None, "reference")):
         if present != (folder / f"{name}.safetensors").is_file():
             has, wants = ("no", "one") if present else ("one", "none")
@@ -106,23 +103,17 @@ def _copy_into(targets: dict[str, Any], path: Path) -> None:
         target.copy_(loaded[name])
 
 
-def _flatten_optimizer(state: TrainState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Per-parameter tensors as ``parameter/key``, and the groups' numbers."""
+def _flatten_optimizer(state: TrainState) -> dict[str, torch.Tensor]:
+    """Per-parameter tensors as ``parameter/key``. Rates and betas are not state: the configuration has them."""
     name_of = {parameter: name for name, parameter in trainable_parameters(state.model).items()}
-    tensors = {
+    return {
         f"{name_of[parameter]}/{key}": value
         for parameter, entries in state.optimizer.state.items()
         for key, value in entries.items()
     }
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
-    return tensors, {"groups": groups}
 
 
-def _restore_optimizer(
-    state: TrainState, tensors: dict[str, torch.Tensor], values: dict[str, Any], folder: Path
-) -> None:
-    if len(values["groups"]) != len(state.optimizer.param_groups):
-        raise CheckpointError(f"{folder} has {len(values['groups'])} parameter groups, this run another number")
+def _restore_optimizer(state: TrainState, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     parameters = trainable_parameters(state.model)
     state.optimizer.state.clear()
     for full_name, value in tensors.items():
@@ -131,8 +122,15 @@ def _restore_optimizer(
             raise CheckpointError(f"{folder}: optimizer state of {name!r}, which this configuration does not train")
         on_device = value if key == "step" and not parameters[name].is_cuda else value.to(parameters[name].device)
         state.optimizer.state[parameters[name]][key] = on_device
-    for group, saved in zip(state.optimizer.param_groups, values["groups"], strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+
+
+def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
+    """Moves the schedule to a position; the rates there are those of this run's configuration."""
+    rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
+    schedule.load_state_dict({**schedule.state_dict(), **position})
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

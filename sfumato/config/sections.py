@@ -33,7 +33,7 @@ class ModelConfig(Section):
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights of the denoiser."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: text encoders, autoencoder, and with LoRA the denoiser's base weights."""
     max_sequence_length: int = Field(256, ge=0, le=512)
     """Tokens of the T5 prompt embedding, as in the diffusers pipeline; 0 leaves that part out."""
@@ -84,7 +84,7 @@ class TrainConfig(Section):
     """Upper limit of the decay of the exponential moving average of the weights; 0 keeps none."""
     ema_interval: int = Field(1, ge=1)
     """Optimiser steps between two updates of the moving average."""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast of the forward pass. Trained weights, gradients and optimiser stay float32."""
     data_parallel_mode: Literal["ddp"] = "ddp"
     """How several processes share the work: ddp keeps a whole model in each."""

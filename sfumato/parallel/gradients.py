@@ -56,7 +56,7 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
         names = ", ".join(local_bad[:3]) or "none on this rank"
         raise NonFiniteError(
             f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
-            "lower train.lr or train.max_grad_norm, or use bf16 instead of fp16"
+            "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
         )
     nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
     return float(norm)

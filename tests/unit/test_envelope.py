@@ -180,12 +180,12 @@ def test_every_flipped_bit_is_detected(tmp_path):
     verify_checkpoint(folder)
 
 
-def test_every_flipped_bit_of_the_manifest_is_detected(tmp_path):
+def test_flipped_bits_of_the_manifest_are_detected(tmp_path):
     (folder,) = make(tmp_path, 1)
     manifest = folder / MANIFEST
     listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
     harmless = 0
-    for bit in range(8 * manifest.stat().st_size):
+    for bit in random.Random(2).sample(range(8 * manifest.stat().st_size), 500):
         flip(manifest, bit)
         try:
             verify_checkpoint(folder)
@@ -195,7 +195,7 @@ def test_every_flipped_bit_of_the_manifest_is_detected(tmp_path):
             assert json.loads(manifest.read_text(encoding="utf-8"))["files"] == listed, bit
             harmless += 1
         flip(manifest, bit)
-    assert harmless < 40
+    assert harmless < 20
     verify_checkpoint(folder)
 
 

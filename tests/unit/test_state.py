@@ -201,3 +201,18 @@ def test_what_the_checkpoint_has_and_what_the_run_wants_must_agree(tmp_path, whi
         load_state(make(), tmp_path / "without")
     with pytest.raises(CheckpointError, match=f"with has one {which} weights, but the configuration wants none"):
         load_state(make(**{which: False}), tmp_path / "with")
+
+
+def test_rates_and_betas_come_from_the_configuration_of_the_resumed_run(tmp_path):
+    first = make()
+    train(first, 5)
+    save_state(first, tmp_path)
+    resumed = make()
+    for group in resumed.optimizer.param_groups:
+        group["betas"] = (0.5, 0.6)
+    resumed.schedule.base_lrs = [0.1] * len(resumed.schedule.base_lrs)
+    load_state(resumed, tmp_path)
+    assert [group["betas"] for group in resumed.optimizer.param_groups] == [(0.5, 0.6)] * 2
+    before = first.schedule.get_last_lr()[0]
+    assert resumed.schedule.get_last_lr()[0] == pytest.approx(10 * before)
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(10 * before)

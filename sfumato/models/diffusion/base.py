@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+EMBED_BATCH = 8
+"""Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
+
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -215,10 +218,11 @@ class DiffusionModel(ABC):
         missing = [each for each in wanted if each not in self._prompts]
         if missing and self.encoders_freed:
             raise RuntimeError(f"the text encoders were freed and this prompt was not embedded before: {missing[0]!r}")
-        for start in range(0, len(missing), 64):
-            chunk = missing[start : start + 64]
+        for start in range(0, len(missing), EMBED_BATCH):
+            chunk = missing[start : start + EMBED_BATCH]
+            padding = [chunk[-1]] * (EMBED_BATCH - len(chunk))
             with torch.no_grad():
-                embedded = self.embed_prompts(chunk)
+                embedded = self.embed_prompts(chunk + padding)
             for row, prompt in enumerate(chunk):
                 self._prompts[prompt] = {name: each[row].to("cpu") for name, each in embedded.items()}
         names = list(self._prompts[wanted[0]])

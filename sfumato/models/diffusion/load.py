@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
@@ -51,7 +51,7 @@ def build_diffusion_model(
     Args:
         config: the model section.
         device: where the networks go.
-        mixed_precision: "no", "bf16" or "fp16": autocast of the denoiser.
+        mixed_precision: "no" or "bf16": autocast of the denoiser.
         seed: seed of random weights (a description, or LoRA's initialisation).
 
     Raises:
