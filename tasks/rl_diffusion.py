@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sfumato.algorithms.advantages import Advantages
@@ -23,6 +24,7 @@ from sfumato.checkpoint.export import export_diffusion_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.errors import RewardError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.reference import Reference
@@ -42,8 +44,10 @@ from sfumato.rollout.diffusion import (
 )
 from sfumato.runtime.roles import Roles, launch_roles
 from sfumato.runtime.stream import RolloutStream
-from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.run import Run, run_task, start_run
 from sfumato.tracking.samples import SampleRecord
+
+SHOWN = {"reward": "reward/total", "eval": "eval/reward/total"}
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Actor:
     model: DiffusionModel
     reference: Reference | None
     state: TrainState
+    checkpointer: Checkpointer
     mesh: Mesh
 
 
@@ -65,13 +70,11 @@ def main(config: DiffusionRLConfig) -> None:
     check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
     prompts = PromptLoader(train_prompts, config.rollout.num_prompts, config.rollout.n, config.train.seed)
 
-    roles = launch_roles(actor=lambda: build_actor(config, mesh), scorer=lambda: build_scorer(config))
+    roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
     if not config.model.keep_encoders:
         roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
-    actor: Actor = roles.actor.state
-    checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    checkpointer.resume(actor.state)
-    run.begin(config.train.max_steps, actor.state.step, config.train.trackers)
+    start = roles.actor.call(resume).result()
+    run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
         requests=lambda iteration: requests_of(prompts, iteration, mesh),
@@ -82,14 +85,14 @@ def main(config: DiffusionRLConfig) -> None:
         with_reward=config.rollout.with_reward,
     )
 
-    if actor.state.step == 0:
+    if start == 0:
         with run.timed("evaluate"):
-            metrics, records = evaluate(actor, roles, eval_prompts, config, step=0)
+            metrics, records = evaluate(roles, mesh, eval_prompts, config, step=0)
         run.save_samples(0, records)
-        run.log(0, metrics, show=("eval/reward/total",))
+        run.log(0, metrics, show=SHOWN)
         run.write_report()
 
-    for step, collected in stream.steps(from_step=actor.state.step):
+    for step, collected in stream.steps(from_step=start):
         run.add_time("generate", collected.generate_s)
         run.add_time("wait_for_rewards", collected.wait_s)
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
@@ -98,8 +101,11 @@ def main(config: DiffusionRLConfig) -> None:
 
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         all_scores = Scores.cat([each for each, _ in everyone])
-        with checkpointer.saved_first(actor.state):
+        try:
             roles.scorer.call(Scorer.check_budget, all_scores).result()
+        except RewardError:
+            roles.actor.call(save).result()  # the finished iterations are not lost
+            raise
         group_ids = torch.tensor([group for _, groups in everyone for group in groups])
         all_advantages = config.algorithm.advantage.compute(torch.from_numpy(all_scores.total), group_ids)
         advantages = all_advantages.rows([each.sample_id for each in batch.requests])
@@ -112,18 +118,18 @@ def main(config: DiffusionRLConfig) -> None:
         last = step + 1 == config.train.max_steps
         if last or (step + 1) % config.eval.every_steps == 0:
             with run.timed("evaluate"):
-                eval_metrics, records = evaluate(actor, roles, eval_prompts, config, step + 1)
+                eval_metrics, records = evaluate(roles, mesh, eval_prompts, config, step + 1)
             metrics |= eval_metrics
             run.save_samples(step + 1, records + training_records(batch, scores, advantages, config))
-        run.log(step + 1, metrics, show=("reward/total", "eval/reward/total"))
+        run.log(step + 1, metrics, show=SHOWN)
         if records:
             run.write_report()
-        checkpointer.after_step(actor.state)
+        roles.actor.call(save_if_due).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
-            export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+            roles.actor.call(export, config).result()
 
+    roles.actor.call(export, config).result()
     roles.close()
-    export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
     if changes := run.changes("eval/reward/"):
         run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
@@ -131,7 +137,7 @@ def main(config: DiffusionRLConfig) -> None:
     run.close()
 
 
-def build_actor(config: DiffusionRLConfig, mesh: Mesh) -> Actor:
+def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     """Loads the policy with its optimiser, its average, and the reference that a KL penalty needs."""
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     model.denoiser.eval()  # rollout and replay must be the same function
@@ -139,8 +145,29 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh) -> Actor:
     reference = Reference(model) if config.algorithm.kl.coef > 0 else None
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    weights = None if reference is None else reference.weights
-    return Actor(model, reference, TrainState(model.denoiser, optimizer, schedule, ema, weights), mesh)
+    state = TrainState(model.denoiser, optimizer, schedule, ema, None if reference is None else reference.weights)
+    return Actor(model, reference, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
+
+
+def resume(actor: Actor) -> int:
+    """Loads the checkpoint that the configuration asks for. Returns the number of finished iterations."""
+    actor.checkpointer.resume(actor.state)
+    return actor.state.step
+
+
+def save(actor: Actor) -> None:
+    """Writes a checkpoint of the finished iterations."""
+    actor.checkpointer.save(actor.state)
+
+
+def save_if_due(actor: Actor) -> None:
+    """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
+    actor.checkpointer.after_step(actor.state)
+
+
+def export(actor: Actor, config: DiffusionRLConfig) -> None:
+    """Writes the trained pipeline or adapter to ``hf_ckpt``."""
+    export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", actor.mesh)
 
 
 def build_scorer(config: DiffusionRLConfig) -> Scorer:
@@ -152,7 +179,7 @@ def build_scorer(config: DiffusionRLConfig) -> Scorer:
 
 def embed_and_free(actor: Actor, prompts: list[str]) -> None:
     """Embeds every prompt of the run, then drops the text encoders."""
-    actor.model.encode_prompts(prompts)
+    actor.model.remember_prompts(prompts)
     actor.model.free_encoders()
 
 
@@ -266,22 +293,11 @@ def optimizer_batches(
 
 
 def evaluate(
-    actor: Actor, roles: Roles, prompts: list[Prompt], config: DiffusionRLConfig, step: int
+    roles: Roles, mesh: Mesh, prompts: list[Prompt], config: DiffusionRLConfig, step: int
 ) -> tuple[dict[str, float], list[SampleRecord]]:
-    """One image per held-out prompt, without noise, from the averaged weights, always from the same latents."""
-    mine = list(actor.mesh.share(len(prompts)))
-    guidance = config.rollout.guidance_scale if config.eval.guidance_scale is None else config.eval.guidance_scale
-    with averaged_weights(actor.state.ema):
-        images = sample_images(
-            actor.model,
-            actor.model.encode_prompts([prompts[index].text for index in mine], guidance != 1.0),
-            mine,
-            size=(config.rollout.height, config.rollout.width),
-            num_steps=config.eval.num_inference_steps,
-            guidance_scale=guidance,
-            seed=config.eval.seed,
-            micro_batch_size=config.rollout.micro_batch_size,
-        )
+    """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
+    mine = list(mesh.share(len(prompts)))
+    images = roles.sampler.call(draw_evaluation, [prompts[index].text for index in mine], mine, config).result()
     samples = [
         Sample(image=image, prompt=prompts[index].text, metadata=prompts[index].metadata, group_id=index)
         for index, image in zip(mine, images, strict=True)
@@ -292,9 +308,25 @@ def evaluate(
         for row, sample in enumerate(samples)
         if sample.group_id < config.eval.num_saved
     ]
-    gathered = actor.mesh.gather((scores, records))
+    gathered = mesh.gather((scores, records))
     all_scores = Scores.cat([each for each, _ in gathered])
     return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+
+
+def draw_evaluation(actor: Actor, prompts: list[str], ids: list[int], config: DiffusionRLConfig) -> list[np.ndarray]:
+    """One image per prompt, without noise, from the averaged weights, always from the same latents."""
+    guidance = config.rollout.guidance_scale if config.eval.guidance_scale is None else config.eval.guidance_scale
+    with averaged_weights(actor.state.ema):
+        return sample_images(
+            actor.model,
+            actor.model.encode_prompts(prompts, guidance != 1.0),
+            ids,
+            size=(config.rollout.height, config.rollout.width),
+            num_steps=config.eval.num_inference_steps,
+            guidance_scale=guidance,
+            seed=config.eval.seed,
+            micro_batch_size=config.rollout.micro_batch_size,
+        )
 
 
 def training_records(

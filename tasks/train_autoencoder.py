@@ -82,7 +82,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         optimizer.zero_grad()
         state.step = step + 1
         means = mesh.sum_dict(sums)
-        run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show=("loss", "mse"))
+        run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
 
     vae.eval()

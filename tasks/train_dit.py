@@ -58,7 +58,7 @@ def main(config: TrainDitConfig) -> None:
         num_ranks=mesh.size,
     )
     grid_prompts = config.sample.prompts or dataset.example_captions(config.sample.num_prompts)
-    model.encode_prompts(grid_prompts)
+    model.remember_prompts(grid_prompts)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -95,7 +95,7 @@ def main(config: TrainDitConfig) -> None:
             with run.timed("sample"), averaged_weights(ema):
                 run.save_samples(state.step, draw_grid(model, grid_prompts, config, state.step))
         metrics = {"loss": mesh.sum(total_loss), "grad_norm": grad_norm, "lr": lr, "images": num_images}
-        run.log(state.step, metrics, show=("loss", "lr"))
+        run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             export_diffusion_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)

@@ -111,7 +111,7 @@ def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
         "reward": {"rewards": [{"type": "brightness"}]},
         "algorithm": {
             "recipe": "flow_grpo_fast",
-            "window": {"size": 2, "range": [0, 3]},
+            "window": {"type": "random", "size": 2, "range": [0, 3]},
             "objective": {"clip_range": 1.0e-3},
         },
         "train": {**_train(tmp_path), "micro_batch_size": 4, "global_batch_size": 8},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from sfumato.checkpoint.envelope import (
@@ -15,7 +13,7 @@ from sfumato.checkpoint.envelope import (
 )
 from sfumato.checkpoint.state import TrainState, load_state, save_state
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import CheckpointError, PreemptedError, RewardError
+from sfumato.errors import CheckpointError, PreemptedError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
 
@@ -69,15 +67,6 @@ class Checkpointer:
             self.save(state, must_succeed=last or stopping)
         if stopping:
             raise PreemptedError(f"stopped by signal after step {state.step}; the state is saved")
-
-    @contextmanager
-    def saved_first(self, state: TrainState) -> Iterator[None]:
-        """When the block raises RewardError, saves the finished steps before it goes on."""
-        try:
-            yield
-        except RewardError:
-            self.save(state)
-            raise
 
     def save(self, state: TrainState, must_succeed: bool = True) -> None:
         """Writes a checkpoint and prunes old ones.

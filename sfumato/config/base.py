@@ -22,6 +22,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
+    @classmethod
+    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Values laid under ``data``, the file with its overrides, such as those of a recipe that it names."""
+        del data
+        return {}
+
 
 @functools.cache
 def find_variants(source: str) -> dict[str, type]:

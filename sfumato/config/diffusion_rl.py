@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant
-from sfumato.config.load import merge
-from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
 
@@ -70,7 +69,7 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     """The RL algorithm as parts; a recipe presets all of them."""
 
-    recipe: Literal[tuple(DIFFUSION_RECIPES)] = "flow_grpo"  # type: ignore[valid-type]
+    recipe: Literal[tuple(DIFFUSION_RECIPES)] = DEFAULT_RECIPE  # type: ignore[valid-type]
     """Preset of the parts below; any of their fields can be overridden."""
     dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics")]
     """Stochastic denoising step."""
@@ -89,13 +88,11 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_recipe(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        recipe = data.get("recipe", "flow_grpo")
+    def _known_recipe(cls, data: Any) -> Any:
+        recipe = data.get("recipe", DEFAULT_RECIPE) if isinstance(data, dict) else DEFAULT_RECIPE
         if not isinstance(recipe, str) or recipe not in DIFFUSION_RECIPES:
             raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(DIFFUSION_RECIPES)}")
-        return merge(DIFFUSION_RECIPES[recipe], data)
+        return data
 
     @model_validator(mode="after")
     def _stochastic(self) -> AlgorithmConfig:
@@ -140,6 +137,14 @@ class DiffusionRLConfig(Section):
     """Training."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
+
+    @classmethod
+    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The parts of the recipe that ``data`` names."""
+        algorithm = data.get("algorithm")
+        recipe = algorithm.get("recipe", DEFAULT_RECIPE) if isinstance(algorithm, dict) else DEFAULT_RECIPE
+        known = isinstance(recipe, str) and recipe in DIFFUSION_RECIPES
+        return {"algorithm": DIFFUSION_RECIPES[recipe]} if known else {}
 
     @model_validator(mode="after")
     def _fits(self) -> DiffusionRLConfig:

@@ -142,7 +142,8 @@ def load_config(
     """
     data = read_yaml(path) if path is not None else {}
     overrides = overrides or {}
-    merged = merge(data, overrides)
+    presets = schema.presets(merge(data, overrides))
+    merged = merge(merge(presets, data), overrides)
     try:
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+DEFAULT_RECIPE = "flow_grpo"
+
 DIFFUSION_RECIPES: dict[str, dict[str, Any]] = {
     # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3
     "flow_grpo": {

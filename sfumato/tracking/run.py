@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,13 @@ class Run:
         self.is_open = True
         self._step_started = time.perf_counter()
 
-    def log(self, step: int, metrics: dict[str, float], show: Iterable[str] = ()) -> None:
+    def log(self, step: int, metrics: dict[str, float], show: Mapping[str, str]) -> None:
         """Writes one line of metrics, and one of the timings since the last call.
 
         Args:
             step: finished steps.
             metrics: deterministic numbers by name.
-            show: names that stand beside the progress bar.
+            show: what stands beside the progress bar, as label and metric name.
         """
         now = time.perf_counter()
         timings = {**self._timings, "time/step_s": now - self._step_started, **memory_peaks()}
@@ -79,7 +79,7 @@ class Run:
         self._times.write({"step": step, **timings})
         for tracker in self._trackers:
             tracker.log(step, {**metrics, **timings})
-        self._progress.update(step, **{name.rsplit("/", 1)[-1]: metrics[name] for name in show if name in metrics})
+        self._progress.update(step, **{label: metrics[name] for label, name in show.items() if name in metrics})
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes images with their prompts and rewards, and gives the trackers a look at them."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from sfumato.algorithms.windows import AllSteps
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
@@ -585,3 +586,8 @@ def test_a_type_that_only_names_the_preset_keeps_the_fields_of_the_file(tmp_path
     (tmp_path / "rl.yaml").write_text(text)
     config = load_config(DiffusionRLConfig, tmp_path / "rl.yaml", parse_overrides(["--algorithm.dynamics.type", "sde"]))
     assert config.algorithm.dynamics.noise_level == 0.5
+
+
+def test_another_type_replaces_a_part_that_the_file_wrote_without_its_type() -> None:
+    config = load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(["--algorithm.window.type", "all"]))
+    assert config.algorithm.window == AllSteps()

@@ -136,8 +136,19 @@ def test_prompt_embeddings_are_the_pipelines_own(model: DiffusionModel) -> None:
         PROMPTS, None, None, do_classifier_free_guidance=False, max_sequence_length=TOKENS
     )
     embedded = model.encode_prompts(PROMPTS)
-    assert torch.equal(embedded.tensors["prompt_embeds"], expected)
-    assert torch.equal(embedded.tensors["pooled"], pooled)
+    torch.testing.assert_close(embedded.tensors["prompt_embeds"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(embedded.tensors["pooled"], pooled, atol=1e-5, rtol=1e-5)
+
+
+def test_an_embedding_does_not_depend_on_its_batch(model: DiffusionModel) -> None:
+    prompts = [f'write "{first}{second}"' for first in "ABCD" for second in "ABC"]
+    model.forget_prompts()
+    together = model.encode_prompts(prompts)
+    for row, prompt in enumerate(prompts):
+        model.forget_prompts()
+        alone = model.encode_prompts([prompt], with_negative=False)
+        for name, tensor in alone.tensors.items():
+            assert torch.equal(tensor[0], together.tensors[name][row]), (name, prompt)
 
 
 def test_freed_encoders_serve_known_prompts_and_are_exported_again(folder: Path, tmp_path: Path) -> None:

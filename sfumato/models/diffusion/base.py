@@ -20,6 +20,9 @@ from torch import nn
 EMBED_BATCH = 8
 """Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
 
+MAX_REMEMBERED = 1024
+"""Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
+
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -202,7 +205,7 @@ class DiffusionModel(ABC):
         return next(self.denoiser.parameters()).dtype
 
     def encode_prompts(self, prompts: Sequence[str], with_negative: bool = True) -> Conditioning:
-        """Embeds prompts; each distinct one is embedded once and kept (on the CPU) until ``forget_prompts``.
+        """Conditioning of B prompts; embeddings that are remembered are not computed again.
 
         Args:
             prompts: B prompts.
@@ -214,8 +217,21 @@ class DiffusionModel(ABC):
         Raises:
             RuntimeError: when the encoders were freed and a prompt was not embedded before.
         """
-        wanted = list(dict.fromkeys([*prompts, ""] if with_negative else prompts))
-        missing = [each for each in wanted if each not in self._prompts]
+        if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
+            self.forget_prompts()
+        self.remember_prompts([*prompts, ""] if with_negative else prompts)
+        names = list(self._prompts[prompts[0]])
+        tensors = {name: torch.stack([self._prompts[each][name] for each in prompts]) for name in names}
+        negative = {name: self._prompts[""][name][None] for name in names} if with_negative else None
+        return Conditioning(tensors, negative).to(self.device)
+
+    def remember_prompts(self, prompts: Sequence[str]) -> None:
+        """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
+
+        Raises:
+            RuntimeError: when the encoders were freed and a prompt was not embedded before.
+        """
+        missing = [each for each in dict.fromkeys([*prompts, ""]) if each not in self._prompts]
         if missing and self.encoders_freed:
             raise RuntimeError(f"the text encoders were freed and this prompt was not embedded before: {missing[0]!r}")
         for start in range(0, len(missing), EMBED_BATCH):
@@ -224,14 +240,10 @@ class DiffusionModel(ABC):
             with torch.no_grad():
                 embedded = self.embed_prompts(chunk + padding)
             for row, prompt in enumerate(chunk):
-                self._prompts[prompt] = {name: each[row].to("cpu") for name, each in embedded.items()}
-        names = list(self._prompts[wanted[0]])
-        tensors = {name: torch.stack([self._prompts[each][name] for each in prompts]) for name in names}
-        negative = {name: self._prompts[""][name][None] for name in names} if with_negative else None
-        return Conditioning(tensors, negative).to(self.device)
+                self._prompts[prompt] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
 
     def forget_prompts(self) -> None:
-        """Drops the kept prompt embeddings."""
+        """Drops the remembered embeddings."""
         self._prompts.clear()
 
     def free_encoders(self) -> None:

@@ -161,13 +161,12 @@ class StableDiffusion3(DiffusionModel):
         )[0]
 
     def save_adapter(self, folder: Path) -> None:
-        from diffusers.training_utils import _collate_lora_metadata
         from peft.utils import get_peft_model_state_dict
 
         self.pipeline.save_lora_weights(
             folder,
             transformer_lora_layers=get_peft_model_state_dict(self.denoiser),
-            **_collate_lora_metadata({"transformer": self.denoiser}),
+            transformer_lora_adapter_metadata=self.denoiser.peft_config["default"].to_dict(),
         )
 
 
