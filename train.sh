@@ -11,7 +11,7 @@ if [ $# -lt 1 ] || [ ! -f "$1" ]; then
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root:$PWD${PYTHONPATH:+:$PYTHONPATH}"   # the folder of the call may hold rewards of your own
 python=${PYTHON:-python}
 if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$root/.venv/bin/python" ]; then
   python="$root/.venv/bin/python"

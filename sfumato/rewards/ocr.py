@@ -237,7 +237,8 @@ def _build_rapidocr(batch_size: int, num_threads: int) -> Any:
         engine.recognize_txt([_BLANK])  # models load at first use
     except ImportError as error:
         raise MissingDependencyError(
-            f"the ocr reward with engine rapidocr needs a package that is missing ({error}): pip install 'sfumato[ocr]'"
+            f"the ocr reward with engine rapidocr needs a package that is missing ({error}): "
+            "pip install rapidocr onnxruntime"
         ) from error
     return engine
 

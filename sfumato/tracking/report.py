@@ -60,8 +60,8 @@ def write_report(output_dir: Path) -> Path:
     parts = [
         _header(output_dir, metrics, samples, config),
         _headline(metrics),
-        _curves(metrics | timings),
         _eval_grid(output_dir, samples),
+        _curves(metrics | timings),
         _train_samples(output_dir, samples),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         _last_values(metrics),
@@ -145,7 +145,7 @@ def _headline(metrics: Series) -> str:
     cards = []
     for name, points in metrics.items():
         values = list(_finite(points).items())
-        if not name.startswith("eval/reward") or not values:
+        if not name.startswith("eval/reward") or not values or name.rsplit("/", 1)[-1] in {"std", "failed"}:
             continue
         (first_step, first), (last_step, last) = values[0], values[-1]
         best_step, best = max(values, key=lambda item: item[1])

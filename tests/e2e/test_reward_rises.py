@@ -20,7 +20,7 @@ def test_reward_rises(tmp_path: Path, recipe: str) -> None:
         tmp_path,
         rollout={"num_prompts": 4, "n": 8, "micro_batch_size": 16},
         algorithm={"recipe": recipe, **parts},
-        train={"max_steps": 30, "micro_batch_size": 8, "global_batch_size": 16, "lr": 2.0e-3},
+        train={"max_steps": 30, "micro_batch_size": 8, "global_batch_size": 16, "lr": 6.0e-3},
         eval={"every_steps": 30},
     )
     lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")

@@ -214,4 +214,4 @@ def test_an_ocr_engine_that_is_not_installed_exits_with_2(folder):
     (folder / "fakes" / "rapidocr").mkdir(parents=True)
     (folder / "fakes" / "rapidocr" / "__init__.py").write_text("raise ImportError('not here')")
     done = launch(ROOT / "tasks/rl_diffusion.py", folder / "rl.yaml", PYTHONPATH=str(folder / "fakes"))
-    assert_refused(done, "rapidocr", "pip install 'sfumato[ocr]'")
+    assert_refused(done, "rapidocr", "pip install rapidocr onnxruntime")

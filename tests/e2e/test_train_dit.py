@@ -1,0 +1,84 @@
+"""Pretraining and fine-tuning on images from disk, through the real task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import run_task_here, tiny_dit_config
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Sixteen plain images with captions, listed in metadata.jsonl."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rows = []
+    for index in range(16):
+        name, colour = list(COLOURS.items())[index % 4]
+        pixels = np.full((20, 24, 3), colour, np.uint8) - np.uint8(index)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        rows.append({"file_name": f"{index}.png", "text": f"a {name} square"})
+    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def run(tmp_path: Path, images: Path, name: str, **overrides: Any) -> list[dict[str, Any]]:
+    config = tiny_dit_config(tmp_path, **overrides)
+    config["data"] = {"train_path": str(images), "height": 16, "width": 16, **overrides.get("data", {})}
+    config["train"]["output_dir"] = str(tmp_path / name)
+    return read_jsonl(run_task_here("train_dit", config) / "metrics.jsonl")
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def test_the_loss_falls_and_the_export_is_a_pipeline(tmp_path: Path, images: Path) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    train = {"max_steps": 60, "lr": 1.0e-2, "lr_decay_style": "constant", "micro_batch_size": 8, "global_batch_size": 8}
+    lines = run(tmp_path, images, "run", train=train)
+    assert np.mean(losses(lines)[-10:]) < 0.8 * np.mean(losses(lines)[:10])
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "run" / "hf_ckpt")
+    made = pipeline("a red square", height=16, width=16, num_inference_steps=2, guidance_scale=1.0, output_type="np")
+    assert made.images.shape == (1, 16, 16, 3)
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_cache_changes_nothing(tmp_path: Path, images: Path) -> None:
+    online = run(tmp_path, images, "online")
+    cached = run(tmp_path, images, "cached", data={"cache_dir": str(tmp_path / "cache")})
+    freed = run(tmp_path, images, "freed", data={"cache_dir": str(tmp_path / "cache")}, model={"keep_encoders": False})
+    assert losses(cached) == pytest.approx(losses(online), rel=1e-5)
+    assert losses(freed) == losses(cached)
+    assert (tmp_path / "freed" / "hf_ckpt" / "text_encoder" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_accumulation_does_not_change_the_result(tmp_path: Path, images: Path, micro_batch_size: int) -> None:
+    flow = {"prompt_dropout": 0.5}
+    base = run(tmp_path, images, "base", flow=flow, train={"micro_batch_size": 2, "global_batch_size": 4})
+    other = {"micro_batch_size": micro_batch_size, "global_batch_size": 4}
+    assert losses(run(tmp_path, images, "other", flow=flow, train=other)) == pytest.approx(losses(base), rel=1e-4)
+
+
+def test_a_row_left_out_leaves_the_mean_over_the_others(tmp_path: Path, images: Path) -> None:
+    (images / "5.png").write_bytes(b"no image")
+    lines = run(tmp_path, images, "run", data={"max_bad_rows": 1}, train={"max_steps": 4})
+    assert sorted(line["images"] for line in lines) == [3, 4, 4, 4], "one epoch of 16 rows in steps of 4"
+    assert "metadata.jsonl, line 6" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_prompt_dropout_uniform_timesteps_and_shift_are_used(tmp_path: Path, images: Path) -> None:
+    base = losses(run(tmp_path, images, "base"))
+    for name, value in (("prompt_dropout", 0.9), ("timestep_sampling", "uniform"), ("shift", 3.0)):
+        assert losses(run(tmp_path, images, name, flow={name: value})) != base, name
