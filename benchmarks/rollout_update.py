@@ -1,11 +1,12 @@
 """Rollout and update of Flow-GRPO against the straightforward loop, on one small SD3 model, as ratios of one run.
 
-    python benchmarks/rollout_update.py [--num-images 64] [--repeats 5] [--threads 1]
+    python benchmarks/rollout_update.py [--micro-batch 9] [--replay-samples 9] [--repeats 5] [--threads 1]
 
 The straightforward loop works as the public scripts do: one denoising step at a time, two forward passes for
 classifier-free guidance, log-probabilities subtracted. sfumato runs both guidance branches in one pass and replays
-all trained steps of a micro-batch in one pass, with the same number of rows in each. Both sides make the same images
-and the same gradients, which is checked first; then they take turns, and the ratio is taken pair by pair.
+all trained steps of a sample in one pass: by default with as many rows as the other side's passes have, so that both
+need the same memory; ``--replay-samples`` takes more. Both sides make the same images and the same gradients, which is
+checked first; then they take turns, and the ratio is taken pair by pair.
 """
 
 from __future__ import annotations
@@ -117,10 +118,12 @@ class Straightforward:
 class Sfumato:
     """Both guidance branches and all trained steps of a micro-batch in one forward."""
 
-    def __init__(self, model: DiffusionModel, prompts: list[str], guidance: float, micro_batch: int) -> None:
+    def __init__(
+        self, model: DiffusionModel, prompts: list[str], guidance: float, micro_batch: int, replay_samples: int
+    ) -> None:
         self.model, self.guidance, self.micro_batch = model, guidance, micro_batch
         self.conditioning = model.encode_prompts(prompts)
-        self.replay_batch = max(micro_batch // len(TRAINED), 1)
+        self.replay_batch = replay_samples
         self.dynamics = FlowSDE(NOISE)
 
     def rollout(self) -> Trajectories:
@@ -174,7 +177,11 @@ def compare(guidance: float, arguments: argparse.Namespace) -> dict[str, float]:
     """Checks that both sides agree, then times them in turn."""
     model = build(arguments.device)
     prompts = [f'write "{chr(65 + index % 26)}{chr(65 + index // 26 % 26)}C"' for index in range(arguments.num_images)]
-    sides = [side(model, prompts, guidance, arguments.micro_batch) for side in (Sfumato, Straightforward)]
+    replay_samples = arguments.replay_samples or max(arguments.micro_batch // len(TRAINED), 1)
+    sides = [
+        Sfumato(model, prompts, guidance, arguments.micro_batch, replay_samples),
+        Straightforward(model, prompts, guidance, arguments.micro_batch),
+    ]
     advantages = torch.linspace(-1, 1, arguments.num_images, device=arguments.device)
     sampled = [side.rollout() for side in sides]
     pair = [gradients(model, lambda k=k: sides[k].update(sampled[k], advantages)) for k in range(2)]
@@ -201,6 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-images", type=int, default=54)
     parser.add_argument("--micro-batch", type=int, default=18, help="rows of the straightforward loop's forward passes")
+    parser.add_argument(
+        "--replay-samples",
+        type=int,
+        help="samples that sfumato replays in one pass; default: as many rows as the other",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cpu")
