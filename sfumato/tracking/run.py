@@ -243,8 +243,9 @@ def mean_metrics(sums: dict[str, float], count: float) -> dict[str, float]:
 
 
 def _move_aside(output_dir: Path) -> None:
-    if not (output_dir / "config.yaml").exists() and not (output_dir / "checkpoints").exists():
-        return
+    metrics, checkpoints = output_dir / "metrics.jsonl", output_dir / "checkpoints"
+    if not (metrics.is_file() and metrics.stat().st_size) and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
+        return  # nothing, or a run that broke off before its first step
     number = 1
     while (kept := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
         number += 1

@@ -1,0 +1,107 @@
+"""The run folder: what is kept, what is written, who writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.load import load_config
+from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import tiny_dit_config
+
+ALONE = Mesh(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    """A run listens to signals; give them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def start(tmp_path: Path, **train: object) -> Run:
+    config = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path, train=train))
+    return start_run(config, ALONE, "test")
+
+
+def test_a_run_that_never_took_a_step_is_not_kept(tmp_path: Path) -> None:
+    for _ in range(3):
+        start(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+
+
+def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:
+    for number in range(3):
+        run = start(tmp_path)
+        run.begin(10, 0, [])
+        run.log(1, {"loss": float(number)}, show={})
+        run.close()
+    losses = {name: read_jsonl(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("run.1", "run.2", "run")}
+    assert losses == {"run.1": 0.0, "run.2": 1.0, "run": 2.0}
+
+
+def test_metrics_are_what_was_computed_and_timings_what_it_took(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.begin(10, 0, ["tensorboard"])
+    with run.timed("update"):
+        pass
+    run.add_time("update", 2.0)
+    run.log(1, {"loss": 0.1 + 0.2, "broken": float("nan")}, show={"loss": "loss"})
+    run.log(2, {"loss": 0.25, "eval/reward/total": 0.5}, show={})
+    run.log(3, {"loss": 0.25, "eval/reward/total": 0.75, "eval/reward/std": 1.0}, show={})
+    assert run.changes("eval/reward/") == "total 0.500 -> 0.750"
+    run.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"broken": null, "loss": 0.30000000000000004, "step": 1}'
+    first = read_jsonl(tmp_path / "run" / "timings.jsonl")[0]
+    assert 2.0 <= first["time/update_s"] < 3.0
+    assert first["memory/process_peak_mib"] > 10
+    assert "time/update_s" not in read_jsonl(tmp_path / "run" / "timings.jsonl")[1], "times belong to their step"
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
+    start(tmp_path)
+    again = load_config(TrainDitConfig, tmp_path / "run" / "config.yaml")
+    assert again == load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
+
+
+def test_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = start(tmp_path)
+        assert not run.stop_requested
+        os.kill(os.getpid(), number)
+        assert run.stop_requested
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", "test", Mesh(1, 2, torch.device("cpu")))
+    run.begin(10, 0, ["tensorboard"])
+    run.log(1, {"loss": 1.0}, show={})
+    run.say("hello")
+    run.write_report()
+    run.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_runs_start_from_equal_generators(tmp_path: Path) -> None:
+    draws = []
+    for _ in range(2):
+        start(tmp_path, seed=5)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)
