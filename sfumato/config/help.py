@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from sfumato.config.base import Variant, find_variants
+from sfumato.config.base import Section, Variant, find_variants
 
 USAGE = """usage: bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]
 
@@ -21,15 +21,18 @@ The YAML file comes first; dotted overrides of any field follow. Values are read
 """
 
 
-def format_help(schema: type[BaseModel]) -> str:
+def format_help(schema: type[Section]) -> str:
     """Help text of a configuration: one entry per field, variants listed with their own fields."""
     summary = inspect.cleandoc(schema.__doc__ or "")
-    return "\n".join([USAGE, summary, "", *_section_lines(schema, "")])
+    return "\n".join([USAGE, summary, "", *_section_lines(schema, "", schema.presets({}))])
 
 
-def _section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
+def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]) -> list[str]:
+    """A section's own fields, then the sections inside it. ``presets`` holds what the default recipe sets."""
     lines = []
-    for name, field in schema.model_fields.items():
+    for name, field in sorted(
+        schema.model_fields.items(), key=lambda each: _inner_section(each[1].annotation) is not None
+    ):
         path = f"{prefix}{name}"
         inner = _inner_section(field.annotation)
         variant = next((each for each in _metadata(field) if isinstance(each, Variant)), None)
@@ -37,9 +40,10 @@ def _section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
             lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
             if not field.is_required() and field.default is None:
                 lines += _entry(path, "section", "null", field.description or "")
-            lines += _section_lines(inner, f"{path}.")
+            lines += _section_lines(inner, f"{path}.", presets.get(name, {}))
             continue
-        lines += _entry(path, _type_name(field.annotation, variant), _default(field, variant), field.description or "")
+        default = f"{presets[name]}, from the recipe" if name in presets else _default(field, variant)
+        lines += _entry(path, _type_name(field.annotation, variant), default, field.description or "")
         entry = f"{path}.0" if typing.get_origin(field.annotation) is list else path
         for cls in find_variants(variant.source).values() if variant else []:
             lines += _variant_lines(cls, entry)

@@ -533,6 +533,11 @@ def test_help_lists_every_field_with_a_sentence_and_its_default(schema):
         number = next(i for i, line in enumerate(lines) if line.startswith(f"  --{path} "))
         default = "required" if field.is_required() else field.default
         shown = "null" if default is None else str(default)
+        *parents, name = path.split(".")
+        preset = schema.presets({})
+        for parent in parents:
+            preset = preset.get(parent, {})
+        shown = f"{preset[name]}, from the recipe" if name in preset else shown
         assert lines[number].endswith(f"(default: {shown})"), path
         assert len(lines[number + 1].split()) >= 2, f"{path} has no sentence"
         assert " ".join(field.description.split())[:40] in lines[number + 1].strip(), path
