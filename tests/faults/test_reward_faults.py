@@ -188,9 +188,9 @@ def test_a_prompt_without_target_stops_the_run_by_name():
 def test_missing_rapidocr_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr", None)  # makes the import fail as if the package were absent
     reward = OcrReward(engine="rapidocr", batch_size=7)  # an engine that no other test has loaded
-    with pytest.raises(MissingDependencyError, match=r"pip install 'sfumato\[ocr\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install rapidocr onnxruntime"):
         Scorer([reward]).prepare()
-    with pytest.raises(MissingDependencyError, match=r"pip install 'sfumato\[ocr\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install rapidocr onnxruntime"):
         Scorer([reward]).score(batch(prompt='"x"'))
 
 

@@ -12,7 +12,8 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from sfumato.rewards.ocr import ocr_target, ocr_text_score
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "flow_rl_v12.json").read_text(encoding="utf-8"))
+FILE = json.loads((Path(__file__).parent / "data" / "flow_rl.json").read_text(encoding="utf-8"))
+GOLDEN = FILE["V12_cpu_rewards"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["ocr_text_score"], ids=lambda case: "".join(case["recognised_lines"]) or "none")
@@ -39,7 +40,9 @@ def jpeg_samples():
     return [Sample(image=image.astype(np.uint8), prompt="", group_id=0) for image in images]
 
 
-@pytest.mark.skipif(PIL.__version__ != GOLDEN["pillow"], reason="JPEG sizes differ between builds of Pillow")
+@pytest.mark.skipif(
+    PIL.__version__ != FILE["meta"]["versions"]["pillow"], reason="JPEG sizes differ between builds of Pillow"
+)
 def test_jpeg_sizes_equal_the_reference():
     expected = GOLDEN["jpeg"]
     assert JpegIncompressibility().score(jpeg_samples()) == expected["incompressibility (bytes/1000)"]
