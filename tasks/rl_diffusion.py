@@ -230,6 +230,8 @@ def update_policy(
     algorithm, mesh = config.algorithm, actor.mesh
     denoiser, state = actor.model.denoiser, actor.state
     useful = advantages.useful(keep_no_spread=not algorithm.drop_no_spread)
+    on_policy = batch.policy_version == step
+    bound = algorithm.objective.clip_range / 10 if algorithm.self_check and on_policy else None
     sums: dict[str, float] = {}
     rows_total, grad_norms, replay_error = 0.0, [], 0.0
     lr = state.schedule.get_last_lr()[0]
@@ -246,11 +248,6 @@ def update_policy(
             new = replay_trajectories(actor.model, *replay)
             log_ratio = new.log_ratio(sampled.means.flatten(0, 1), sampled.next_latents.flatten(0, 1))
             if update == 0 and micro == 0:  # before any update of this iteration the policy is the one that sampled
-                bound = (
-                    algorithm.objective.clip_range / 10
-                    if algorithm.self_check and batch.policy_version == step
-                    else None
-                )
                 replay_error = check_replay(log_ratio.detach(), sampled.steps, actor.model.input_dtype, bound)
             row_advantages = advantages.values[index].to(log_ratio.device).repeat_interleave(len(sampled.steps))
             losses, stats = algorithm.objective.loss(log_ratio, row_advantages)

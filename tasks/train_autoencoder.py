@@ -38,16 +38,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     vae = model.pipeline.vae.float().requires_grad_(True).train()
     broadcast_parameters(vae, mesh)
-    loader = IndexLoader(
-        num_rows=len(dataset),
-        global_batch_size=config.train.global_batch_size or config.train.micro_batch_size * mesh.size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.train.seed,
-        max_steps=config.train.max_steps,
-        num_epochs=config.train.num_train_epochs,
-        rank=mesh.rank,
-        num_ranks=mesh.size,
-    )
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
 
     optimizer, schedule = build_optimizer(vae, config.train, loader.total_steps)

@@ -47,16 +47,7 @@ def main(config: TrainDitConfig) -> None:
     else:
         with mesh.first_rank_first():
             encoder = open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
-    loader = IndexLoader(
-        num_rows=len(dataset),
-        global_batch_size=config.train.global_batch_size or config.train.micro_batch_size * mesh.size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.train.seed,
-        max_steps=config.train.max_steps,
-        num_epochs=config.train.num_train_epochs,
-        rank=mesh.rank,
-        num_ranks=mesh.size,
-    )
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts = config.sample.prompts or dataset.example_captions(config.sample.num_prompts)
     model.remember_prompts(grid_prompts)
     if not config.model.keep_encoders:

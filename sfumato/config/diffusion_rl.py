@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -150,6 +151,12 @@ class DiffusionRLConfig(Section):
     def _fits(self) -> DiffusionRLConfig:
         if self.train.max_steps is None:
             raise ValueError("train.max_steps (the number of RL iterations) is required")
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        for name, count in (("rollout", self.rollout.num_prompts), ("eval", self.eval.num_prompts)):
+            if count < num_processes:
+                raise ValueError(
+                    f"{name}.num_prompts {count} leaves some of the {num_processes} processes without work"
+                )
         num_samples = self.rollout.num_prompts * self.rollout.n
         batch = self.train.global_batch_size
         if batch is not None and num_samples % batch:

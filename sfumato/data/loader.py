@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from sfumato.algorithms.noise import keyed_permutation
+from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import DataError
+from sfumato.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ class IndexLoader:
                 f"{global_batch_size}: lower it, or set train.max_steps"
             )
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+
+    @classmethod
+    def from_config(cls, num_rows: int, train: DitTrainConfig, mesh: Mesh) -> IndexLoader:
+        """The loader that a task's ``train`` section asks for, for this rank of the mesh."""
+        return cls(
+            num_rows=num_rows,
+            global_batch_size=train.global_batch_size or train.micro_batch_size * mesh.size,
+            micro_batch_size=train.micro_batch_size,
+            seed=train.seed,
+            max_steps=train.max_steps,
+            num_epochs=train.num_train_epochs,
+            rank=mesh.rank,
+            num_ranks=mesh.size,
+        )
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
         """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""

@@ -100,6 +100,10 @@ def build_mesh(config: TrainConfig) -> Mesh:
 
 
 def close_mesh() -> None:
-    """Leaves the process group, if this process is in one."""
+    """Leaves the process group, if this process is in one, together with the others.
+
+    A rank that left while another still writes would break that one's connections.
+    """
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

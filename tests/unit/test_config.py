@@ -596,3 +596,11 @@ def test_a_type_that_only_names_the_preset_keeps_the_fields_of_the_file(tmp_path
 def test_another_type_replaces_a_part_that_the_file_wrote_without_its_type() -> None:
     config = load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(["--algorithm.window.type", "all"]))
     assert config.algorithm.window == AllSteps()
+
+
+@pytest.mark.parametrize("field", ["rollout.num_prompts", "eval.num_prompts"])
+def test_every_process_needs_a_prompt(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    overrides = ["--train.global_batch_size", "null", f"--{field}", "3"]
+    with pytest.raises(ConfigError, match=rf"{field} 3 .* 4 processes"):
+        load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(overrides))
