@@ -8,29 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from sfumato.algorithms.dynamics import GaussianStep
+from sfumato.algorithms.dynamics import Dynamics, GaussianStep
 from sfumato.algorithms.dynamics.ode import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-
-
-class Dynamics(Protocol):
-    """A stochastic or deterministic denoising step; see ``sfumato.algorithms.dynamics``."""
-
-    def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
-    ) -> GaussianStep: ...
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import faulthandler
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +28,7 @@ from sfumato.config.load import dump_config, parse_config
 from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfCheckError, UserError
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.tracking.progress import Progress
-from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
+from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
 from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
@@ -82,13 +82,15 @@ class Run:
         self._progress.update(step, **{label: metrics[name] for label, name in show.items() if name in metrics})
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes images with their prompts and rewards, and gives the trackers a look at them."""
+        """Writes images with their prompts and rewards and a grid of each kind, and gives the trackers a look."""
         if not self._enabled or not records:
             return
-        save_samples(self.output_dir, step, records)
+        folder = save_samples(self.output_dir, step, records)
         for kind in dict.fromkeys(each.kind for each in records):
-            images = [each.image for each in records if each.kind == kind][:16]
+            shown = [each for each in records if each.kind == kind][:16]
+            images = [each.image for each in shown]
             if len({image.shape for image in images}) == 1:
+                image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
                 for tracker in self._trackers:
                     tracker.log_images(step, f"samples/{kind}", np.stack(images))
 
@@ -237,11 +239,6 @@ def memory_peaks() -> dict[str, float]:
     return peaks
 
 
-def mean_metrics(sums: dict[str, float], count: float) -> dict[str, float]:
-    """Divides sums by what was counted; NaN when nothing was."""
-    return {name: value / count if count else math.nan for name, value in sums.items()}
-
-
 def _move_aside(output_dir: Path) -> None:
     metrics, checkpoints = output_dir / "metrics.jsonl", output_dir / "checkpoints"
     if not (metrics.is_file() and metrics.stat().st_size) and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
@@ -260,12 +257,15 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    command = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    commit = ""
+    if shutil.which("git"):
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        commit = found.stdout.strip()
     return {
         "python": platform.python_version(),
         "packages": versions,
-        "git_commit": found.stdout.strip() or None,
+        "git_commit": commit or None,
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),

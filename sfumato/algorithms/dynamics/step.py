@@ -7,6 +7,7 @@ Notation: sigma in [0, 1], 1 is noise; x_sigma = (1 - sigma) x0 + sigma eps; v =
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -64,3 +65,16 @@ class GaussianStep:
         middle = (self.mean + old_mean) / 2
         product = (self.mean - old_mean) * (next_latents.to(torch.float32) - middle)
         return mean_over_sample(product) * (2 * self.weight)
+
+
+class Dynamics(Protocol):
+    """What every file beside this one offers: a stochastic or deterministic denoising step."""
+
+    def step(
+        self,
+        velocity: torch.Tensor,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        sigma_next: torch.Tensor,
+        sigma_max: float,
+    ) -> GaussianStep: ...
