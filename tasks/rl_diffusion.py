@@ -30,7 +30,8 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
+from sfumato.parallel.data import broadcast_parameters
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores

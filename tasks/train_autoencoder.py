@@ -24,7 +24,8 @@ from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import broadcast_parameters, check_finite, reduce_and_clip
+from sfumato.parallel.data import broadcast_parameters
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.tracking.run import run_task, start_run
 from sfumato.tracking.samples import SampleRecord

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
-from sfumato.parallel.gradients import trainable_parameters
+from sfumato.parallel.shards import trainable_parameters
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.parallel import ParallelConfig
 
 
 class LoraConfig(Section):
@@ -51,7 +52,7 @@ class ModelConfig(Section):
         return self
 
 
-class TrainConfig(Section):
+class TrainConfig(ParallelConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
 
     output_dir: str
@@ -86,8 +87,6 @@ class TrainConfig(Section):
     """Optimiser steps between two updates of the moving average."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast of the forward pass. Trained weights, gradients and optimiser stay float32."""
-    data_parallel_mode: Literal["ddp"] = "ddp"
-    """How several processes share the work: ddp keeps a whole model in each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU if there is one."""
     num_threads: int | None = Field(None, ge=1)

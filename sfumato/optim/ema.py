@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from sfumato.parallel.gradients import trainable_parameters
+from sfumato.parallel.shards import trainable_parameters
 
 
 def ema_decay(step: int, limit: float) -> float:

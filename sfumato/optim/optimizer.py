@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.config.sections import TrainConfig
-from sfumato.parallel.gradients import trainable_parameters
+from sfumato.parallel.shards import trainable_parameters
 
 
 def build_optimizer(module: nn.Module, config: TrainConfig, total_steps: int) -> tuple[torch.optim.AdamW, LambdaLR]:

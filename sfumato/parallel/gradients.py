@@ -5,24 +5,30 @@ Every loss is a sum divided by a count over all ranks and micro-batches, so grad
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import local, trainable_parameters
 
-
-def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require gradients, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+BUCKET_BYTES = 64 * 2**20
+"""Gradients that one all-reduce sums."""
 
 
 def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) -> float:
-    """Sums gradients over ranks and scales them down to a total norm.
+    """Finishes the sum of gradients over ranks and scales them down to a total norm.
+
+    FSDP has reduced its gradients in the backward pass; those of whole weights (ddp) are summed here. The norm is that
+    of the whole model: every element counts once, however many ranks hold a copy of it.
 
     Args:
-        module: its trainable parameters' gradients are changed in place.
+        module: what ``parallelize`` returned; its trainable parameters' gradients are changed in place.
         max_norm: largest total norm.
         mesh: the ranks.
         where: what was being computed (step, samples), for the error.
@@ -35,31 +41,50 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
             parameters.
     """
     parameters = trainable_parameters(module)
+    flat = isinstance(module, FullyShardedDataParallel)
     for each in parameters.values():
         if each.grad is None:  # a rank without samples in this step still takes part in the sum
             each.grad = torch.zeros_like(each)
-    local_bad = (
-        [name for name, each in parameters.items() if not torch.isfinite(each.grad).all()] if mesh.size > 1 else []
-    )
+    gradients = {name: local(each.grad) for name, each in parameters.items()}
+    bad = _not_finite(gradients) if mesh.size > 1 else []
+    if flat:  # its reduction is a mean
+        torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
+    else:
+        _sum_whole([gradients[name] for name, each in parameters.items() if not _is_reduced(each)], mesh)
+
+    copies = [
+        mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp / num_shards(each, mesh, flat)
+        for each in parameters.values()
+    ]
+    norms = torch.stack(torch._foreach_norm(list(gradients.values()))).float()
+    norm = torch.linalg.vector_norm(norms / torch.tensor(copies, device=norms.device).sqrt())
     if mesh.size > 1:
-        flat = torch.cat([each.grad.reshape(-1) for each in parameters.values()])
-        dist.all_reduce(flat)
-        offset = 0
-        for each in parameters.values():
-            each.grad.copy_(flat[offset : offset + each.numel()].view_as(each))
-            offset += each.numel()
-    norm = nn.utils.get_total_norm([each.grad for each in parameters.values()])
+        norm = torch.tensor(math.sqrt(mesh.sum(float(norm.double() ** 2), over="world")), device=norms.device)
     if not torch.isfinite(norm):
         if mesh.size == 1:
-            local_bad = [name for name, each in parameters.items() if not torch.isfinite(each.grad).all()]
-        ranks = [rank for rank, names in enumerate(mesh.gather(local_bad)) if names]
-        names = ", ".join(local_bad[:3]) or "none on this rank"
+            bad = _not_finite(gradients)
+        ranks = [rank for rank, names in enumerate(mesh.gather(bad, over="world")) if names]
+        names = ", ".join(bad[:3]) or "none on this rank"
         raise NonFiniteError(
             f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
             "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
         )
-    nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+    torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
+
+
+def num_shards(parameter: torch.Tensor, mesh: Mesh, flat: bool = False) -> int:
+    """Ranks of one pipeline stage that hold different pieces of a parameter.
+
+    Args:
+        parameter: a parameter.
+        mesh: the ranks.
+        flat: whether it belongs to fsdp1, whose parameters are plain pieces.
+    """
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
+    return mesh.layout.fsdp if flat else 1
 
 
 def check_finite(loss: torch.Tensor, where: str) -> None:
@@ -68,8 +93,31 @@ def check_finite(loss: torch.Tensor, where: str) -> None:
         raise NonFiniteError(f"{where}: the loss is {float(loss.detach().sum())}. Nothing was updated")
 
 
-def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
-    """Gives every rank the trainable parameters of rank 0."""
-    if mesh.size > 1:
-        for parameter in trainable_parameters(module).values():
-            dist.broadcast(parameter.data, src=0)
+def _not_finite(gradients: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, each in gradients.items() if not torch.isfinite(each).all()]
+
+
+def _is_reduced(parameter: torch.Tensor) -> bool:
+    """Whether FSDP has summed this parameter's gradient over the data already."""
+    names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    return bool({"fsdp", "efsdp"} & set(names))
+
+
+def _sum_whole(gradients: list[torch.Tensor], mesh: Mesh) -> None:
+    """Sums gradients of whole weights over all ranks that saw other data, in buckets."""
+    if mesh.size_of("gradient") == 1 or not gradients:
+        return
+    buckets: list[list[torch.Tensor]] = [[]]
+    room = BUCKET_BYTES
+    for each in gradients:
+        if buckets[-1] and (each.nbytes > room or each.dtype != buckets[-1][0].dtype):
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(each)
+        room -= each.nbytes
+    flats = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
+    works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flats]
+    for bucket, flat, work in zip(buckets, flats, works, strict=True):
+        work.wait()
+        for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            each.copy_(part.view_as(each))

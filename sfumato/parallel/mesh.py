@@ -5,65 +5,134 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
+from sfumato.parallel.layout import AXES, EXPERT_AXES, WEIGHT_AXES, Layout
+
+VIEWS = {
+    "data": ("dp_replicate", "dp_shard"),
+    "cp": ("ring", "ulysses"),
+    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),
+    "gradient": ("dp_replicate", "dp_shard", "cfg", "ring", "ulysses"),
+}
+"""Axes that are used as one. data: different samples. cp: parts of the same sequences. loss: different tokens.
+gradient: ranks whose gradients of a weight are summed."""
 
 
-@dataclass(frozen=True)
 class Mesh:
-    """Data-parallel ranks; with one process every method is the identity."""
+    """This process among all, and the groups it belongs to.
 
-    rank: int
-    size: int
-    device: torch.device
+    With one process every method is the identity and there is no process group.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, rank: int = 0) -> None:
+        """Makes the process groups; call it on every rank of an initialised process group, in the same order."""
+        self.layout, self.device, self.rank = layout, device, rank
+        self.distributed = dist.is_initialized()
+        """Whether there is a process group (it may have one rank)."""
+        if not self.distributed:
+            return
+        self._roots = {axes: self._root(axes) for axes in (AXES, WEIGHT_AXES)}
+        if layout.ep > 1:
+            self._roots[EXPERT_AXES] = self._root(EXPERT_AXES)
+        self._views = {name: self._roots[AXES][axes]._flatten(name) for name, axes in VIEWS.items()}
+
+    def _root(self, axes: tuple[str, ...]) -> DeviceMesh:
+        sizes = tuple(getattr(self.layout, axis) for axis in axes)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=axes)
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.layout.size
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files."""
         return self.rank == 0
 
-    def sum(self, value: float) -> float:
-        """Sum of a number over ranks."""
-        if self.size == 1:
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``data_size`` ranks with different samples this is."""
+        return self.rank_in("data")
+
+    @property
+    def data_size(self) -> int:
+        """Ranks with different samples; ranks of the other axes see the same ones."""
+        return self.layout.data
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """The torch mesh of one or several axes, or of a view, for DTensor and FSDP. Only with a process group.
+
+        Axes of weights (dp_replicate, fsdp, tp) come from one root, and those of experts (dp_replicate, efsdp, ep)
+        from another, so that DTensors of two axes can be made from them.
+        """
+        if axes[0] in self._views:
+            return self._views[axes[0]]
+        root = next(each for known, each in reversed(self._roots.items()) if set(axes) <= set(known))
+        return root[axes[0] if len(axes) == 1 else axes]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of an axis, a view, or ``world``. Only with a process group."""
+        return dist.group.WORLD if axis == "world" else self.device_mesh(axis).get_group()
+
+    def rank_in(self, axis: str) -> int:
+        """This process's rank in an axis or view."""
+        return self.device_mesh(axis).get_local_rank() if self.distributed else 0
+
+    def size_of(self, axis: str) -> int:
+        """Ranks in an axis, a view, or ``world``."""
+        if axis == "world":
+            return self.size
+        return self.device_mesh(axis).size() if self.distributed else 1
+
+    def sum(self, value: float, over: str = "data") -> float:
+        """Sum of a number over the ranks of an axis or view."""
+        if self.size_of(over) == 1:
             return value
         tensor = torch.tensor(float(value), dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group(over))
         return float(tensor)
 
-    def sum_dict(self, values: dict[str, float]) -> dict[str, float]:
+    def max(self, value: float, over: str = "data") -> float:
+        """Largest of a number over the ranks of an axis or view."""
+        return max(self.gather(value, over))
+
+    def sum_dict(self, values: dict[str, float], over: str = "data") -> dict[str, float]:
         """Sums of named numbers over ranks; a name may be missing on some."""
         total: dict[str, float] = {}
-        for part in self.gather(values):
+        for part in self.gather(values, over):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
     def any(self, value: bool) -> bool:
-        """Whether the value is true on some rank."""
-        return self.sum(float(value)) > 0
+        """Whether the value is true on some process."""
+        return self.sum(float(value), over="world") > 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order, on every rank."""
-        if self.size == 1:
+    def gather(self, value: Any, over: str = "data") -> list[Any]:
+        """The value of every rank of an axis or view, in rank order, on each of them."""
+        size = self.size_of(over)
+        if size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=self.group(over))
         return values
 
     def share(self, count: int) -> range:
-        """This rank's part of ``count`` items, contiguous and as even as possible."""
-        base, extra = divmod(count, self.size)
-        start = self.rank * base + min(self.rank, extra)
-        return range(start, start + base + (self.rank < extra))
+        """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""
+        base, extra = divmod(count, self.data_size)
+        start = self.data_rank * base + min(self.data_rank, extra)
+        return range(start, start + base + (self.data_rank < extra))
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every process is here."""
         if self.size > 1:
             dist.barrier()
 
@@ -80,10 +149,12 @@ class Mesh:
 def build_mesh(config: TrainConfig) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
 
-    Raises ConfigError when a GPU is asked for and there is none.
+    Raises:
+        ConfigError: when a GPU is asked for and there is none, or the sizes do not fit the number of processes.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    layout = Layout.of(config, size)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "train.device is cuda, but torch finds no GPU: install a CUDA build of torch, or set it to auto"
@@ -96,7 +167,7 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.set_num_threads(config.num_threads)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo")
-    return Mesh(rank, size, device)
+    return Mesh(layout, device, rank)
 
 
 def close_mesh() -> None:

@@ -16,7 +16,9 @@ from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.config.dit import DitTrainConfig
 from sfumato.config.load import merge
 from sfumato.errors import NonFiniteError
-from sfumato.parallel.gradients import broadcast_parameters, reduce_and_clip, trainable_parameters
+from sfumato.parallel.data import broadcast_parameters
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl

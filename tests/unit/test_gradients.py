@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from sfumato.errors import NonFiniteError
-from sfumato.parallel.gradients import check_finite, reduce_and_clip, trainable_parameters
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
 
 ALONE = Mesh(0, 1, torch.device("cpu"))
 

@@ -19,8 +19,8 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema
-from sfumato.parallel.gradients import trainable_parameters
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
 from sfumato.rollout.diffusion import sample_images
 from tests.tiny import tiny_pipeline_description
 

@@ -1,0 +1,56 @@
+"""How processes share the work."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sfumato.config.base import Section
+
+
+class ParallelConfig(Section):
+    """Data, tensor, sequence, expert and pipeline parallelism; memory; compilation.
+
+    The number of processes is the product of the sizes; what is left over is data parallel.
+    """
+
+    data_parallel_mode: Literal["ddp", "fsdp1", "fsdp2"] = "fsdp2"
+    """ddp keeps a whole model in each process; fsdp1 and fsdp2 shard weights, gradients and optimiser state."""
+    data_parallel_replicate_size: int = Field(1, ge=1)
+    """Groups of processes that each hold one sharded copy (HSDP); 1 shards over all."""
+    ulysses_parallel_size: int = Field(1, ge=1)
+    """Ranks that share a sequence by exchanging attention heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that share a sequence by passing keys and values round (ring attention, arXiv 2310.01889)."""
+    cfg_parallel_size: Literal[1, 2] = 1
+    """2 computes the two branches of classifier-free guidance on two ranks."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each matrix (Megatron-LM, arXiv 1909.08053)."""
+    sequence_parallel: bool = False
+    """With tensor parallelism: also share the activations between the matrices (arXiv 2205.05198)."""
+    expert_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_bias_rate: float = Field(0.0, ge=0)
+    """Step of the routing bias that balances experts without a loss term (arXiv 2408.15664); 0 leaves routing alone."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Stages into which the layers are cut."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes; interleaved_1f1b, zero_bubble and zbv hold two stages in each rank."""
+    init_device: Literal["cpu", "cuda", "meta"] = "cpu"
+    """Where weights are made: meta reads each rank's shards straight from the files."""
+    broadcast_model_weights_from_rank0: bool = False
+    """Only rank 0 reads weight files, the others receive them; for slow shared disks."""
+    enable_reshard_after_forward: bool = True
+    """fsdp1, fsdp2: free the gathered weights after the forward pass and gather them again in the backward pass."""
+    enable_fsdp_offload: bool = False
+    """fsdp1, fsdp2: keep sharded weights, gradients and optimiser state in CPU memory."""
+    enable_forward_prefetch: bool = False
+    """fsdp1, fsdp2: gather the next block's weights while this one computes, ordered by hand."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute in the backward pass: full keeps block inputs only, selective also keeps attention and half the matrix
+    products."""
+    enable_activation_offload: bool = False
+    """Keep activations that wait for the backward pass in CPU memory."""
+    compile: bool = False
+    """torch.compile of each block."""

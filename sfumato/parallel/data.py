@@ -1,0 +1,149 @@
+"""Data parallelism: whole models (ddp), or weights in shards (fsdp1, fsdp2, HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import local, trainable_parameters
+
+Batch = TypeVar("Batch")
+
+
+def shard_data_parallel(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
+) -> nn.Module:
+    """Puts a module under the configured data parallelism.
+
+    Gradients are summed, not averaged: the loss is divided by a global count already.
+
+    Args:
+        module: the model, after all other parallelism, recomputation and compilation.
+        mesh: the ranks; without a process group nothing happens.
+        config: mode, resharding, offload, prefetch.
+        blocks: its repeated blocks, the units that are gathered at a time.
+        param_dtype: dtype in which weights are gathered and used; gradients are reduced in float32.
+        experts: modules with this rank's experts (expert parallelism), sharded over the remaining ranks.
+
+    Returns:
+        The module; with fsdp1 a wrapper around it.
+    """
+    if not mesh.distributed:
+        return module
+    broadcast_parameters(module, mesh)
+    if config.data_parallel_mode == "ddp":
+        return module
+    if config.data_parallel_mode == "fsdp1":
+        return _wrap_fsdp1(module, mesh, config, blocks, param_dtype)
+    _apply_fsdp2(module, mesh, config, blocks, param_dtype, experts or {})
+    return module
+
+
+def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yields micro-batches; only the backward pass of the last reduces gradients over ranks.
+
+    Each batch's backward pass must be over when the next one is asked for.
+    """
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
+        no_sync = isinstance(module, FullyShardedDataParallel) and not last
+        with module.no_sync() if no_sync else nullcontext():
+            yield batch
+
+
+def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
+    """Gives every rank the trainable parameters of the first among the ranks that hold the same piece."""
+    if mesh.size_of("gradient") == 1:
+        return
+    group = mesh.group("gradient")
+    for parameter in trainable_parameters(module).values():
+        if parameter.is_meta:
+            continue  # load_weights gives every rank the same
+        dist.broadcast(local(parameter.data), group=group, group_src=0)
+
+
+def _apply_fsdp2(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None,
+    experts: Mapping[str, nn.Module],
+) -> None:
+    replicated = mesh.layout.dp_replicate > 1
+    on_gpu = mesh.device.type == "cuda"
+    settings = {
+        "reshard_after_forward": config.enable_reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
+    }
+    for each in experts.values():
+        fully_shard(each, mesh=mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp"), **settings)
+    weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
+    for each in blocks.values():
+        fully_shard(each, mesh=weights, **settings)
+    fully_shard(module, mesh=weights, **settings)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+    if config.enable_forward_prefetch:
+        units = list(blocks.values())
+        for unit, following in zip(units, units[1:], strict=False):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
+
+
+def _wrap_fsdp1(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None,
+) -> nn.Module:
+    reshard = config.enable_reshard_after_forward
+    if mesh.layout.dp_replicate > 1:
+        strategy = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
+        weights = mesh.device_mesh("dp_replicate", "fsdp")
+    else:
+        strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+        weights = mesh.device_mesh("fsdp")
+    units = set(blocks.values())
+    return FullyShardedDataParallel(
+        module,
+        device_mesh=weights,
+        sharding_strategy=strategy,
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda each: each in units),
+        mixed_precision=MixedPrecision(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else None,
+        cpu_offload=CPUOffload(offload_params=True) if config.enable_fsdp_offload else None,
+        forward_prefetch=config.enable_forward_prefetch,
+        device_id=mesh.device,
+        use_orig_params=True,
+    )

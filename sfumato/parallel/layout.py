@@ -1,0 +1,148 @@
+"""How many ranks each kind of parallelism has: arithmetic only, so that it can be checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp")
+"""Axes of the dense layout, slowest first: tensor-parallel ranks are neighbours, pipeline stages are far apart."""
+
+WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
+"""Axes over which weights lie: fsdp = dp_shard x cfg x ring x ulysses."""
+
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
+"""Axes over which experts lie: efsdp x ep = fsdp. Without tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of all axes; their product is the number of processes."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig, world_size: int) -> Layout:
+        """The layout that a configuration means on so many processes.
+
+        Raises:
+            ConfigError: when the sizes do not fit, with the arithmetic.
+        """
+        names = {
+            "pipeline_parallel_size": config.pipeline_parallel_size,
+            "cfg_parallel_size": config.cfg_parallel_size,
+            "context_parallel_size": config.context_parallel_size,
+            "ulysses_parallel_size": config.ulysses_parallel_size,
+            "tensor_parallel_size": config.tensor_parallel_size,
+        }
+        used = math.prod(names.values())
+        if world_size % used:
+            wanted = " x ".join(f"train.{name} {size}" for name, size in names.items() if size > 1)
+            raise ConfigError(
+                f"{wanted} = {used} does not divide {world_size} processes: {world_size} / {used} = "
+                f"{world_size / used:g}; start a multiple of {used} processes or lower a size"
+            )
+        data = world_size // used
+        replicate = config.data_parallel_replicate_size
+        if data % replicate:
+            raise ConfigError(
+                f"train.data_parallel_replicate_size {replicate} does not divide the {data} data-parallel ranks "
+                f"({world_size} processes / {used} of the other axes)"
+            )
+        mode = config.data_parallel_mode
+        if mode == "ddp":
+            replicate = data
+        layout = cls(
+            pp=config.pipeline_parallel_size,
+            dp_replicate=replicate,
+            dp_shard=data // replicate,
+            cfg=config.cfg_parallel_size,
+            ring=config.context_parallel_size,
+            ulysses=config.ulysses_parallel_size,
+            tp=config.tensor_parallel_size,
+            ep=config.expert_parallel_size,
+        )
+        layout._check(config)
+        return layout
+
+    def _check(self, config: ParallelConfig) -> None:
+        mode = config.data_parallel_mode
+        if mode == "ddp" and config.data_parallel_replicate_size > 1:
+            raise ConfigError(
+                "train.data_parallel_replicate_size is for fsdp1 and fsdp2; with train.data_parallel_mode ddp every "
+                "rank is a replica already: remove one of them"
+            )
+        if self.fsdp % self.ep:
+            raise ConfigError(
+                f"train.expert_parallel_size {self.ep} does not divide the {self.fsdp} ranks of a replica "
+                f"(dp_shard {self.dp_shard} x cfg {self.cfg} x ring {self.ring} x ulysses {self.ulysses}); "
+                "experts are shared among the ranks that shard the data and the sequence"
+                + ("; with train.data_parallel_mode ddp there are none, take fsdp2" if mode == "ddp" else "")
+            )
+        for name, others in REFUSED:
+            for other, why in others.items():
+                if _set(config, self, name) and _set(config, self, other):
+                    raise ConfigError(f"train: {name} and {other} do not go together: {why}")
+        if config.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "train.sequence_parallel shares activations among tensor-parallel ranks: "
+                "set train.tensor_parallel_size above 1"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that shard one replica's weights: dp_shard x cfg x ring x ulysses."""
+        return self.dp_shard * self.cfg * self.ring * self.ulysses
+
+    @property
+    def data(self) -> int:
+        """Ranks with different samples: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def cp(self) -> int:
+        """Ranks with different parts of the same sequences: ring x ulysses."""
+        return self.ring * self.ulysses
+
+    @property
+    def efsdp(self) -> int:
+        """Copies of each expert that FSDP shards further: fsdp / ep."""
+        return self.fsdp // self.ep
+
+
+REFUSED = (
+    (
+        "fsdp1",
+        {
+            "tensor parallelism": "fsdp1's flat parameters know no DTensor; take fsdp2",
+            "expert parallelism": "fsdp1's flat parameters know no second mesh; take fsdp2",
+            "pipeline parallelism": "take fsdp2",
+        },
+    ),
+    ("expert parallelism", {"tensor parallelism": "experts are not cut along both; raise one of the two sizes"}),
+)
+"""Pairs that are refused, and why."""
+
+
+def _set(config: ParallelConfig, layout: Layout, name: str) -> bool:
+    return {
+        "fsdp1": config.data_parallel_mode == "fsdp1",
+        "tensor parallelism": layout.tp > 1,
+        "expert parallelism": layout.ep > 1,
+        "pipeline parallelism": layout.pp > 1,
+    }[name]

@@ -1,0 +1,66 @@
+"""What the engine must know of a model: its blocks, and where tensors are cut. Data, no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from sfumato.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cut a tensor along the sequence where it enters (or leaves) a module."""
+
+    dim: int
+    """Sequence dimension."""
+    output: bool = False
+    """Cut what the module returns instead of what it is given."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Join the parts of a sequence in what a module returns."""
+
+    dim: int
+    """Sequence dimension."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How one kind of model is parallelised. Patterns are module names with ``*`` for a layer number."""
+
+    blocks: tuple[str, ...]
+    """Class names of the repeated blocks: units of sharding, recomputation and compilation."""
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    """Style of each linear layer under tensor parallelism: see ``sfumato.parallel.tensor``."""
+    sequence: Mapping[str, Mapping[str | int, Split] | Gather] = field(default_factory=dict)
+    """Diffusion transformers: inputs by name, or outputs by position, that are cut along the sequence; and the module
+    whose output is joined again."""
+    replicated_context: tuple[str, ...] = ()
+    """Attention modules whose keys and values come from a whole, uncut text: cross-attention."""
+
+
+def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
+    """The repeated blocks by name, in order.
+
+    Raises:
+        ConfigError: when there are none.
+    """
+    found = {name: each for name, each in module.named_modules() if type(each).__name__ in plan.blocks}
+    if not found:
+        raise ConfigError(f"{type(module).__name__} has no block of class {' or '.join(plan.blocks) or '(none given)'}")
+    return found
+
+
+def language_plan(module: nn.Module) -> ParallelPlan:
+    """The plan that a transformers language model carries itself.
+
+    Its tensor-parallel styles stand in ``_tp_plan`` of the model and ``base_model_tp_plan`` of its configuration.
+    """
+    prefix = module.base_model_prefix
+    tensor = {f"{prefix}.{name}": style for name, style in (module.config.base_model_tp_plan or {}).items()}
+    head = type(module)._tp_plan or {}
+    return ParallelPlan(blocks=tuple(module._no_split_modules or ()), tensor=tensor | dict(head))

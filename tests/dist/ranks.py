@@ -1,0 +1,89 @@
+"""Processes that stay alive over many tests, since importing torch four times for each would take most of the time."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(AssertionError):
+    """What a rank raised."""
+
+
+class RankPool:
+    """Up to ``size`` processes with one thread each; each call gets a new gloo group."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._workers: list[Any] = []
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+        """``function(*args)`` on so many ranks, each within a process group. Returns their results in rank order.
+
+        The function must be importable (module level), arguments and results picklable.
+
+        Raises:
+            RankError: with the traceback of the first rank that raised. Ranks that then hang are killed.
+        """
+        if not self._workers:
+            self._start()
+        rendezvous = tempfile.NamedTemporaryFile(prefix="ranks", delete=False).name  # noqa: SIM115
+        for rank, (_, inbox, _) in enumerate(self._workers[:num_ranks]):
+            inbox.put((rendezvous, rank, num_ranks, function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < num_ranks:
+            for rank, (process, _, outbox) in enumerate(self._workers[:num_ranks]):
+                if rank in results:
+                    continue
+                try:
+                    ok, value = outbox.get(timeout=0.02)
+                except queue.Empty:
+                    if time.monotonic() > deadline or not process.is_alive():
+                        self.close()
+                        state = "did not finish" if process.is_alive() else "died"
+                        raise RankError(f"rank {rank} {state}; finished: {sorted(results)}") from None
+                    continue
+                if not ok:
+                    self.close()  # the others may wait for this one for ever
+                    raise RankError(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """Ends the processes; the next run starts new ones."""
+        for process, _, _ in self._workers:
+            process.kill()
+        for process, _, _ in self._workers:
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for _ in range(self.size):
+            inbox, outbox = context.Queue(), context.Queue()
+            process = context.Process(target=_serve, args=(inbox, outbox), daemon=True)
+            process.start()
+            self._workers.append((process, inbox, outbox))
+
+
+def _serve(inbox: Any, outbox: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        rendezvous, rank, num_ranks, function, args = inbox.get()
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+            value = function(*args)
+            dist.barrier()
+            dist.destroy_process_group()
+            outbox.put((True, value))
+        except BaseException:
+            outbox.put((False, traceback.format_exc()))
