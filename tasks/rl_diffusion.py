@@ -30,7 +30,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.data import broadcast_parameters
+from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
@@ -100,6 +100,7 @@ def main(config: DiffusionRLConfig) -> None:
         for failure in scores.failures:
             run.say(f"step {step + 1}: reward failed: {failure}")
 
+        scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         all_scores = Scores.cat([each for each, _ in everyone])
         try:
@@ -142,8 +143,10 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     """Loads the policy with its optimiser, its average, and the reference that a KL penalty needs."""
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     model.denoiser.eval()  # rollout and replay must be the same function
-    broadcast_parameters(model.denoiser, mesh)
     reference = Reference(model) if config.algorithm.kl.coef > 0 else None
+    model.parallelize(mesh, config.train)
+    if reference is not None:
+        reference.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     state = TrainState(model.denoiser, optimizer, schedule, ema, None if reference is None else reference.weights)
@@ -240,30 +243,32 @@ def update_policy(
         num_rows = mesh.sum(len(part) * len(batch.trajectories.steps))
         if num_rows == 0:
             continue  # no sample of this part has anything to teach, on any rank
-        for micro, index in enumerate(part.tensor_split(math.ceil(len(part) / config.train.micro_batch_size) or 1)):
-            if len(index) == 0:
-                continue
+        num_passes = int(mesh.max(math.ceil(len(part) / config.train.micro_batch_size)))  # ranks compute together
+        for micro, rows in enumerate(accumulate(denoiser, part.tensor_split(num_passes))):
+            adds = len(rows) > 0  # else a pass that only keeps the other ranks company
+            index = rows if adds else torch.zeros(1, dtype=torch.long)
             samples = [batch.requests[row].sample_id for row in index.tolist()]
             sampled, conditioning = batch.trajectories.rows(index), batch.conditioning_of(index)
             replay = (sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
+            if actor.reference is not None:
+                with torch.no_grad(), actor.reference.active() as reference:
+                    reference_mean = replay_trajectories(reference, *replay).mean
             new = replay_trajectories(actor.model, *replay)
             log_ratio = new.log_ratio(sampled.means.flatten(0, 1), sampled.next_latents.flatten(0, 1))
-            if update == 0 and micro == 0:  # before any update of this iteration the policy is the one that sampled
+            if update == 0 and micro == 0 and adds:  # before any update the policy is the one that sampled
                 replay_error = check_replay(log_ratio.detach(), sampled.steps, actor.model.input_dtype, bound)
             row_advantages = advantages.values[index].to(log_ratio.device).repeat_interleave(len(sampled.steps))
             losses, stats = algorithm.objective.loss(log_ratio, row_advantages)
             stats["loss/policy"] = losses.detach().sum()
             if actor.reference is not None:
-                with torch.no_grad(), actor.reference.active() as reference:
-                    reference_mean = replay_trajectories(reference, *replay).mean
                 penalty = algorithm.kl.penalty(new, reference_mean)
                 losses = losses + algorithm.kl.coef * penalty
                 stats["kl/reference"] = penalty.detach().sum()
             check_finite(losses, f"step {step + 1}, rank {mesh.rank}, samples {samples}")
-            loss = losses.sum() / num_rows  # the mean over the rows of all ranks and micro-batches
+            loss = losses.sum() * adds / num_rows  # the mean over the rows of all ranks and micro-batches
             loss.backward()
             for name, value in stats.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + float(value) * adds
         grad_norms.append(reduce_and_clip(denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}"))
         state.optimizer.step()
         state.optimizer.zero_grad()
@@ -295,12 +300,13 @@ def evaluate(
 ) -> tuple[dict[str, float], list[SampleRecord]]:
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
-    images = roles.sampler.call(draw_evaluation, [prompts[index].text for index in mine], mine, config).result()
+    drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
+    images = roles.sampler.call(draw_evaluation, [prompts[index].text for index in drawn], drawn, config).result()
     samples = [
         Sample(image=image, prompt=prompts[index].text, metadata=prompts[index].metadata, group_id=index)
-        for index, image in zip(mine, images, strict=True)
+        for index, image in zip(mine, images, strict=False)
     ]
-    scores = roles.scorer.call(Scorer.score, samples).result()
+    scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
         scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
         for row, sample in enumerate(samples)

@@ -32,7 +32,7 @@ from sfumato.tracking.samples import SampleRecord
 
 
 def main(config: TrainAutoencoderConfig) -> None:
-    mesh = build_mesh(config.train)
+    mesh = build_mesh(config.train)  # the autoencoder is whole in each process, whatever the mode
     run = start_run(config, mesh, "train_autoencoder")
 
     dataset = open_image_text(config.data, config.train.seed)

@@ -26,7 +26,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.data import broadcast_parameters
+from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.diffusion import sample_images
@@ -40,7 +40,6 @@ def main(config: TrainDitConfig) -> None:
 
     dataset = open_image_text(config.data, config.train.seed)
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
-    broadcast_parameters(model.denoiser, mesh)
 
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
     if config.data.cache_dir is None:
@@ -54,6 +53,7 @@ def main(config: TrainDitConfig) -> None:
     if not config.model.keep_encoders:
         model.free_encoders()
 
+    model.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, loader.total_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     state = TrainState(model.denoiser, optimizer, schedule, ema)
@@ -63,14 +63,15 @@ def main(config: TrainDitConfig) -> None:
 
     for step, index_batches in loader.steps(from_step=state.step):
         with run.timed("data"):
-            batches = [batch for each in index_batches if (batch := encoder.batch(each)) is not None]
-        num_images = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
+            batches = [encoder.batch(each) for each in index_batches]
+        num_images = mesh.sum(sum(batch.num_images for batch in batches))
         total_loss = 0.0
-        for batch in batches:
+        for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
             losses = denoising_losses(model, batch, config.flow, config.train.seed, step)
             check_finite(losses, where)
-            loss = losses.sum() / num_images  # the mean over the images of all ranks and micro-batches
+            counted = losses[: batch.num_images].sum()
+            loss = counted / max(num_images, 1)  # the mean over the images of all ranks and micro-batches
             loss.backward()
             total_loss += float(loss.detach())
         grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")

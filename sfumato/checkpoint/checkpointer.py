@@ -11,7 +11,7 @@ from sfumato.checkpoint.envelope import (
     verify_checkpoint,
     write_checkpoint,
 )
-from sfumato.checkpoint.state import TrainState, load_state, save_state
+from sfumato.checkpoint.state import TrainState, gather_state, load_state, save_state
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError, PreemptedError
 from sfumato.parallel.mesh import Mesh
@@ -19,7 +19,7 @@ from sfumato.tracking.run import Run
 
 
 class Checkpointer:
-    """Saves the state periodically, on SIGTERM and at the end; rank 0 writes, since every rank holds the same."""
+    """Saves the state periodically, on SIGTERM and at the end: whole tensors of all ranks, written by rank 0."""
 
     def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int) -> None:
         self.config, self.run, self.mesh = config, run, mesh
@@ -47,7 +47,7 @@ class Checkpointer:
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             verify_checkpoint(folder)
-        load_state(state, folder)
+        load_state(state, folder, self.mesh)
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
         later = [each.name for step, each in list_checkpoints(self.root).items() if step > state.step]
@@ -76,9 +76,10 @@ class Checkpointer:
         if self._saved_step == state.step:
             return
         failed = ""
+        gathered = gather_state(state, self.mesh)
         if self.mesh.is_first:
             try:
-                folder = write_checkpoint(self.root, state.step, lambda path: save_state(state, path))
+                folder = write_checkpoint(self.root, state.step, lambda path: save_state(gathered, path))
                 verify_checkpoint(folder)
                 prune_checkpoints(self.root, self.config.max_checkpoints, state.step)
             except (OSError, CheckpointError) as error:
@@ -86,8 +87,7 @@ class Checkpointer:
                     raise
                 failed = f"checkpoint of step {state.step} could not be written: {error}; "
                 failed += f"the newest is of step {max(list_checkpoints(self.root), default=0)}"
-        self.mesh.barrier()
-        if failed:
-            self.run.say(failed)
-        else:
+        if not self.mesh.any(bool(failed)):
             self._saved_step = state.step
+        elif failed:
+            self.run.say(failed)

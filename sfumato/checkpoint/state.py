@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
-from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import all_parameters, local
 
 
 @dataclass
@@ -35,93 +37,121 @@ class TrainState:
     """Steps that are finished."""
 
 
-def save_state(state: TrainState, folder: Path) -> None:
-    """Writes tensors as safetensors and everything else as JSON; nothing is pickled.
+Files = dict[str, dict[str, torch.Tensor]]
+"""Tensors by the name of the file that they go to."""
 
-    Raises:
-        OSError: when the disk is full or fails.
+
+def gather_state(state: TrainState, mesh: Mesh) -> tuple[Files, dict[str, Any]]:
+    """Collects whole tensors from all ranks, and the numbers beside them. Every rank must call it.
+
+    Returns:
+        What ``save_state`` writes; on ranks other than the first the tensors are left out.
     """
-    tensors = {name: each.detach() for name, each in trainable_parameters(state.model).items()}
-    _save(tensors, folder / "model.safetensors")
-    _save(_flatten_optimizer(state), folder / "optimizer.safetensors")
+    pieces = Pieces(state.model, mesh)
+    files: Files = {}
+
+    def add(file: str, key: str, tensor: torch.Tensor) -> None:
+        if mesh.is_first:
+            files.setdefault(file, {})[key] = tensor.detach().cpu()
+
+    for name, parameter in pieces.parameters.items():
+        add("model", name, pieces.whole(name, local(parameter.detach())))
+    files.setdefault("optimizer", {})
+    for name, parameter in pieces.parameters.items():
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            add("optimizer", f"{name}/{key}", value if value.ndim == 0 else pieces.whole(name, local(value)))
     if state.ema is not None:
-        _save(state.ema.averages, folder / "ema.safetensors")
+        for name, average in state.ema.averages.items():
+            add("ema", name, pieces.whole(name, average))
     if state.reference is not None:
-        _save(dict(state.reference.named_parameters()), folder / "reference.safetensors")
+        frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
+        for name, parameter in frozen.parameters.items():
+            add("reference", name, frozen.whole(name, local(parameter.detach())))
     rng_tensors, rng_values = _random_state()
-    _save(rng_tensors, folder / "random.safetensors")
+    files["random"] = rng_tensors
     values = {
         "step": state.step,
         "ema_updates": None if state.ema is None else state.ema.num_updates,
         "schedule_steps": state.schedule.last_epoch,
         "random": rng_values,
     }
+    return files, values
+
+
+def save_state(gathered: tuple[Files, dict[str, Any]], folder: Path) -> None:
+    """Writes tensors as safetensors and everything else as JSON; nothing is pickled.
+
+    Raises:
+        OSError: when the disk is full or fails.
+    """
+    files, values = gathered
+    for name, tensors in files.items():
+        try:
+            save_file({key: each.contiguous() for key, each in tensors.items()}, folder / f"{name}.safetensors")
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(f"{folder / name}.safetensors: {error}") from error
     (folder / "state.json").write_text(json.dumps(values), encoding="utf-8")
 
 
-def load_state(state: TrainState, folder: Path) -> None:
-    """Puts a saved state in place.
+def load_state(state: TrainState, folder: Path, mesh: Mesh) -> None:
+    """Puts a saved state in place, whatever the ranks and the parallelism that saved it. Every rank must call it.
 
     Raises:
         CheckpointError: when names or shapes differ from the run's, naming the first that does.
     """
     values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    _copy_into(trainable_parameters(state.model), folder / "model.safetensors")
-    _restore_optimizer(state, load_file(folder / "optimizer.safetensors"), folder)
+    pieces = Pieces(state.model, mesh)
+    weights = {name: local(each.detach()) for name, each in pieces.parameters.items()}
+    _copy_into(weights, folder / "model.safetensors", pieces)
+    _restore_optimizer(state.optimizer, load_file(folder / "optimizer.safetensors"), folder, pieces)
     _restore_schedule(state.schedule, values["schedule_steps"])
     for present, name in ((state.ema is not None, "ema"), (state.reference is not None, "reference")):
         if present != (folder / f"{name}.safetensors").is_file():
             has, wants = ("no", "one") if present else ("one", "none")
             raise CheckpointError(f"{folder} has {has} {name} weights, but the configuration wants {wants}")
     if state.ema is not None:
-        _copy_into(state.ema.averages, folder / "ema.safetensors")
+        _copy_into(state.ema.averages, folder / "ema.safetensors", pieces)
         state.ema.num_updates = values["ema_updates"]
     if state.reference is not None:
-        _copy_into(dict(state.reference.named_parameters()), folder / "reference.safetensors")
+        frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
+        weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}
+        _copy_into(weights, folder / "reference.safetensors", frozen)
     _restore_random(load_file(folder / "random.safetensors"), values["random"])
     state.step = values["step"]
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file({name: each.detach().contiguous().cpu() for name, each in tensors.items()}, path)
-    except SafetensorError as error:  # what safetensors makes of a full disk
-        raise OSError(f"{path}: {error}") from error
-
-
 @torch.no_grad()
-def _copy_into(targets: dict[str, Any], path: Path) -> None:
+def _copy_into(targets: dict[str, torch.Tensor], path: Path, pieces: Pieces) -> None:
     loaded = load_file(path)
     for name in sorted(set(targets) ^ set(loaded)):
         where = "is not in the checkpoint" if name in targets else "is not trained by this configuration"
         raise CheckpointError(f"{path}: tensor {name!r} {where}")
     for name, target in targets.items():
-        if target.shape != loaded[name].shape:
+        shape = pieces.shapes[name]
+        if shape != loaded[name].shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {tuple(loaded[name].shape)}, the model has {tuple(target.shape)}"
+                f"{path}: tensor {name!r} has shape {tuple(loaded[name].shape)}, the model has {tuple(shape)}"
             )
-        target.copy_(loaded[name])
+        target.copy_(pieces.piece(name, loaded[name]).view(target.shape))
 
 
-def _flatten_optimizer(state: TrainState) -> dict[str, torch.Tensor]:
-    """Per-parameter tensors as ``parameter/key``. Rates and betas are not state: the configuration has them."""
-    name_of = {parameter: name for name, parameter in trainable_parameters(state.model).items()}
-    return {
-        f"{name_of[parameter]}/{key}": value
-        for parameter, entries in state.optimizer.state.items()
-        for key, value in entries.items()
-    }
-
-
-def _restore_optimizer(state: TrainState, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    parameters = trainable_parameters(state.model)
-    state.optimizer.state.clear()
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], folder: Path, pieces: Pieces
+) -> None:
+    """Per-parameter tensors stand as ``parameter/key``. Rates and betas are not state: the configuration has them."""
+    optimizer.state.clear()
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
-        if name not in parameters:
+        if name not in pieces.parameters:
             raise CheckpointError(f"{folder}: optimizer state of {name!r}, which this configuration does not train")
-        on_device = value if key == "step" and not parameters[name].is_cuda else value.to(parameters[name].device)
-        state.optimizer.state[parameters[name]][key] = on_device
+        parameter = pieces.parameters[name]
+        if value.ndim > 0:
+            restored = torch.empty_like(parameter, dtype=value.dtype)
+            local(restored).copy_(pieces.piece(name, value).view(local(restored).shape))
+            value = restored
+        elif parameter.is_cuda:
+            value = value.to(parameter.device)
+        optimizer.state[parameter][key] = value
 
 
 def _restore_schedule(schedule: LambdaLR, steps: int) -> None:

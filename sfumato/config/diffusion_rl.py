@@ -151,12 +151,18 @@ class DiffusionRLConfig(Section):
     def _fits(self) -> DiffusionRLConfig:
         if self.train.max_steps is None:
             raise ValueError("train.max_steps (the number of RL iterations) is required")
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        num_ranks = max(int(os.environ.get("WORLD_SIZE", "1")) // self.train.ranks_per_sample, 1)
         for name, count in (("rollout", self.rollout.num_prompts), ("eval", self.eval.num_prompts)):
-            if count < num_processes:
+            if count < num_ranks:
                 raise ValueError(
-                    f"{name}.num_prompts {count} leaves some of the {num_processes} processes without work"
+                    f"{name}.num_prompts {count} leaves some of the {num_ranks} data-parallel processes without work"
                 )
+        if self.train.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the {num_ranks} data-parallel "
+                f"processes: with train.data_parallel_mode {self.train.data_parallel_mode} all of them must make "
+                "equally many forward passes; change it, or take ddp"
+            )
         num_samples = self.rollout.num_prompts * self.rollout.n
         batch = self.train.global_batch_size
         if batch is not None and num_samples % batch:

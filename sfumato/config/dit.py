@@ -82,12 +82,12 @@ class DitTrainConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _batch_fits(self) -> DitTrainConfig:
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        per_pass = self.micro_batch_size * num_processes
+        num_ranks = max(int(os.environ.get("WORLD_SIZE", "1")) // self.ranks_per_sample, 1)
+        per_pass = self.micro_batch_size * num_ranks
         if self.global_batch_size is not None and self.global_batch_size % per_pass:
             raise ValueError(
                 f"train.global_batch_size {self.global_batch_size} is not a multiple of train.micro_batch_size "
-                f"{self.micro_batch_size} x {num_processes} processes = {per_pass}"
+                f"{self.micro_batch_size} x {num_ranks} data-parallel processes = {per_pass}"
             )
         return self
 
@@ -124,3 +124,9 @@ class TrainAutoencoderConfig(Section):
     """Training."""
     kl_coef: float = Field(0.02, ge=0)
     """Weight of the KL term (mean over latent elements) that keeps latents near a standard normal distribution."""
+
+    @model_validator(mode="after")
+    def _data_parallel(self) -> TrainAutoencoderConfig:
+        if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
+            raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")
+        return self

@@ -54,3 +54,14 @@ class ParallelConfig(Section):
     """Keep activations that wait for the backward pass in CPU memory."""
     compile: bool = False
     """torch.compile of each block."""
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Processes that work on the same samples; the others are data parallel."""
+        return (
+            self.pipeline_parallel_size
+            * self.cfg_parallel_size
+            * self.context_parallel_size
+            * self.ulysses_parallel_size
+            * self.tensor_parallel_size
+        )

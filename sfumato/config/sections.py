@@ -40,8 +40,6 @@ class ModelConfig(Section):
     """Tokens of the T5 prompt embedding, as in the diffusers pipeline; 0 leaves that part out."""
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -32,6 +32,8 @@ class EncodedBatch:
     """B rows, with the empty prompt as negative."""
     sample_ids: list[int]
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
+    num_images: int
+    """B; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
 
 
 class BadRows:
@@ -85,16 +87,17 @@ class OnlineEncoder:
     def __init__(self, dataset: Dataset, model: DiffusionModel, bad_rows: BadRows) -> None:
         self.dataset, self.model, self.bad_rows = dataset, model, bad_rows
 
-    def batch(self, index_batch: IndexBatch) -> EncodedBatch | None:
-        """The encoded rows that can be read; None when none can."""
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        """The encoded rows that can be read."""
         captions: list[str] = []
         rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions)
-        if rows is None:
-            return None
-        pixels, sample_ids = rows
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
+        if rows is None:
+            latents = torch.zeros(1, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
+            return EncodedBatch(latents, self.model.encode_prompts([""]), index_batch.sample_ids[:1], num_images=0)
+        pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(captions)
-        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids)
+        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids, len(sample_ids))
 
 
 class LatentCache:
@@ -110,12 +113,13 @@ class LatentCache:
         self.bad_rows: list[tuple[int, str]] = manifest["bad_rows"]
         self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
 
-    def batch(self, index_batch: IndexBatch) -> EncodedBatch | None:
-        """The rows that could be read when the cache was made; None when none could."""
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        """The rows that could be read when the cache was made."""
         captions = self._tensors["captions"][torch.tensor(index_batch.indices)]
         kept = captions >= 0
-        if not kept.any():
-            return None
+        num_images = int(kept.sum())
+        if num_images == 0:  # the first row's zeros with the empty prompt
+            kept[0], captions[0] = True, 0
         rows = torch.tensor(index_batch.indices)[kept]
         names = [name for name in self._tensors if name not in {"latents", "captions"}]
         stored = {name: self._tensors[name] for name in names}
@@ -125,7 +129,7 @@ class LatentCache:
         )
         sample_ids = [each for each, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
         latents = self._tensors["latents"][rows].to(self.device)
-        return EncodedBatch(latents, conditioning.to(self.device), sample_ids)
+        return EncodedBatch(latents, conditioning.to(self.device), sample_ids, num_images)
 
 
 def open_cache(

@@ -22,6 +22,7 @@ class GlyphDataset:
     def __init__(self, config: GlyphConfig, height: int, width: int, seed: int) -> None:
         self.config = config
         self.height, self.width = height, width
+        self.size = (height, width)
         self.seed = seed
 
     def __len__(self) -> int:

@@ -52,6 +52,7 @@ class ImageTextDataset:
     def __init__(self, config: ImageTextDataConfig) -> None:
         """Opens the source. Raises DataError when it is missing or empty."""
         self.config = config
+        self.size = (config.height, config.width)
         path = Path(str(config.train_path))
         self.root = path if path.is_dir() else path.parent
         if path.is_dir() and not (path / "metadata.jsonl").is_file():

@@ -67,13 +67,13 @@ class IndexLoader:
         """The loader that a task's ``train`` section asks for, for this rank of the mesh."""
         return cls(
             num_rows=num_rows,
-            global_batch_size=train.global_batch_size or train.micro_batch_size * mesh.size,
+            global_batch_size=train.global_batch_size or train.micro_batch_size * mesh.data_size,
             micro_batch_size=train.micro_batch_size,
             seed=train.seed,
             max_steps=train.max_steps,
             num_epochs=train.num_train_epochs,
-            rank=mesh.rank,
-            num_ranks=mesh.size,
+            rank=mesh.data_rank,
+            num_ranks=mesh.data_size,
         )
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.shards import local, trainable_parameters
 
 
 def ema_decay(step: int, limit: float) -> float:
@@ -29,7 +29,8 @@ class Ema:
         self.num_updates = 0
         """Optimiser steps that were reported."""
         self.module = module
-        self.averages = {name: each.detach().clone() for name, each in trainable_parameters(module).items()}
+        self.averages = {name: each.clone() for name, each in self._weights().items()}
+        """This rank's piece of each."""
 
     @torch.no_grad()
     def update(self) -> None:
@@ -38,24 +39,27 @@ class Ema:
         self.num_updates += 1
         if self.num_updates % self.interval:
             return
-        weights = trainable_parameters(self.module)
+        weights = self._weights()
         share = 1 - ema_decay(step, self.limit)
-        torch._foreach_lerp_(list(self.averages.values()), [weights[name].detach() for name in self.averages], share)
+        torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module has the averaged weights."""
-        weights = trainable_parameters(self.module)
-        kept = {name: each.detach().clone() for name, each in weights.items()}
+        weights = self._weights()
+        kept = {name: each.clone() for name, each in weights.items()}
         self._copy(self.averages, weights)
         try:
             yield
         finally:
-            self._copy(kept, weights)
+            self._copy(kept, self._weights())
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: local(each.detach()) for name, each in trainable_parameters(self.module).items()}
 
     @staticmethod
     @torch.no_grad()
-    def _copy(source: dict[str, torch.Tensor], target: dict[str, nn.Parameter]) -> None:
+    def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
         for name, value in source.items():
             target[name].copy_(value)
 

@@ -6,9 +6,12 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.config.sections import TrainConfig
+from sfumato.parallel.pieces import whole_shapes
 from sfumato.parallel.shards import trainable_parameters
 
 
@@ -22,13 +25,16 @@ def build_optimizer(module: nn.Module, config: TrainConfig, total_steps: int) ->
         config: rates, betas, decay, schedule.
         total_steps: steps over which the schedule is laid.
     """
-    parameters = list(trainable_parameters(module).values())
+    parameters, shapes = trainable_parameters(module), whole_shapes(module)
+    grouped: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for name, each in sorted(parameters.items(), key=lambda item: len(shapes[item[0]]) < 2):
+        mesh = each.device_mesh if isinstance(each, DTensor) else None  # tensors of two meshes cannot share an update
+        grouped.setdefault((len(shapes[name]) >= 2, mesh), []).append(each)
     groups = [
-        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), group in grouped.items()
     ]
-    groups = [each for each in groups if each["params"]]
-    fused = parameters[0].is_cuda
+    fused = next(iter(parameters.values())).is_cuda
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     return optimizer, LambdaLR(optimizer, lambda step: lr_at(step, total_steps, config) / config.lr)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from sfumato.config.parallel import ParallelConfig
+from sfumato.parallel.expert import expert_placement
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import whole_shapes
 from sfumato.parallel.shards import local, trainable_parameters
 
 Batch = TypeVar("Batch")
@@ -105,7 +108,9 @@ def _apply_fsdp2(
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
     }
     for each in experts.values():
-        fully_shard(each, mesh=mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp"), **settings)
+        rest = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp")
+        placement = partial(expert_placement, ranks=mesh.layout.efsdp)
+        fully_shard(each, mesh=rest, shard_placement_fn=placement, **settings)
     weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
     for each in blocks.values():
         fully_shard(each, mesh=weights, **settings)
@@ -116,7 +121,7 @@ def _apply_fsdp2(
             each.set_force_sum_reduction_for_comms(True)
     if config.enable_forward_prefetch:
         units = list(blocks.values())
-        for unit, following in zip(units, units[1:], strict=False):
+        for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
 
@@ -136,7 +141,8 @@ def _wrap_fsdp1(
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
         weights = mesh.device_mesh("fsdp")
     units = set(blocks.values())
-    return FullyShardedDataParallel(
+    shapes = whole_shapes(module)
+    wrapped = FullyShardedDataParallel(
         module,
         device_mesh=weights,
         sharding_strategy=strategy,
@@ -147,3 +153,5 @@ def _wrap_fsdp1(
         device_id=mesh.device,
         use_orig_params=True,
     )
+    wrapped.whole_shapes = shapes  # its parameters are flat pieces
+    return wrapped

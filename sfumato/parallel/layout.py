@@ -17,6 +17,19 @@ WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 """Axes over which experts lie: efsdp x ep = fsdp. Without tensor parallelism."""
 
+VIEWS = {
+    "data": ("dp_replicate", "dp_shard"),
+    "cp": ("ring", "ulysses"),
+    "fsdp": ("dp_shard", "cfg", "ring", "ulysses"),
+    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),
+    "gradient": ("dp_replicate", "dp_shard", "cfg", "ring", "ulysses"),
+    "copies": ("cfg", "ring", "ulysses", "tp"),
+    "world": AXES,
+}
+"""Axes that are used as one. data: different samples. cp: parts of the same sequences. fsdp: shards of the weights.
+loss: different tokens. gradient: ranks whose gradients of a weight are summed. copies: ranks that make the same
+samples."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -99,25 +112,44 @@ class Layout:
                 "set train.tensor_parallel_size above 1"
             )
 
+    def size_of(self, axis: str) -> int:
+        """Ranks in an axis or view."""
+        if axis in VIEWS:
+            return math.prod(getattr(self, each) for each in VIEWS[axis])
+        return getattr(self, axis)
+
+    def rank_in(self, axis: str, rank: int) -> int:
+        """Where a process is in an axis or view."""
+        if axis in ("efsdp", "ep"):
+            position = self.rank_in("fsdp", rank)
+            return position // self.ep if axis == "efsdp" else position % self.ep
+        place = {}
+        for each in reversed(AXES):
+            rank, place[each] = divmod(rank, getattr(self, each))
+        position = 0
+        for each in VIEWS.get(axis, (axis,)):
+            position = position * getattr(self, each) + place[each]
+        return position
+
     @property
     def size(self) -> int:
         """Number of processes."""
-        return math.prod(getattr(self, axis) for axis in AXES)
+        return self.size_of("world")
 
     @property
     def fsdp(self) -> int:
         """Ranks that shard one replica's weights: dp_shard x cfg x ring x ulysses."""
-        return self.dp_shard * self.cfg * self.ring * self.ulysses
+        return self.size_of("fsdp")
 
     @property
     def data(self) -> int:
         """Ranks with different samples: dp_replicate x dp_shard."""
-        return self.dp_replicate * self.dp_shard
+        return self.size_of("data")
 
     @property
     def cp(self) -> int:
         """Ranks with different parts of the same sequences: ring x ulysses."""
-        return self.ring * self.ulysses
+        return self.size_of("cp")
 
     @property
     def efsdp(self) -> int:

@@ -13,16 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
-from sfumato.parallel.layout import AXES, EXPERT_AXES, WEIGHT_AXES, Layout
-
-VIEWS = {
-    "data": ("dp_replicate", "dp_shard"),
-    "cp": ("ring", "ulysses"),
-    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),
-    "gradient": ("dp_replicate", "dp_shard", "cfg", "ring", "ulysses"),
-}
-"""Axes that are used as one. data: different samples. cp: parts of the same sequences. loss: different tokens.
-gradient: ranks whose gradients of a weight are summed."""
+from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
 
 
 class Mesh:
@@ -41,7 +32,8 @@ class Mesh:
         self._roots = {axes: self._root(axes) for axes in (AXES, WEIGHT_AXES)}
         if layout.ep > 1:
             self._roots[EXPERT_AXES] = self._root(EXPERT_AXES)
-        self._views = {name: self._roots[AXES][axes]._flatten(name) for name, axes in VIEWS.items()}
+        views = {name: axes for name, axes in VIEWS.items() if name not in ("fsdp", "world")}  # torch has those two
+        self._views = {name: self._roots[AXES][axes]._flatten(name) for name, axes in views.items()}
 
     def _root(self, axes: tuple[str, ...]) -> DeviceMesh:
         sizes = tuple(getattr(self.layout, axis) for axis in axes)
@@ -79,18 +71,16 @@ class Mesh:
         return root[axes[0] if len(axes) == 1 else axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of an axis, a view, or ``world``. Only with a process group."""
+        """The process group of an axis or view. Only with a process group."""
         return dist.group.WORLD if axis == "world" else self.device_mesh(axis).get_group()
 
     def rank_in(self, axis: str) -> int:
         """This process's rank in an axis or view."""
-        return self.device_mesh(axis).get_local_rank() if self.distributed else 0
+        return self.layout.rank_in(axis, self.rank)
 
     def size_of(self, axis: str) -> int:
-        """Ranks in an axis, a view, or ``world``."""
-        if axis == "world":
-            return self.size
-        return self.device_mesh(axis).size() if self.distributed else 1
+        """Ranks in an axis or view."""
+        return self.layout.size_of(axis)
 
     def sum(self, value: float, over: str = "data") -> float:
         """Sum of a number over the ranks of an axis or view."""
@@ -124,6 +114,10 @@ class Mesh:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=self.group(over))
         return values
+
+    def first(self, value: Any, among: str) -> Any:
+        """The value of the first rank of an axis or view, on each of them."""
+        return self.gather(value, among)[0]
 
     def share(self, count: int) -> range:
         """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""

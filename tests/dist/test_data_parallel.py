@@ -18,13 +18,14 @@ from sfumato.config.load import merge
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.data import broadcast_parameters
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, run_task_process, tiny_dit_config, tiny_rl_config, write_config
 
-ALONE = Mesh(0, 1, torch.device("cpu"))
+ALONE = Mesh(Layout(), torch.device("cpu"))
 INPUTS = torch.arange(24, dtype=torch.float32).reshape(8, 3).sin()
 
 
@@ -123,7 +124,7 @@ def test_shares_are_contiguous_and_even(ranks):
     assert [each["share"] for each in ranks] == [[0, 1, 2], [3, 4]]
     for size in (1, 2, 3, 7):
         for count in (0, 1, 2, 6, 7, 20):
-            shares = [list(Mesh(rank, size, ALONE.device).share(count)) for rank in range(size)]
+            shares = [list(Mesh(Layout(dp_shard=size), ALONE.device, rank).share(count)) for rank in range(size)]
             assert sum(shares, []) == list(range(count))  # noqa: RUF017
             lengths = [len(each) for each in shares]
             assert max(lengths) - min(lengths) <= 1

@@ -468,7 +468,7 @@ def test_the_batch_must_divide_over_the_processes(dit_file, monkeypatch):
     overrides = ["--train.global_batch_size", "6", "--train.micro_batch_size", "2"]
     dit(dit_file, *overrides)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 x 2 processes = 4" in refusal(TrainDitConfig, dit_file, *overrides)
+    assert "2 x 2 data-parallel processes = 4" in refusal(TrainDitConfig, dit_file, *overrides)
 
 
 def test_a_reward_of_whole_groups_needs_whole_groups(rl_file, tmp_path, monkeypatch):
@@ -602,5 +602,5 @@ def test_another_type_replaces_a_part_that_the_file_wrote_without_its_type() -> 
 def test_every_process_needs_a_prompt(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     overrides = ["--train.global_batch_size", "null", f"--{field}", "3"]
-    with pytest.raises(ConfigError, match=rf"{field} 3 .* 4 processes"):
+    with pytest.raises(ConfigError, match=rf"{field} 3 .* 4 data-parallel processes"):
         load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(overrides))

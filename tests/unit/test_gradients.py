@@ -8,10 +8,11 @@ from torch import nn
 
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 
-ALONE = Mesh(0, 1, torch.device("cpu"))
+ALONE = Mesh(Layout(), torch.device("cpu"))
 
 
 def make() -> nn.Sequential:

@@ -363,12 +363,20 @@ def test_captions_do_not_matter_where_they_are_not_asked_for(tmp_path):
     assert sample_ids == [0, 1]
 
 
-def test_a_batch_of_broken_rows_alone_is_none(tmp_path, model):
+def test_a_batch_of_broken_rows_alone_is_a_placeholder_that_counts_nothing(tmp_path, model):
     path = write_rows(tmp_path, 4, row1={"image": "gone.png", "text": "x"}, row2="{broken")
     data, batch = open_images(path, height=16, width=16), IndexBatch([1, 2], [5, 6])
     assert read_pixels(data, batch, BadRows(2, lambda _: None)) is None
-    assert OnlineEncoder(data, model, BadRows(2, lambda _: None)).batch(batch) is None
-    assert open_cache(tmp_path / "cache", data, model, BadRows(2, lambda _: None)).batch(batch) is None
+    for encoder in (
+        OnlineEncoder(data, model, BadRows(2, lambda _: None)),
+        open_cache(tmp_path / "cache", data, model, BadRows(2, lambda _: None)),
+    ):
+        placeholder = encoder.batch(batch)
+        assert placeholder.num_images == 0 and placeholder.sample_ids == [5]
+        assert placeholder.latents.shape == (1, *model.latent_shape(16, 16))
+        empty = model.encode_prompts([""]).tensors
+        assert all(torch.equal(each, empty[name]) for name, each in placeholder.conditioning.tensors.items())
+        assert encoder.batch(IndexBatch([0, 1], [5, 6])).num_images == 1
 
 
 # Online and cached

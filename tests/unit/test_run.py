@@ -12,12 +12,13 @@ import torch
 
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config
 
-ALONE = Mesh(0, 1, torch.device("cpu"))
+ALONE = Mesh(Layout(), torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    run = Run(tmp_path / "run", "test", Mesh(1, 2, torch.device("cpu")))
+    run = Run(tmp_path / "run", "test", Mesh(Layout(dp_shard=2), torch.device("cpu"), rank=1))
     run.begin(10, 0, ["tensorboard"])
     run.log(1, {"loss": 1.0}, show={})
     run.say("hello")

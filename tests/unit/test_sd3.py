@@ -19,6 +19,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.rollout.diffusion import sample_images
@@ -26,7 +27,7 @@ from tests.tiny import tiny_pipeline_description
 
 PROMPTS = ['write "AB"', 'write "C"']
 TOKENS = 7
-ALONE = Mesh(0, 1, torch.device("cpu"))
+ALONE = Mesh(Layout(), torch.device("cpu"))
 
 
 def describe(folder: Path, **changes: dict) -> Path:
@@ -274,4 +275,4 @@ def test_wrong_sizes_folders_and_targets_are_refused(model: DiffusionModel, fold
 
 def test_families_are_found_by_their_file_alone() -> None:
     families = find_families()
-    assert families["StableDiffusion3Pipeline"].block_class == "JointTransformerBlock"
+    assert families["StableDiffusion3Pipeline"].parallel_plan.blocks == ("JointTransformerBlock",)

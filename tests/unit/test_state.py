@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +11,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sfumato.checkpoint.state import TrainState, load_state, save_state
+from sfumato.checkpoint import state as state_module
+from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 
 TOTAL_STEPS = 9
+ALONE = Mesh(Layout(), torch.device("cpu"))
+
+
+def save_state(state: TrainState, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    state_module.save_state(state_module.gather_state(state, ALONE), folder)
+
+
+def load_state(state: TrainState, folder: Path) -> None:
+    state_module.load_state(state, folder, ALONE)
 
 
 def make(seed: int = 0, width: int = 8, ema: bool = True, reference: bool = True, bias: bool = True) -> TrainState:

@@ -5,6 +5,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens, D features
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -16,6 +17,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.parallel.guidance import exchange_branches, share_gradient
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.plan import ParallelPlan
 
 EMBED_BATCH = 8
 """Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
@@ -68,13 +75,17 @@ class Conditioning:
         negative = None if self.negative is None else {name: each.to(device) for name, each in self.negative.items()}
         return Conditioning({name: each.to(device) for name, each in self.tensors.items()}, negative)
 
+    def branch(self, number: int) -> dict[str, torch.Tensor]:
+        """Rows of one guidance branch, ``[B, ...]``: 0 is the unconditional one."""
+        assert self.negative is not None
+        if number == 1:
+            return self.tensors
+        return {name: self.negative[name].to(each.dtype).expand_as(each) for name, each in self.tensors.items()}
+
     def with_negative(self) -> dict[str, torch.Tensor]:
         """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
         assert self.negative is not None
-        return {
-            name: torch.cat([self.negative[name].to(each.dtype).expand_as(each), each])
-            for name, each in self.tensors.items()
-        }
+        return {name: torch.cat([each, self.tensors[name]]) for name, each in self.branch(0).items()}
 
 
 class DiffusionModel(ABC):
@@ -86,8 +97,8 @@ class DiffusionModel(ABC):
 
     pipeline_class: ClassVar[str]
     """Name of the diffusers pipeline, as model_index.json has it."""
-    block_class: ClassVar[str]
-    """Name of the denoiser's repeated block, the unit of compilation, checkpointing and sharding."""
+    parallel_plan: ClassVar[ParallelPlan]
+    """The denoiser's repeated blocks, the units of compilation, checkpointing and sharding, and where it is cut."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Linear layers that get an adapter when the configuration names none."""
     denoiser_name: ClassVar[str] = "transformer"
@@ -115,6 +126,10 @@ class DiffusionModel(ABC):
         self.autocast_dtype = autocast_dtype
         self.source = source
         self.encoders_freed = False
+        self.mesh: Mesh | None = None
+        self.device = torch.device("cpu")
+        """Where the networks are and the denoiser computes."""
+        self._plain_class: type[nn.Module] | None = None
         self._prompts: dict[str, dict[str, torch.Tensor]] = {}
         for component in self.components.values():
             component.requires_grad_(False).eval()
@@ -168,10 +183,26 @@ class DiffusionModel(ABC):
         """What is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the denoiser."""
-        return next(self.denoiser.parameters()).device
+    def to(self, device: torch.device | str) -> None:
+        """Moves all networks to a device."""
+        for component in self.components.values():
+            component.to(device)
+        self.device = torch.device(device)
+
+    def parallelize(self, mesh: Mesh, config: ParallelConfig) -> None:
+        """Puts the denoiser on a mesh, as configured; everything else stays whole in each process.
+
+        Raises:
+            ConfigError: when it cannot be cut so.
+        """
+        self.mesh = mesh
+        self._plain_class = type(self.denoiser)
+        parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
+        self.set_denoiser(parallel)
+
+    def set_denoiser(self, denoiser: nn.Module) -> None:
+        """Puts another module in the denoiser's place."""
+        setattr(self.pipeline, self.denoiser_name, denoiser)
 
     def predict_velocity(
         self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
@@ -188,15 +219,22 @@ class DiffusionModel(ABC):
             float32 ``[B, *latent_shape]``.
         """
         guided = guidance_scale != 1.0
-        embeddings = conditioning.with_negative() if guided else conditioning.tensors
-        if guided:
+        split = self.mesh is not None and self.mesh.layout.cfg > 1
+        embeddings = conditioning.tensors
+        if guided and split:
+            embeddings = conditioning.branch(self.mesh.rank_in("cfg"))
+        elif guided:
+            embeddings = conditioning.with_negative()
             latents, sigma = torch.cat([latents, latents]), torch.cat([sigma, sigma])
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             velocity = self.denoise(latents.to(self.input_dtype), sigma, embeddings)
         velocity = velocity.float()
         if guided:
-            unconditional, conditional = velocity.chunk(2)
+            branches = exchange_branches(velocity, self.mesh) if split else velocity.chunk(2)
+            unconditional, conditional = branches
             velocity = unconditional + guidance_scale * (conditional - unconditional)
+        elif split:
+            velocity = share_gradient(velocity, self.mesh)
         return velocity
 
     @property
@@ -261,9 +299,20 @@ class DiffusionModel(ABC):
         finally:
             self.denoiser.enable_adapters()
 
-    def save_pipeline(self, folder: Path) -> None:
-        """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``."""
-        self.pipeline.save_pretrained(folder, safe_serialization=True)
+    def save_pipeline(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
+
+        Args:
+            folder: where to.
+            weights: the denoiser's whole weights and buffers, by name; None takes them from a denoiser that is whole.
+        """
+        weights = self.denoiser.state_dict() if weights is None else weights
+        with torch.device("meta"):
+            plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
+        plain.load_state_dict(weights, assign=True)
+        pipeline = copy.copy(self.pipeline)
+        setattr(pipeline, self.denoiser_name, plain)
+        pipeline.save_pretrained(folder, safe_serialization=True)
         if not self.encoders_freed:
             return
         assert self.source is not None, "encoders may be freed only when they can be found again"
@@ -277,8 +326,8 @@ class DiffusionModel(ABC):
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @abstractmethod
-    def save_adapter(self, folder: Path) -> None:
-        """Writes the LoRA adapter as diffusers' ``load_lora_weights`` reads it."""
+    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it."""
 
 
 def read_pipeline_class(folder: Path) -> str:

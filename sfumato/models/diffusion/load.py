@@ -60,15 +60,12 @@ def build_diffusion_model(
     family, pipeline = _make_pipeline(config, seed)
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
-    for component in model.components.values():
-        component.to(device)
+    model.to(device)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
     else:
         model.denoiser.requires_grad_(True)
     model.denoiser.train()
-    if config.gradient_checkpointing:
-        model.denoiser.enable_gradient_checkpointing()
     return model
 
 

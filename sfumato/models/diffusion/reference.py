@@ -8,27 +8,37 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from sfumato.config.parallel import ParallelConfig
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.parallel.mesh import Mesh
 
 
 class Reference:
     """With LoRA the model itself, its adapter switched off; else a frozen copy of the denoiser."""
 
     def __init__(self, model: DiffusionModel) -> None:
-        """Make it before training, from the model's initial weights."""
+        """Make it before training and before the model is put on a mesh, from its initial weights."""
         self.model = model
-        self.weights: nn.Module | None = None
-        """The frozen copy, which a checkpoint must keep; None with LoRA."""
-        if not getattr(model.denoiser, "peft_config", None):
-            self.weights = copy.deepcopy(model.denoiser).requires_grad_(False).eval()
+        self.is_copy = not getattr(model.denoiser, "peft_config", None)
+        if self.is_copy:
             self.model = copy.copy(model)
             self.model.pipeline = copy.copy(model.pipeline)  # encoders and autoencoder stay shared
-            setattr(self.model.pipeline, model.denoiser_name, self.weights)
+            self.model.set_denoiser(copy.deepcopy(model.denoiser).requires_grad_(False).eval())
+
+    @property
+    def weights(self) -> nn.Module | None:
+        """The frozen copy, which a checkpoint must keep; None with LoRA."""
+        return self.model.denoiser if self.is_copy else None
+
+    def parallelize(self, mesh: Mesh, config: ParallelConfig) -> None:
+        """Puts the copy on a mesh, as ``DiffusionModel.parallelize`` does."""
+        if self.is_copy:
+            self.model.parallelize(mesh, config)
 
     @contextmanager
     def active(self) -> Iterator[DiffusionModel]:
         """The reference as a model, inside the block."""
-        if self.weights is not None:
+        if self.is_copy:
             yield self.model
             return
         with self.model.without_adapter():

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
@@ -19,13 +20,14 @@ from sfumato.models.diffusion.scratch import (
     section_of,
     unknown_keys,
 )
+from sfumato.parallel.plan import ParallelPlan
 
 
 class StableDiffusion3(DiffusionModel):
     """The SD3 family."""
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
-    block_class: ClassVar[str] = "JointTransformerBlock"
+    parallel_plan: ClassVar[ParallelPlan] = plans.SD3
     lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_sd3.py
         "attn.add_k_proj",
         "attn.add_q_proj",
@@ -160,12 +162,12 @@ class StableDiffusion3(DiffusionModel):
             return_dict=False,
         )[0]
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         from peft.utils import get_peft_model_state_dict
 
         self.pipeline.save_lora_weights(
             folder,
-            transformer_lora_layers=get_peft_model_state_dict(self.denoiser),
+            transformer_lora_layers=get_peft_model_state_dict(self.denoiser, weights),
             transformer_lora_adapter_metadata=self.denoiser.peft_config["default"].to_dict(),
         )
 
