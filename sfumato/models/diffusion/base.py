@@ -200,6 +200,14 @@ class DiffusionModel(ABC):
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
         self.set_denoiser(parallel)
 
+    def plain_denoiser(self) -> nn.Module:
+        """A module of the denoiser's class, with adapters if it has some, on meta: what wrapping has not changed."""
+        with torch.device("meta"):
+            plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
+            for name, adapter in (getattr(self.denoiser, "peft_config", None) or {}).items():
+                plain.add_adapter(adapter, name)
+        return plain
+
     def set_denoiser(self, denoiser: nn.Module) -> None:
         """Puts another module in the denoiser's place."""
         setattr(self.pipeline, self.denoiser_name, denoiser)
@@ -307,8 +315,7 @@ class DiffusionModel(ABC):
             weights: the denoiser's whole weights and buffers, by name; None takes them from a denoiser that is whole.
         """
         weights = self.denoiser.state_dict() if weights is None else weights
-        with torch.device("meta"):
-            plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
+        plain = self.plain_denoiser()
         plain.load_state_dict(weights, assign=True)
         pipeline = copy.copy(self.pipeline)
         setattr(pipeline, self.denoiser_name, plain)

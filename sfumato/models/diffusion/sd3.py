@@ -167,7 +167,7 @@ class StableDiffusion3(DiffusionModel):
 
         self.pipeline.save_lora_weights(
             folder,
-            transformer_lora_layers=get_peft_model_state_dict(self.denoiser, weights),
+            transformer_lora_layers=get_peft_model_state_dict(self.plain_denoiser(), weights),
             transformer_lora_adapter_metadata=self.denoiser.peft_config["default"].to_dict(),
         )
 

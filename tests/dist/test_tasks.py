@@ -1,0 +1,118 @@
+"""Whole tasks on several ranks, chosen by configuration only, against the same task in one process."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from sfumato.config.load import merge
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config
+
+STEPS = 4
+DIT = {
+    "fsdp1": (2, {"data_parallel_mode": "fsdp1", "ema_decay": 0.9}),
+    "fsdp2": (2, {"ema_decay": 0.9, "enable_reshard_after_forward": False}),
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "ulysses": (2, {"ulysses_parallel_size": 2}),
+    "fsdp2 x ring": (4, {"context_parallel_size": 2}),
+    "tp": (2, {"tensor_parallel_size": 2}),
+    "recompute": (2, {"activation_checkpointing": "full"}),
+}
+RL = {
+    "fsdp2 with a reference": (2, {}, {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.04}}}),
+    "fsdp2 with adapters and a reference": (
+        2,
+        {},
+        {"algorithm": {"kl": {"type": "gaussian", "coef": 0.04}}, "model": {"lora": {"rank": 4, "alpha": 8}}},
+    ),
+    "fsdp1 with adapters": (2, {"data_parallel_mode": "fsdp1"}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "cfg": (2, {"cfg_parallel_size": 2}, {"rollout": {"guidance_scale": 3.0}}),
+    "ulysses": (2, {"ulysses_parallel_size": 2}, {}),
+    "uneven ddp": (2, {"data_parallel_mode": "ddp"}, {"rollout": {"num_prompts": 3}, "eval": {"num_prompts": 2}}),
+}
+
+
+def run_rank(task: str, config: dict[str, Any]) -> None:
+    """One rank of a task, in the group that the pool has made."""
+    import torch.distributed as dist
+
+    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        run_task_here(task, config)
+    finally:
+        for name in place:
+            del os.environ[name]
+
+
+def weights(output_dir: Path) -> dict[str, Any]:
+    found = {}
+    for path in sorted((output_dir / "hf_ckpt").rglob("*.safetensors")):
+        if "vae" not in str(path) and "text_encoder" not in str(path):
+            found |= load_file(path)
+    assert found
+    return found
+
+
+def assert_equal_runs(one: Path, many: Path, relative: float, absolute: dict[str, float]) -> None:
+    """Metrics of every step, and what was exported."""
+    lines, others = read_jsonl(one / "metrics.jsonl"), read_jsonl(many / "metrics.jsonl")
+    assert [each["step"] for each in lines] == [each["step"] for each in others]
+    assert lines[-1]["step"] == STEPS
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys()
+        for name, value in line.items():
+            wanted = pytest.approx(value, rel=relative, abs=absolute.get(name, 1e-12))
+            assert other[name] == wanted, f"{name} of step {line['step']}"
+    left, right = weights(one), weights(many)
+    assert left.keys() == right.keys()
+    for name, each in left.items():
+        assert float((right[name] - each).norm()) <= relative * float(each.norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("mode", DIT)
+def test_pretraining(mode, ranks, tmp_path):
+    num_ranks, train = DIT[mode]
+    settings = {"train": {"max_steps": STEPS, "save_steps": 2, "micro_batch_size": 1, **train}}
+    config = tiny_dit_config(tmp_path, **settings)
+    ranks.run(num_ranks, functools.partial(run_rank, "train_dit"), merge(config, _in(tmp_path / "many")))
+    plain = {
+        "train": {**dict.fromkeys(_sizes(train), 1), "data_parallel_mode": "fsdp2", "activation_checkpointing": "none"}
+    }
+    one = run_task_here("train_dit", merge(merge(config, plain), _in(tmp_path / "one")))
+    assert_equal_runs(one, tmp_path / "many", 1e-5, {})
+    # what several ranks saved, one goes on with
+    resume = {"train": {"output_dir": str(tmp_path / "many"), "load_checkpoint_path": _first(tmp_path / "many")}}
+    resumed = run_task_here("train_dit", merge(merge(config, plain), resume))
+    assert_equal_runs(one, resumed, 1e-5, {})
+
+
+@pytest.mark.parametrize("mode", RL)
+def test_rl(mode, ranks, tmp_path):
+    num_ranks, train, settings = RL[mode]
+    config = merge(tiny_rl_config(tmp_path, train={"max_steps": STEPS, **train}, eval={"every_steps": 2}), settings)
+    if mode == "uneven ddp":
+        config = merge(config, {"train": {"global_batch_size": 6}})
+    ranks.run(num_ranks, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))
+    one = run_task_here(
+        "rl_diffusion",
+        merge(merge(config, {"train": dict.fromkeys(_sizes(train), 1)}), _in(tmp_path / "one")),
+    )
+    tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5, "kl/reference": 1e-7}
+    assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)  # a last bit may round a pixel, and so a reward
+
+
+def _in(folder: Path) -> dict[str, Any]:
+    return {"train": {"output_dir": str(folder)}}
+
+
+def _sizes(train: dict[str, Any]) -> list[str]:
+    return [name for name in train if name.endswith("_size")]
+
+
+def _first(run: Path) -> str:
+    return str(run / "checkpoints" / "global_step_2")
