@@ -141,7 +141,8 @@ def main(config: DiffusionRLConfig) -> None:
 
 def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     """Loads the policy with its optimiser, its average, and the reference that a KL penalty needs."""
-    model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
+    precision, seed = config.train.mixed_precision, config.train.seed
+    model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.denoiser.eval()  # rollout and replay must be the same function
     reference = Reference(model) if config.algorithm.kl.coef > 0 else None
     model.parallelize(mesh, config.train)

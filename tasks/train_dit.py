@@ -39,7 +39,8 @@ def main(config: TrainDitConfig) -> None:
     run = start_run(config, mesh, "train_dit")
 
     dataset = open_image_text(config.data, config.train.seed)
-    model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
+    precision, seed = config.train.mixed_precision, config.train.seed
+    model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
 
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
     if config.data.cache_dir is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 
@@ -38,7 +38,8 @@ class ParallelConfig(Section):
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = "1f1b"
     """Order of forward and backward passes; interleaved_1f1b, zero_bubble and zbv hold two stages in each rank."""
     init_device: Literal["cpu", "cuda", "meta"] = "cpu"
-    """Where weights are made: meta reads each rank's shards straight from the files."""
+    """Where the trained model's weights are before they are sharded: cuda, cpu, or nowhere: meta reads each rank's
+    shards straight from the files of model.model_path."""
     broadcast_model_weights_from_rank0: bool = False
     """Only rank 0 reads weight files, the others receive them; for slow shared disks."""
     enable_reshard_after_forward: bool = True
@@ -54,6 +55,12 @@ class ParallelConfig(Section):
     """Keep activations that wait for the backward pass in CPU memory."""
     compile: bool = False
     """torch.compile of each block."""
+
+    @model_validator(mode="after")
+    def _meta_fits(self) -> ParallelConfig:
+        if self.init_device == "meta" and self.data_parallel_mode == "fsdp1":
+            raise ValueError("train.init_device meta and train.data_parallel_mode fsdp1 do not go together; take fsdp2")
+        return self
 
     @property
     def ranks_per_sample(self) -> int:

@@ -13,6 +13,17 @@ from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config
 
 STEPS = 4
+PLAIN = {
+    "init_device": "cpu",
+    "data_parallel_mode": "fsdp2",
+    "activation_checkpointing": "none",
+    "data_parallel_replicate_size": 1,
+    "ulysses_parallel_size": 1,
+    "context_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "cfg_parallel_size": 1,
+}
+"""What one process runs with."""
 DIT = {
     "fsdp1": (2, {"data_parallel_mode": "fsdp1", "ema_decay": 0.9}),
     "fsdp2": (2, {"ema_decay": 0.9, "enable_reshard_after_forward": False}),
@@ -20,6 +31,9 @@ DIT = {
     "ulysses": (2, {"ulysses_parallel_size": 2}),
     "fsdp2 x ring": (4, {"context_parallel_size": 2}),
     "tp": (2, {"tensor_parallel_size": 2}),
+    "meta": (2, {"init_device": "meta"}),
+    "meta from rank 0": (2, {"init_device": "meta", "broadcast_model_weights_from_rank0": True}),
+    "offload": (2, {"init_device": "meta", "enable_fsdp_offload": True}),
     "recompute": (2, {"activation_checkpointing": "full"}),
 }
 RL = {
@@ -29,6 +43,7 @@ RL = {
         {},
         {"algorithm": {"kl": {"type": "gaussian", "coef": 0.04}}, "model": {"lora": {"rank": 4, "alpha": 8}}},
     ),
+    "meta with adapters": (2, {"init_device": "meta"}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
     "fsdp1 with adapters": (2, {"data_parallel_mode": "fsdp1"}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
     "cfg": (2, {"cfg_parallel_size": 2}, {"rollout": {"guidance_scale": 3.0}}),
     "ulysses": (2, {"ulysses_parallel_size": 2}, {}),
@@ -80,9 +95,7 @@ def test_pretraining(mode, ranks, tmp_path):
     settings = {"train": {"max_steps": STEPS, "save_steps": 2, "micro_batch_size": 1, **train}}
     config = tiny_dit_config(tmp_path, **settings)
     ranks.run(num_ranks, functools.partial(run_rank, "train_dit"), merge(config, _in(tmp_path / "many")))
-    plain = {
-        "train": {**dict.fromkeys(_sizes(train), 1), "data_parallel_mode": "fsdp2", "activation_checkpointing": "none"}
-    }
+    plain = {"train": PLAIN}
     one = run_task_here("train_dit", merge(merge(config, plain), _in(tmp_path / "one")))
     assert_equal_runs(one, tmp_path / "many", 1e-5, {})
     # what several ranks saved, one goes on with
@@ -100,7 +113,7 @@ def test_rl(mode, ranks, tmp_path):
     ranks.run(num_ranks, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))
     one = run_task_here(
         "rl_diffusion",
-        merge(merge(config, {"train": dict.fromkeys(_sizes(train), 1)}), _in(tmp_path / "one")),
+        merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")),
     )
     tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5, "kl/reference": 1e-7}
     assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)  # a last bit may round a pixel, and so a reward
@@ -108,10 +121,6 @@ def test_rl(mode, ranks, tmp_path):
 
 def _in(folder: Path) -> dict[str, Any]:
     return {"train": {"output_dir": str(folder)}}
-
-
-def _sizes(train: dict[str, Any]) -> list[str]:
-    return [name for name in train if name.endswith("_size")]
 
 
 def _first(run: Path) -> str:

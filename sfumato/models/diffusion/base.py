@@ -23,6 +23,7 @@ from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
+from sfumato.parallel.weights import load_weights
 
 EMBED_BATCH = 8
 """Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
@@ -183,12 +184,6 @@ class DiffusionModel(ABC):
         """What is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
-    def to(self, device: torch.device | str) -> None:
-        """Moves all networks to a device."""
-        for component in self.components.values():
-            component.to(device)
-        self.device = torch.device(device)
-
     def parallelize(self, mesh: Mesh, config: ParallelConfig) -> None:
         """Puts the denoiser on a mesh, as configured; everything else stays whole in each process.
 
@@ -199,6 +194,11 @@ class DiffusionModel(ABC):
         self._plain_class = type(self.denoiser)
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
         self.set_denoiser(parallel)
+        device = torch.device("cpu") if config.enable_fsdp_offload else self.device
+        if any(each.is_meta for each in self.denoiser.parameters()):
+            from_rank0 = config.broadcast_model_weights_from_rank0
+            load_weights(self.denoiser, self.source / self.denoiser_name, mesh, from_rank0, device=device)
+        self.denoiser.to(device)
 
     def plain_denoiser(self) -> nn.Module:
         """A module of the denoiser's class, with adapters if it has some, on meta: what wrapping has not changed."""

@@ -18,6 +18,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora
+from sfumato.parallel.weights import build_on_meta
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
@@ -42,7 +43,11 @@ def find_family(pipeline_class: str, where: str) -> type[DiffusionModel]:
 
 
 def build_diffusion_model(
-    config: ModelConfig, device: torch.device | str = "cpu", mixed_precision: str = "no", seed: int = 0
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    mixed_precision: str = "no",
+    seed: int = 0,
+    init_device: str = "cuda",
 ) -> DiffusionModel:
     """Loads or builds a pipeline, puts it on a device, and makes what is trained trainable.
 
@@ -53,14 +58,21 @@ def build_diffusion_model(
         device: where the networks go.
         mixed_precision: "no" or "bf16": autocast of the denoiser.
         seed: seed of random weights (a description, or LoRA's initialisation).
+        init_device: where the denoiser is until ``DiffusionModel.parallelize``: "cuda" is ``device``, "cpu" the CPU,
+            and "meta" nowhere: its weights are then read where they are needed.
 
     Raises:
         ConfigError: when the folder or description is missing or of an unknown family.
     """
-    family, pipeline = _make_pipeline(config, seed)
+    if init_device == "meta" and config.model_path is None:
+        raise ConfigError("train.init_device meta reads weights from model.model_path; with model.config_path take cpu")
+    family, pipeline = _make_pipeline(config, seed, init_device == "meta")
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
-    model.to(device)
+    model.device = torch.device(device)
+    for component in model.components.values():
+        if component is not model.denoiser or init_device == "cuda":
+            component.to(device)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
     else:
@@ -69,7 +81,7 @@ def build_diffusion_model(
     return model
 
 
-def _make_pipeline(config: ModelConfig, seed: int) -> tuple[type[DiffusionModel], Any]:
+def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], Any]:
     frozen = DTYPES[config.dtype]
     if config.config_path is not None:
         description = read_yaml(config.config_path)
@@ -98,12 +110,17 @@ def _make_pipeline(config: ModelConfig, seed: int) -> tuple[type[DiffusionModel]
     family = find_family(pipeline_class, f"model.model_path {folder}")
     import diffusers
 
-    dtypes = {"default": frozen, family.denoiser_name: frozen if config.lora else torch.float32}
+    dtype = frozen if config.lora else torch.float32
+    dtypes = {"default": frozen, family.denoiser_name: dtype}
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    absent = {name: None for name, value in index.items() if value == [None, None]}  # from_pretrained wants to be told
+    given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    if on_meta:
+        denoiser = getattr(diffusers, index[family.denoiser_name][1])
+        settings = denoiser.load_config(folder / family.denoiser_name)
+        given[family.denoiser_name] = build_on_meta(lambda: denoiser.from_config(settings)).to(dtype)
     try:
         pipeline = getattr(diffusers, pipeline_class).from_pretrained(
-            folder, local_files_only=True, dtype=dtypes, **absent
+            folder, local_files_only=True, dtype=dtypes, **given
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error
