@@ -69,11 +69,12 @@ def main(config: TrainDitConfig) -> None:
         total_loss = 0.0
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
-            losses = denoising_losses(model, batch, config.flow, config.train.seed, step)
-            check_finite(losses, where)
-            counted = losses[: batch.num_images].sum()
-            loss = counted / max(num_images, 1)  # the mean over the images of all ranks and micro-batches
-            loss.backward()
+            with model.dropout_of(step, batch.sample_ids):
+                losses = denoising_losses(model, batch, config.flow, config.train.seed, step)
+                check_finite(losses, where)
+                counted = losses[: batch.num_images].sum()
+                loss = counted / max(num_images, 1)  # the mean over the images of all ranks and micro-batches
+                loss.backward()
             total_loss += float(loss.detach())
         grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
         lr = schedule.get_last_lr()[0]

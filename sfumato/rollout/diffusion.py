@@ -183,18 +183,19 @@ def sample_images(
     images: list[np.ndarray] = []
     for start in range(0, len(sample_ids), micro_batch_size):
         part = slice(start, start + micro_batch_size)
-        latents, _ = sample_trajectories(
-            model,
-            conditioning.rows(part),
-            sample_ids[part],
-            dynamics=EulerODE(),
-            trained_steps=(),
-            size=size,
-            num_steps=num_steps,
-            guidance_scale=guidance_scale,
-            seed=seed,
-            iteration=0,
-        )
+        with model.evaluating():
+            latents, _ = sample_trajectories(
+                model,
+                conditioning.rows(part),
+                sample_ids[part],
+                dynamics=EulerODE(),
+                trained_steps=(),
+                size=size,
+                num_steps=num_steps,
+                guidance_scale=guidance_scale,
+                seed=seed,
+                iteration=0,
+            )
         images += to_images(model.decode(latents))
     return images
 

@@ -35,6 +35,7 @@ DIT = {
     "meta from rank 0": (2, {"init_device": "meta", "broadcast_model_weights_from_rank0": True}),
     "offload": (2, {"init_device": "meta", "enable_fsdp_offload": True}),
     "recompute": (2, {"activation_checkpointing": "full"}),
+    "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
 }
 RL = {
     "fsdp2 with a reference": (2, {}, {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.04}}}),
@@ -91,9 +92,9 @@ def assert_equal_runs(one: Path, many: Path, relative: float, absolute: dict[str
 
 @pytest.mark.parametrize("mode", DIT)
 def test_pretraining(mode, ranks, tmp_path):
-    num_ranks, train = DIT[mode]
-    settings = {"train": {"max_steps": STEPS, "save_steps": 2, "micro_batch_size": 1, **train}}
-    config = tiny_dit_config(tmp_path, **settings)
+    num_ranks, train, *settings = DIT[mode]
+    config = tiny_dit_config(tmp_path, train={"max_steps": STEPS, "save_steps": 2, "micro_batch_size": 1, **train})
+    config = merge(config, *settings) if settings else config
     ranks.run(num_ranks, functools.partial(run_rank, "train_dit"), merge(config, _in(tmp_path / "many")))
     plain = {"train": PLAIN}
     one = run_task_here("train_dit", merge(merge(config, plain), _in(tmp_path / "one")))

@@ -10,7 +10,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from sfumato.config.parallel import ParallelConfig
+from sfumato.config.sections import TrainConfig
+from sfumato.errors import ConfigError
+from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
 from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
@@ -131,6 +133,7 @@ class DiffusionModel(ABC):
         self.device = torch.device("cpu")
         """Where the networks are and the denoiser computes."""
         self._plain_class: type[nn.Module] | None = None
+        self._dropout: DropoutKeys | None = None
         self._prompts: dict[str, dict[str, torch.Tensor]] = {}
         for component in self.components.values():
             component.requires_grad_(False).eval()
@@ -184,13 +187,19 @@ class DiffusionModel(ABC):
         """What is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
-    def parallelize(self, mesh: Mesh, config: ParallelConfig) -> None:
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the denoiser on a mesh, as configured; everything else stays whole in each process.
 
         Raises:
             ConfigError: when it cannot be cut so.
         """
         self.mesh = mesh
+        self._dropout = keyed_dropout(self.denoiser, config.seed)
+        if self._dropout is not None and mesh.layout.cp > 1:
+            raise ConfigError(
+                "train: dropout (model.lora.dropout) and a sequence that is cut over ranks do not go together, since "
+                "image and text tokens cannot be told apart in it; set the dropout to 0"
+            )
         self._plain_class = type(self.denoiser)
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
         self.set_denoiser(parallel)
@@ -199,6 +208,20 @@ class DiffusionModel(ABC):
             from_rank0 = config.broadcast_model_weights_from_rank0
             load_weights(self.denoiser, self.source / self.denoiser_name, mesh, from_rank0, device=device)
         self.denoiser.to(device)
+
+    def dropout_of(self, step: int, sample_ids: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, forward and backward pass, what is dropped belongs to (seed, step, sample), not to ranks."""
+        return nullcontext() if self._dropout is None else self._dropout.batch(step, sample_ids)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, nothing is dropped out."""
+        training = self.denoiser.training
+        self.denoiser.eval()
+        try:
+            yield
+        finally:
+            self.denoiser.train(training)
 
     def plain_denoiser(self) -> nn.Module:
         """A module of the denoiser's class, with adapters if it has some, on meta: what wrapping has not changed."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sfumato.config.parallel import ParallelConfig
+from sfumato.config.sections import TrainConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ class Reference:
         """The frozen copy, which a checkpoint must keep; None with LoRA."""
         return self.model.denoiser if self.is_copy else None
 
-    def parallelize(self, mesh: Mesh, config: ParallelConfig) -> None:
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the copy on a mesh, as ``DiffusionModel.parallelize`` does."""
         if self.is_copy:
             self.model.parallelize(mesh, config)
