@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.parallel.expert import expert_placement
@@ -83,13 +84,13 @@ def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
 
 def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
     """Gives every rank the trainable parameters of the first among the ranks that hold the same piece."""
-    if mesh.size_of("gradient") == 1:
-        return
-    group = mesh.group("gradient")
     for parameter in trainable_parameters(module).values():
         if parameter.is_meta:
             continue  # load_weights gives every rank the same
-        dist.broadcast(local(parameter.data), group=group, group_src=0)
+        is_expert = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+        for axis in ("efsdp", "dp_replicate") if is_expert else ("gradient",):
+            if mesh.size_of(axis) > 1:
+                dist.broadcast(local(parameter.data), group=mesh.group(axis), group_src=0)
 
 
 def _apply_fsdp2(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ def num_shards(parameter: torch.Tensor, mesh: Mesh, flat: bool = False) -> int:
     """
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
+        return math.prod(size for size, placement in sizes if not placement.is_replicate())
     return mesh.layout.fsdp if flat else 1
 
 

@@ -1,0 +1,197 @@
+"""Balancing experts without a loss term: a bias that only chooses (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sfumato.errors import CheckpointError, ConfigError
+from sfumato.parallel.expert import find_experts, tokens_per_expert
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import plain_name
+
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names that transformers gives a bias of the choice; we register the first where a router has none."""
+
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "given": lambda logits: logits,
+}
+"""What a router may make of the first thing that it returns."""
+
+
+class ExpertBalancer:
+    """Counts the tokens of each expert and moves a bias so that all get equally many.
+
+    The bias is added to the router's scores when experts are chosen; the weights of the chosen ones do not contain it.
+    Routers that have one (``e_score_correction_bias``) keep theirs, others get a persistent buffer of that name, so it
+    is part of the module's state dict. Tokens are counted in forward passes that build a graph; passes without
+    gradients, and those that activation checkpointing repeats (``use_reentrant=False``), do not count.
+
+    No token is ever dropped, whatever the loads are, so there is no metric of dropped tokens: it would always be zero.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, rate: float) -> None:
+        """Adds hooks to the routers and experts; call it once the module's weights are on their device.
+
+        Args:
+            module: a model with experts, before or after ``parallelize``; before it with fsdp1.
+            mesh: the ranks; tokens are counted over the view ``loss``.
+            rate: how far a bias moves in an update.
+
+        Raises:
+            ConfigError: when the module has no experts, or chooses them by a rule that no bias can be put into.
+        """
+        self.mesh, self.rate = mesh, rate
+        self._routers: dict[str, tuple[nn.Module, str]] = {}
+        self._counts: list[torch.Tensor] = []
+        for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
+            num_experts = experts.num_experts
+            key, router, bias = _router_beside(module, name, num_experts)
+            if bias is None:
+                bias = BIASES[0]
+                _add_bias(key, router, bias, num_experts, mesh.device)
+            elif getattr(router, bias).dtype != torch.float32:  # in bfloat16 small steps are lost
+                setattr(router, bias, nn.Buffer(getattr(router, bias).float()))
+            self._routers[plain_name(f"{key}.{bias}")] = router, bias
+            counts = torch.zeros(num_experts, dtype=torch.int64, device=mesh.device)
+            self._counts.append(counts)
+            experts.register_forward_pre_hook(_counter(counts), with_kwargs=True)
+
+    @torch.no_grad()
+    def update(self) -> dict[str, float]:
+        """Moves each bias by ``rate * sign(mean load - load)``; call it on every rank after the optimiser's step.
+
+        Returns:
+            ``experts/load_max_over_mean``: tokens of the busiest expert over the mean of its layer, of the worst layer;
+            ``experts/without_tokens``: share of experts that got no token. Both over all ranks and all micro-batches
+            since the last update.
+        """
+        counts = torch.cat(self._counts)
+        if self.mesh.size_of("loss") > 1:
+            dist.all_reduce(counts, group=self.mesh.group("loss"))
+        ratios = []
+        loads = counts.double().split([len(each) for each in self._counts])
+        for load, (router, bias) in zip(loads, self._routers.values(), strict=True):
+            getattr(router, bias).add_((load.mean() - load).sign().float(), alpha=self.rate)
+            ratios.append(load.max() / load.mean().clamp_min(1e-9))
+        torch._foreach_zero_(self._counts)
+        return {
+            "experts/load_max_over_mean": float(torch.stack(ratios).max()),
+            "experts/without_tokens": float((counts == 0).double().mean()),
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The biases ``[experts]``, float32, by the names that they have in the plain module's state dict."""
+        return {name: getattr(*router).clone() for name, router in self._routers.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes over biases from ``state_dict``.
+
+        Raises:
+            CheckpointError: when one is missing.
+        """
+        missing = [name for name in self._routers if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"no {missing[0]} in the checkpoint, and {len(missing)} of {len(self._routers)} biases missing: it is "
+                "of another model, or of a run with train.expert_bias_rate 0"
+            )
+        for name, router in self._routers.items():
+            getattr(*router).copy_(state[name])
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How a router gets weights from logits once experts are chosen."""
+
+    scores: str
+    normalised: bool
+    scale: float
+
+    def weights(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        weights = scores.gather(-1, chosen)
+        return self.scale * (weights / weights.sum(-1, keepdim=True) if self.normalised else weights)
+
+
+def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[str, nn.Module, str | None]:
+    """The router of a layer's experts by name, and the name of its bias if it has one."""
+    block = experts.rpartition(".")[0]
+    while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
+        experts, block = block, block.rpartition(".")[0]
+    parent = module.get_submodule(block)
+    for name, each in parent.named_modules(prefix=block):
+        for bias in BIASES:
+            if bias in each._buffers and each._buffers[bias].shape == (num_experts,):
+                return name, each, bias
+    for name in ("gate", "router"):
+        if isinstance(getattr(parent, name, None), nn.Module):
+            return f"{block}.{name}".lstrip("."), getattr(parent, name), None
+    raise ConfigError(f"{block} has no module gate or router beside its experts: set train.expert_bias_rate to 0")
+
+
+def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device: torch.device) -> None:
+    rule = _rule_of(name, router, num_experts)
+    router.register_buffer(bias, torch.zeros(num_experts, device=device))
+
+    def choose(router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        del args
+        logits, weights, chosen = output
+        scores = SCORES[rule.scores](logits.float())
+        chosen = (scores.detach() + getattr(router, bias)).topk(chosen.shape[-1], dim=-1).indices
+        return logits, rule.weights(scores, chosen).to(weights.dtype), chosen
+
+    router.register_forward_hook(choose)
+
+
+def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
+    """Finds a router's rule by trying it with weights drawn at random."""
+    refusal = ConfigError(
+        f"{name}: {type(router).__name__} chooses experts by a rule that a bias cannot be put into (not the largest "
+        "scores, softmax or sigmoid, of single experts): set train.expert_bias_rate to 0"
+    )
+    generator = torch.Generator().manual_seed(0)
+    tensors = dict(router.named_parameters()) | dict(router.named_buffers())
+    drawn = {key: torch.randn(each.shape, generator=generator) for key, each in tensors.items()}
+    width = next((each.shape[1] for each in tensors.values() if each.ndim == 2 and each.shape[0] == num_experts), None)
+    if width is None:
+        raise refusal
+    tokens = torch.randn(64, width, generator=generator) / width**0.5
+    try:
+        with torch.no_grad():
+            output = torch.func.functional_call(router, drawn, (tokens,))
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise refusal from error
+    if not isinstance(output, tuple) or len(output) != 3 or output[0].shape != (len(tokens), num_experts):
+        raise refusal
+    logits, weights, chosen = output
+    for kind, function in SCORES.items():
+        scores = function(logits.float())
+        largest = scores.topk(chosen.shape[-1], dim=-1).indices
+        if not torch.equal(largest.sort(-1).values, chosen.sort(-1).values):
+            continue
+        for normalised in (False, True):
+            ratios = weights.float() / _Rule(kind, normalised, 1.0).weights(scores, chosen)
+            if torch.allclose(ratios, ratios[:1, :1], rtol=1e-4):
+                return _Rule(kind, normalised, float(f"{ratios.mean():.6g}"))
+    raise refusal
+
+
+def _counter(counts: torch.Tensor) -> Callable[..., None]:
+    """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
+
+    def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del experts
+        recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
+        if recomputed or not torch.is_grad_enabled():
+            return
+        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        counts.add_(tokens_per_expert(chosen.flatten().sort().values, len(counts)))
+
+    return torch.compiler.disable(count)

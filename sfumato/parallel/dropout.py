@@ -1,0 +1,229 @@
+"""Dropout whose masks belong to samples, not to ranks, micro-batches or a generator.
+
+Whether an element is dropped is a hash of (seed, module, step, sample, token, feature): splitmix64 (Steele and others,
+OOPSLA 2014) seeded for each token and counted over its features. Integer arithmetic alone, so a CPU and a GPU drop the
+same elements, however the batch is cut, and a block that is recomputed drops them again.
+
+Cost: about ten passes over an int64 tensor of the input's shape (fused into one under ``torch.compile``), and one byte
+for each element until the backward pass, as with torch's own dropout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from sfumato.errors import ConfigError
+
+FUNCTIONAL = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attn_dropout",
+    "activation_dropout",
+    "layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+)
+"""Settings of model configurations whose dropout happens inside of functions, where no key reaches it."""
+
+# splitmix64; constants above 2^63 as negative int64, products wrap around.
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
+    """Makes every ``nn.Dropout`` of a model with p > 0 draw its masks from keys. In evaluation nothing is dropped.
+
+    Call it after adapters are added and before ``parallelize``: modules are known by their names.
+
+    Args:
+        module: a transformers or diffusers model; changed in place.
+        seed: the run's seed.
+
+    Returns:
+        What gives the masks the batch's keys, or None when the model drops nothing.
+
+    Raises:
+        ConfigError: when the model has dropout that cannot be keyed.
+    """
+    _refuse_others(module)
+    found: dict[str, KeyedDropout] = {}
+    for name, each in module.named_modules():
+        if type(each) in (nn.Dropout, KeyedDropout) and each.p > 0:
+            each.__class__ = KeyedDropout
+            each.name, each.row_keys, each.positions = name, None, None
+            each.features = _features(module, name)
+            found[name] = each
+    return DropoutKeys(module, found, seed) if found else None
+
+
+class DropoutKeys:
+    """The keyed dropout modules of a model, and the keys of the batch that goes through it."""
+
+    def __init__(self, module: nn.Module, dropouts: Mapping[str, KeyedDropout], seed: int) -> None:
+        self._module, self._dropouts = module, list(dropouts.values())
+        self._names = torch.tensor([_hash(f"{int(seed)}/dropout/{name}") for name in dropouts])
+        self._active = False
+
+    @contextmanager
+    def batch(
+        self, step: int, sample_ids: Sequence[int] | torch.Tensor, positions: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Inside, the model's dropout belongs to these samples. Holds the forward *and* the backward pass.
+
+        Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. What is cut along the sequence needs ``positions``; then
+        every dropout input must have that length, so a model whose dropouts see streams of different lengths (image
+        and text apart) cannot be cut. Features must be whole: tensor parallelism over an adapter's input is refused.
+
+        Args:
+            step: the optimiser step; also count the pass in it if a batch is used several times.
+            sample_ids: one integer for each row, B of them.
+            positions: int ``[S]`` or ``[B, S]``, where this rank's tokens stand in the whole row; None for 0 to S - 1.
+
+        Raises:
+            RuntimeError: when a batch is open already; from the model's forward, when an input does not fit.
+            ValueError: when ids or positions have a wrong shape.
+        """
+        if self._active:
+            raise RuntimeError("keys.batch is open already: close one batch before the next, backward pass included")
+        ids = torch.as_tensor(sample_ids, dtype=torch.int64, device="cpu")
+        if ids.ndim != 1:
+            raise ValueError(f"sample_ids must be one integer for each row, not of shape {tuple(ids.shape)}")
+        if positions is not None and positions.ndim != 1 and positions.shape[:-1] != ids.shape:
+            raise ValueError(f"positions {tuple(positions.shape)} must be [S] or [B, S] for {len(ids)} rows")
+        rows = _mix(self._names + (torch.tensor(int(step)) + 1) * GAMMA)[:, None]
+        rows = _mix(rows + (ids + 1)[None] * GAMMA)
+        parameter = next(self._module.parameters(), None)
+        if parameter is not None:
+            rows = rows.to(parameter.device)
+            positions = None if positions is None else positions.to(parameter.device)
+        self._active = True
+        try:
+            for each, keys in zip(self._dropouts, rows, strict=True):
+                each.row_keys, each.positions = keys, positions
+            yield
+        finally:
+            self._active = False
+            for each in self._dropouts:
+                each.row_keys, each.positions = None, None
+
+
+class KeyedDropout(nn.Dropout):
+    """``nn.Dropout`` with masks from keys. ``keyed_dropout`` turns existing modules into these."""
+
+    name: str
+    features: int | None
+    """Size of the last dimension where it is known: a smaller one has been cut."""
+    row_keys: torch.Tensor | None
+    positions: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Drops elements and scales the others by ``1 / (1 - p)``; same shape and dtype."""
+        if not self.training or self.p == 0:
+            return input
+        self._check(input)
+        keep = keep_mask(self.row_keys.to(input.device), input.shape, self.p, self.positions)
+        return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
+
+    def _check(self, input: torch.Tensor) -> None:
+        shape, rows, positions = tuple(input.shape), self.row_keys, self.positions
+        if rows is None:
+            raise RuntimeError(
+                f"dropout {self.name} does not know its samples: run forward and backward pass inside of "
+                "keys.batch(step, sample_ids), or call eval() on the model"
+            )
+        if isinstance(input, DTensor) or (self.features is not None and shape[-1] != self.features):
+            raise RuntimeError(
+                f"dropout {self.name} sees a part of its {self.features} features, {shape}: its masks would depend "
+                "on the ranks; set the dropout to 0 or train.tensor_parallel_size to 1"
+            )
+        if input.ndim < 2 or shape[0] != len(rows):
+            raise RuntimeError(
+                f"dropout {self.name} got {shape}, but the batch has {len(rows)} sample ids: its inputs must be "
+                "[B, F] or [B, ..., F]; set the dropout to 0 where tokens of several rows are mixed (experts)"
+            )
+        if positions is not None and input.ndim > 2 and shape[1] != positions.shape[-1]:
+            raise RuntimeError(
+                f"dropout {self.name} got {shape}, but the batch has positions of {positions.shape[-1]} tokens"
+            )
+
+
+def keep_mask(
+    row_keys: torch.Tensor, shape: Sequence[int], p: float, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Which elements stay.
+
+    Args:
+        row_keys: int64 ``[B]``.
+        shape: ``[B, F]`` or ``[B, S, ..., F]``.
+        p: probability that an element is dropped.
+        positions: int ``[S]`` or ``[B, S]``, counted over dimension 1; None for 0 to S - 1.
+
+    Returns:
+        bool of that shape.
+    """
+    device = row_keys.device
+    keys = row_keys
+    for axis in range(1, len(shape) - 1):  # a counter within a counter: one more hash for each dimension
+        if axis == 1 and positions is not None:
+            counter = positions.to(device, torch.int64)
+        else:
+            counter = torch.arange(shape[axis], device=device)
+        keys = _mix(keys[..., None] + (counter + 1) * GAMMA)
+    bits = _mix(keys[..., None] + (torch.arange(shape[-1], device=device) + 1) * GAMMA)
+    threshold = min(int(p * 2**64), 2**64 - 1) - 2**63
+    return bits >= threshold
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64; shifts are logical, which int64 has not."""
+    state = (state ^ ((state >> 30) & (2**34 - 1))) * FIRST
+    state = (state ^ ((state >> 27) & (2**37 - 1))) * SECOND
+    return state ^ ((state >> 31) & (2**33 - 1))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _features(module: nn.Module, name: str) -> int | None:
+    """Features of the input of an adapter's dropout: peft keeps it at ``LAYER.lora_dropout.ADAPTER``."""
+    layer, _, rest = name.rpartition(".lora_dropout.")
+    if not layer:
+        return None
+    projection = module.get_submodule(layer).lora_A
+    weight = projection[rest].weight if rest in projection else None
+    return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # not of a convolution
+
+
+def _refuse_others(module: nn.Module) -> None:
+    """Raises for dropout that is not an ``nn.Dropout``."""
+    for name, each in module.named_modules():
+        label = name or type(module).__name__
+        kind = type(each)
+        if issubclass(kind, _DropoutNd) and kind not in (nn.Dropout, KeyedDropout) and each.p > 0:
+            raise ConfigError(f"{label} is a {kind.__name__}, whose masks cannot belong to samples: set its p to 0")
+        if isinstance(each, nn.MultiheadAttention | nn.RNNBase) and each.dropout > 0:
+            raise ConfigError(
+                f"{label} drops with probability {each.dropout:g} inside of torch, where masks cannot belong to "
+                "samples: set its dropout to 0"
+            )
+        _refuse_functional(label, getattr(each, "config", None))
+
+
+def _refuse_functional(label: str, config: object) -> None:
+    values = config if isinstance(config, Mapping) else vars(config) if hasattr(config, "__dict__") else {}
+    for key in FUNCTIONAL:
+        value = values.get(key)
+        if isinstance(value, int | float) and value > 0:
+            raise ConfigError(
+                f"the configuration of {label} has {key} {value:g}, which drops inside of functions, where masks "
+                f"cannot belong to samples: set {key} to 0"
+            )

@@ -1,0 +1,323 @@
+"""Mixture-of-experts layers whose experts lie on several ranks: tokens travel to their experts and back.
+
+The way over ranks is that of GShard (arXiv 2006.16668), the products that of MegaBlocks (arXiv 2211.15841): tokens are
+sorted by expert and multiplied in groups of any size. There is no capacity, so no token is ever dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import local
+
+EXCHANGED = "sfumato_exchanged"
+GROUPED = "sfumato_grouped"
+"""Names under which transformers finds our functions of an experts module."""
+
+
+def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]:
+    """Gives each rank of the axis ``ep`` its part of the experts of every layer, and sends tokens to them.
+
+    A forward pass is a collective: every rank of ``ep`` must run it, and the backward pass, equally often. A rank
+    without tokens takes part, and its experts get zeros as gradients.
+
+    Args:
+        module: a transformers model whose experts follow ``use_experts_implementation``, adapters included. The
+            experts' parameters ``[experts, ...]``, on a device or on meta, become DTensors ``Shard(0)`` over ``ep``.
+        mesh: the ranks, with an axis ``ep``.
+
+    Returns:
+        The experts modules by name; fsdp shards each over ``efsdp``, with ``expert_placement``.
+
+    Raises:
+        ConfigError: when there are no experts, when they cannot be shared evenly, or when they have adapters or
+            parameters that do not belong to one expert.
+    """
+    layout = mesh.layout
+    experts = find_experts(module, "train.expert_parallel_size must be 1")
+    for name, each in experts.items():
+        _check_shareable(name, each, layout.ep)
+        for parameter in each.parameters():
+            expert_placement(parameter, layout.efsdp)
+    ranks = mesh.device_mesh("ep")
+    for each in experts.values():
+        for name, parameter in list(each.named_parameters()):
+            each.register_parameter(name, _cut(parameter, ranks))
+    _switch(module, experts, EXCHANGED, torch.compiler.disable(exchanged_experts))
+    return experts
+
+
+def apply_grouped_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """Lets whole experts of one process multiply in groups, in the dtype of autocast.
+
+    Args:
+        module: as for ``apply_expert_parallel``; its parameters stay as they are.
+
+    Returns:
+        The experts modules by name.
+
+    Raises:
+        ConfigError: when there are no experts.
+    """
+    experts = find_experts(module, "grouped experts are for mixture-of-experts models")
+    _switch(module, experts, GROUPED, grouped_experts)
+    return experts
+
+
+def find_experts(module: nn.Module, remedy: str) -> dict[str, nn.Module]:
+    """The modules with the experts of a layer by name, in order.
+
+    Raises:
+        ConfigError: when there are none; ``remedy`` says what to do then.
+    """
+    found = {name: each for name, each in module.named_modules() if _is_experts(each)}
+    if not found:
+        raise ConfigError(
+            f"{type(module).__name__} has no experts of transformers' interface (use_experts_implementation): {remedy}"
+        )
+    return found
+
+
+def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    """How fsdp cuts a parameter ``[experts, ...]`` further over ``ranks``.
+
+    It is cut within each expert, since a rank may have fewer experts than there are ranks.
+
+    Raises:
+        ConfigError: when no dimension is divisible.
+    """
+    for dim in range(1, parameter.ndim):
+        if parameter.shape[dim] % ranks == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"experts' weights of shape {tuple(parameter.shape)} cannot be cut evenly over {ranks} ranks (fsdp ranks / "
+        "train.expert_parallel_size): raise train.expert_parallel_size or train.data_parallel_replicate_size"
+    )
+
+
+def exchanged_experts(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' part of a layer, where each rank of ``ep`` has its own tokens and its own experts.
+
+    Args:
+        experts: the experts module; its parameters are DTensors ``Shard(0)`` over ``ep``.
+        hidden_states: this rank's tokens, ``[tokens, hidden]``; there may be none.
+        top_k_index: chosen experts of each, counted over all ranks, ``[tokens, k]``, int64.
+        top_k_weights: their weights, ``[tokens, k]``.
+
+    Returns:
+        ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
+    """
+    ranks = experts.down_proj.device_mesh
+    group, num_ranks = ranks.get_group(), ranks.size()
+    num_experts = local(experts.down_proj).shape[0] * num_ranks
+    dtype = _compute_dtype(experts, hidden_states)
+    k = top_k_index.shape[-1]
+
+    order, inverse, counts = _sort(top_k_index.reshape(-1), num_experts)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    counts, arriving = counts.view(num_ranks, -1), arriving.view(num_ranks, -1)
+    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+
+    rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
+    rows = _Exchange.apply(rows, sent, received, group)
+    mine = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
+    mine = mine.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    by_expert, by_rank, counts = _sort(mine, counts.shape[1])
+    rows = _Rows.apply(rows, by_expert, by_rank, 1)
+    rows = _compute(experts, rows, counts, dtype)
+    rows = _Rows.apply(rows, by_rank, by_expert, 1)
+    rows = _Exchange.apply(rows, received, sent, group)
+    return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
+
+
+def grouped_experts(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """``exchanged_experts`` in one process that has all experts; arguments and result are the same."""
+    dtype = _compute_dtype(experts, hidden_states)
+    order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
+    rows = _Rows.apply(hidden_states.to(dtype), order, inverse, top_k_index.shape[-1])
+    rows = _compute(experts, rows, counts, dtype)
+    return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
+
+
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Multiplies each group of rows with its own matrix, in one kernel where torch has it, else one by one.
+
+    Args:
+        rows: ``[rows, in]``, sorted by group.
+        weight: ``[groups, in, out]``, dtype of ``rows``; it always gets a gradient, zeros for groups without rows.
+        counts: rows of each group, ``[groups]``, int64.
+
+    Returns:
+        ``[rows, out]``.
+    """
+    if _has_kernel(rows, weight):
+        return functional.grouped_mm(rows, weight, offs=counts.cumsum(0).int())
+    return multiply_in_turn(rows, weight, counts)
+
+
+def multiply_in_turn(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``grouped_matmul`` as a loop over groups."""
+    return torch.cat([part @ each for part, each in zip(rows.split(counts.tolist()), weight.unbind(), strict=True)])
+
+
+def tokens_per_expert(sorted_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert stands in sorted ids ``[n]``: ``[num_experts]``, int64. Nothing waits for the device."""
+    ids = torch.arange(num_experts, device=sorted_ids.device)
+    ends = torch.searchsorted(sorted_ids, ids, right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    if not all(hasattr(module, each) for each in ("has_gate", "has_bias", "is_transposed", "config")):
+        return False
+    return all(hasattr(module, each) for each in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"))
+
+
+def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
+    if name.split(".")[-1] == "base_layer":
+        raise ConfigError(
+            f"{name}: adapters on experts' weights (peft's target_parameters) add whole matrices to them and do not go "
+            "together with expert parallelism: leave the experts out of the adapters' targets, or set "
+            "train.expert_parallel_size to 1"
+        )
+    num_experts = experts.down_proj.shape[0]
+    for key, parameter in experts.named_parameters():
+        if "." in key or parameter.ndim < 2 or parameter.shape[0] != num_experts:
+            raise ConfigError(
+                f"{name}.{key} of shape {tuple(parameter.shape)} does not belong to one of {num_experts} experts, so "
+                "ranks cannot share it: set train.expert_parallel_size to 1"
+            )
+    if num_experts % ranks:
+        raise ConfigError(
+            f"train.expert_parallel_size {ranks} does not divide the {num_experts} experts of {name}: {num_experts} / "
+            f"{ranks} = {num_experts / ranks:g}; take a divisor of {num_experts}"
+        )
+
+
+def _cut(parameter: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
+    """A parameter as a DTensor with this rank's experts; the others' memory is freed."""
+    piece = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
+    return nn.Parameter(DTensor.from_local(piece, ranks, [Shard(0)], run_check=False), parameter.requires_grad)
+
+
+def _switch(module: nn.Module, experts: dict[str, nn.Module], name: str, function: Callable[..., Any]) -> None:
+    """Makes the model use a function for its experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+    module.set_experts_implementation(name)
+    for key, each in experts.items():
+        if each.config._experts_implementation != name:
+            raise ConfigError(f"{key}: {type(each).__name__} cannot be switched to another experts implementation")
+
+
+def _compute_dtype(experts: nn.Module, hidden_states: torch.Tensor) -> torch.dtype:
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
+
+
+def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The stable order of ids ``[n]``, its inverse, and how often each id is there."""
+    sorted_ids, order = ids.sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse, tokens_per_expert(sorted_ids, num_experts)
+
+
+def _compute(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Runs the experts on their rows, which are sorted by expert."""
+    rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _linear(experts, "down_proj", rows, counts, dtype)
+    return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
+
+
+def _linear(
+    experts: nn.Module, name: str, rows: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    weight = local(getattr(experts, name)).to(dtype)
+    rows = grouped_matmul(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts)
+    if experts.has_bias:
+        ids = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(rows))
+        rows = rows + local(getattr(experts, f"{name}_bias")).to(dtype)[ids]
+    return rows
+
+
+def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch has a grouped kernel for this device, dtype and alignment."""
+    compiling = torch.compiler.is_compiling()
+    if not len(rows) or not hasattr(functional, "grouped_mm") or (compiling and rows.dtype != torch.bfloat16):
+        return False
+    offset = 0 if compiling else weight.storage_offset()  # the compiler cannot read it
+    if any(size * weight.itemsize % 16 for size in (*weight.shape[1:], offset)):
+        return False
+    if rows.device.type == "cpu":
+        return rows.dtype in (torch.float32, torch.bfloat16)
+    return (
+        rows.device.type == "cuda"
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    )
+
+
+def _combine(
+    rows: torch.Tensor, inverse: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sum of each token's ``k`` results, which are sorted by expert."""
+    num_tokens, k = top_k_weights.shape
+    rows = _Rows.apply(rows, inverse, order, 1)
+    return (rows.view(num_tokens, k, rows.shape[-1]) * top_k_weights.unsqueeze(-1)).sum(dim=1)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows ``index // repeats``, each of ``repeats`` times; unlike torch's, its backward pass adds in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, repeats: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape, ctx.repeats = rows.shape, repeats
+        return rows[index // repeats if repeats > 1 else index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        gradient = gradient[inverse]
+        if ctx.repeats > 1:
+            gradient = gradient.view(ctx.shape[0], ctx.repeats, ctx.shape[1]).sum(dim=1)
+        return gradient, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; its backward pass is the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived

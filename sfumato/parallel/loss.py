@@ -1,0 +1,278 @@
+"""Cross entropy and log-probabilities of language models without all logits in memory at once.
+
+The logits of T tokens over a vocabulary of V are often the largest tensor of a step. Here they are computed for
+``chunk_tokens`` tokens at a time, in the forward pass and once more in the backward pass, so that what waits for the
+backward pass is two numbers for each token (the idea of Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv
+2410.10989, in plain torch). torch 2.13's ``linear_cross_entropy`` does so too, for the loss alone; log-probabilities,
+temperature, entropy and a vocabulary that is cut over ranks (arXiv 1909.08053) need this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional
+
+IGNORED = -100
+"""Label of a token that does not count."""
+
+
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+    """Sum of ``-log p(label)`` over tokens, computed in float32.
+
+    Args:
+        logits: ``[..., V]``, any float dtype.
+        labels: int64 ``[...]``; ``ignore_index`` does not count.
+        ignore_index: the label to pass over.
+
+    Returns:
+        float32 scalar; 0 with zero gradients when no token counts.
+    """
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
+    )
+
+
+def linear_cross_entropy_sum(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int = 1024,
+    ignore_index: int = IGNORED,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
+
+    Arguments as in ``token_log_probs``.
+
+    Returns:
+        float32 scalar; 0 with zero gradients when no token counts.
+    """
+    return -token_log_probs(hidden, weight, labels, 1.0, bias, chunk_tokens, ignore_index, group).sum()
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int = 1024,
+    ignore_index: int = IGNORED,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Log-probability of each label under ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+    Matrix products run in the dtype of ``hidden``, or that of autocast; softmax and sums in float32.
+
+    Args:
+        hidden: ``[..., H]``; with ``group`` the same on its ranks, and whole: join it first where Megatron's sequence
+            parallelism has cut it.
+        weight: ``[V, H]``, or this rank's rows of it with ``group``. A DTensor (fsdp2) is gathered, and its gradient
+            summed over the ranks that hold its shards and copies, except over a mesh axis called tp, whose ranks see
+            the same tokens: there it stays in rows if that axis is ``group``.
+        labels: int64 ``[...]`` in the whole vocabulary; ``ignore_index`` gives 0.
+        temperature: divides the logits.
+        bias: ``[V]``, or this rank's part of it.
+        chunk_tokens: tokens whose logits are in memory at a time.
+        ignore_index: the label to pass over.
+        group: ranks over which the vocabulary is cut in rank order. Gradients of ``hidden`` are summed over it.
+
+    Returns:
+        float32 ``[...]``. A label outside the vocabulary is an error, or -inf with ``group``.
+
+    Raises:
+        ValueError: when the shapes do not fit.
+    """
+    return _log_probs(hidden, weight, labels, temperature, bias, chunk_tokens, ignore_index, group, False)[0]
+
+
+def token_log_probs_and_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int = 1024,
+    ignore_index: int = IGNORED,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
+
+    Returns:
+        float32 ``[...]`` twice; both are 0 where the label is ``ignore_index``.
+    """
+    return _log_probs(hidden, weight, labels, temperature, bias, chunk_tokens, ignore_index, group, True)
+
+
+def _log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    bias: torch.Tensor | None,
+    chunk_tokens: int,
+    ignore_index: int,
+    group: dist.ProcessGroup | None,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = _gathered(weight, group)
+    bias = None if bias is None else _gathered(bias, group)
+    if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "they must be [..., H], [V, H] and [...]"
+        )
+    if chunk_tokens < 1 or temperature <= 0:
+        raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1 and temperature {temperature} above 0")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(device, enabled=False):
+        log_probs, entropy = _LinearLogProbs.apply(
+            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, ignore_index, group, with_entropy
+        )
+    return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """A plain tensor of a DTensor's whole rows, or of this rank's rows over ``group``."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    placements, gradients = [], []
+    for axis, (name, placement) in enumerate(zip(names, tensor.placements, strict=True)):
+        kept = group is not None and mesh.get_group(axis).group_name == group.group_name
+        placements.append(placement if kept else Replicate())
+        gradients.append(placement if kept else Replicate() if name == "tp" else Partial())
+    return tensor.redistribute(placements=placements).to_local(grad_placements=gradients)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels, and entropies, chunk by chunk; the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        ignore_index: int,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = labels != ignore_index
+        rows = _own_rows(labels, weight.shape[0], group)
+        lse = hidden.new_empty(labels.shape, dtype=torch.float32)
+        target, entropy = torch.empty_like(lse), torch.empty_like(lse) if with_entropy else lse.new_empty(0)
+        for part in _parts(len(labels), chunk_tokens):
+            logits = _logits(hidden[part], weight, bias, temperature)
+            lse[part] = logits.logsumexp(-1)
+            target[part] = _pick(logits, rows[part], counts[part], group)
+            if with_entropy:
+                log_p = logits.sub_(lse[part, None])
+                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+        if group is not None:
+            lse, target, entropy = _join(lse, target, entropy, group)
+        log_probs = torch.where(counts, target - lse, 0.0)
+        if with_entropy:
+            entropy = torch.where(counts, entropy, 0.0)
+        ctx.save_for_backward(hidden, weight, bias, rows, counts, lse, entropy)
+        ctx.settings = temperature, chunk_tokens, group, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
+        temperature, chunk_tokens, group, with_entropy = ctx.settings
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        # Sums over chunks are kept in float32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        for part in _parts(len(rows), chunk_tokens):
+            upstream = torch.where(counts[part], grad_log_probs[part], 0.0)
+            log_p = _logits(hidden[part], weight, bias, temperature).sub_(lse[part, None])
+            grad = log_p.exp() if with_entropy else log_p.exp_()
+            if with_entropy:
+                log_p.add_(entropy[part, None]).mul_(grad)
+                log_p.mul_(torch.where(counts[part], grad_entropy[part], 0.0)[:, None])
+            grad.mul_(-upstream[:, None])
+            index, own = _own(rows[part], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], torch.where(own, upstream, 0.0)[:, None])
+            if with_entropy:
+                grad -= log_p
+            grad = grad.div_(temperature).to(hidden.dtype)
+            if wants_hidden:
+                grad_hidden[part] = grad @ weight
+            if wants_weight:
+                grad_weight += grad.T @ hidden[part]
+            if wants_bias:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        if wants_hidden and group is not None:
+            dist.all_reduce(grad_hidden, group=group)
+        grad_weight = grad_weight.to(weight.dtype) if wants_weight else None
+        grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    logits = functional.linear(hidden, weight, bias).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _own_rows(labels: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Labels as rows of this rank's part of the weight; those of other ranks' parts lie outside of it."""
+    if group is None:
+        return labels
+    sizes = [torch.zeros(1, dtype=torch.int64, device=labels.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([size], device=labels.device), group=group)
+    return labels - torch.cat(sizes)[: dist.get_rank(group)].sum()
+
+
+def _own(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that can be looked up, and which of them are meant."""
+    own = (rows >= 0) & (rows < size)
+    return torch.where(own, rows, 0), own
+
+
+def _pick(
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Each token's logit of its label; -inf where another rank has it."""
+    if group is None:
+        return logits.gather(-1, torch.where(counts, rows, 0)[:, None])[:, 0]
+    index, own = _own(rows, logits.shape[-1])
+    return torch.where(own, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
+
+
+def _join(
+    lse: torch.Tensor, target: torch.Tensor, entropy: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exp, label's logit and entropy over the vocabulary, from those of all ranks' parts."""
+    largest = torch.stack([lse, target])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    below = largest[0] - lse
+    weights = torch.exp(-below)
+    sums = torch.stack([weights, weights * (entropy + below)] if len(entropy) else [weights])
+    dist.all_reduce(sums, group=group)
+    spread = sums[0].log()
+    return largest[0] + spread, largest[1], sums[1] / sums[0] + spread if len(entropy) else entropy

@@ -1,0 +1,371 @@
+"""Less memory and more speed for the repeated blocks: recomputation, activations in CPU memory, compilation.
+
+Only the ``forward`` of each block is replaced, on the instance: parameter names, classes and hooks stay as they are, so
+what FSDP, tensor and sequence parallelism do around a block happens once, outside of the recomputation.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.errors import ConfigError
+from sfumato.parallel.shards import local
+
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn_3::_flash_attn_forward",
+        "flash_attn_3::fwd",
+        "flex_attention",
+    }
+)
+"""Operations whose results ``selective`` keeps."""
+
+COMMUNICATION = frozenset(
+    {
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_to_all_single",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_dtensor::shard_dim_alltoall",
+    }
+)
+"""Collectives whose results ``selective`` keeps, so that they are not sent twice."""
+
+MATMUL = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_scaled_grouped_mm",
+    }
+)
+"""Matrix products; ``selective`` keeps every second one."""
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments through which a block writes keys and values to a cache."""
+
+MIN_OFFLOAD_BYTES = 256 * 2**10
+"""Smaller tensors stay: a copy of them takes longer to start than to run."""
+
+RECOMPILE_LIMIT = 32
+"""Variants of blocks that are compiled; further ones run uncompiled, with torch's warning."""
+
+
+def apply_memory_savings(
+    module: nn.Module, config: ParallelConfig, blocks: Mapping[str, nn.Module], backend: str = "inductor"
+) -> None:
+    """Makes blocks recompute, offload and compile as configured; changes them in place.
+
+    From inside out: recomputation (non-reentrant, arXiv 1604.06174; random numbers are drawn again as they were),
+    ``torch.compile`` around it, and activation offload around both. FSDP comes afterwards. Without gradients a
+    block runs as it was.
+
+    ``compile`` treats sizes as fixed until a second size comes and then compiles once more for any size, so packed
+    rows of unequal lengths cost two compilations of each kind of block.
+
+    Args:
+        module: the model, after tensor, expert and sequence parallelism.
+        config: ``activation_checkpointing``, ``enable_activation_offload``, ``compile``.
+        blocks: its repeated blocks by name.
+        backend: of ``torch.compile``.
+
+    Raises:
+        ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
+    """
+    mode = config.activation_checkpointing
+    if config.enable_activation_offload and mode == "selective":
+        raise ConfigError(
+            "train.enable_activation_offload cannot reach what train.activation_checkpointing selective keeps: "
+            "take full (block inputs go to CPU memory) or none (all activations do)"
+        )
+    for name, each in module.named_modules():
+        if mode != "none" and getattr(each, "gradient_checkpointing", False):
+            raise ConfigError(
+                f"{name or type(module).__name__} checkpoints gradients itself, so that train.activation_checkpointing "
+                f"{mode} would recompute twice: call disable_gradient_checkpointing() (diffusers) or "
+                "gradient_checkpointing_disable() (transformers) on the model"
+            )
+    for name, block in blocks.items():
+        if "forward" in vars(block):
+            raise ConfigError(
+                f"the forward of {name} has been replaced already (a cache, a hook of diffusers?): remove that, or set "
+                "train.activation_checkpointing none, train.enable_activation_offload false and train.compile false"
+            )
+    offload = ActivationOffload() if config.enable_activation_offload else None
+    for block in blocks.values():
+        block.forward = BlockForward(block, mode, backend if config.compile else None, offload)
+
+
+class BlockForward:
+    """What stands in for the forward of one block."""
+
+    def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
+        self.block, self.mode, self.backend, self.offload = block, mode, backend, offload
+        block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
+        run = MethodType(FORWARDS[mode], block)
+        self.run = run if backend is None else torch.compile(run, backend=backend, **_compile_settings())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.offload is None or not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        with self.offload.hold(self.block):
+            return self.run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+        return BlockForward(copy.deepcopy(self.block, memo), self.mode, self.backend, self.offload)
+
+
+def _compile_settings() -> dict[str, int]:
+    """All blocks share one cache: kinds of block, with and without gradients, of fixed and of any size."""
+    known = inspect.signature(torch.compile).parameters
+    return {"recompile_limit": RECOMPILE_LIMIT} if "recompile_limit" in known else {}  # torch 2.11 has only its own 8
+
+
+def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return block.class_forward(block, *args, **kwargs)
+
+
+def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return block.class_forward(block, *args, **kwargs)
+    return _recompute(block, args, kwargs)
+
+
+def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return block.class_forward(block, *args, **kwargs)
+    return _recompute(block, args, kwargs, context_fn=_selective_contexts)
+
+
+FORWARDS = {"none": _plain, "full": _full, "selective": _selective}
+
+
+def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+    for name in CACHES:
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"{type(block).__name__} would write its keys and values into the cache {name} again when "
+                "train.activation_checkpointing recomputes it: call the model with use_cache=False"
+            )
+    names, count = tuple(kwargs), len(args)
+
+    def forward(*values: Any) -> Any:
+        return block.class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # Tensors given by position are saved for the backward pass, where offload sees them; those given by name are not.
+    return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False, **settings)
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    counts = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operation.name().partition(".")[0]
+        if name in ATTENTION or name in COMMUNICATION:
+            return CheckpointPolicy.MUST_SAVE
+        if name in MATMUL:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class ActivationOffload:
+    """Keeps what autograd saves inside blocks in pinned CPU memory until the backward pass needs it.
+
+    Copies run on a stream of their own beside the computation; while one block's backward pass runs, the activations
+    of the block before it come back. Neither direction runs ahead of the computation by more than two blocks, which
+    bounds the memory of copies under way. A tensor that several operations save is copied once. Weights, also those
+    that autocast has converted, and tensors below ``min_bytes`` stay where they are.
+    """
+
+    def __init__(self, min_bytes: int = MIN_OFFLOAD_BYTES, stay: tuple[str, ...] = ("cpu", "meta")) -> None:
+        """
+        Args:
+            min_bytes: size from which tensors are moved.
+            stay: types of devices whose tensors are not moved.
+        """
+        self.min_bytes, self.stay = min_bytes, stay
+        self._streams: dict[torch.device, Any] = {}
+        self._under_way: deque[Any] = deque()
+        self._last: weakref.ref[_Call] | None = None
+
+    @contextmanager
+    def hold(self, block: nn.Module) -> Iterator[None]:
+        """Inside, what autograd saves is moved, except the weights of the block."""
+        while len(self._under_way) > 1:
+            self._under_way.popleft().synchronize()
+        call = _Call(block, self._last)
+        self._last = weakref.ref(call)
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, call), _unpack):
+            yield
+        if call.copies:
+            self._under_way.append(_event_on(call.stream, call.device))
+
+    def moves(self, tensor: torch.Tensor, weights: set[int]) -> bool:
+        """Whether a saved plain tensor goes to CPU memory; ``weights`` are the block's weights' storages."""
+        return (
+            tensor.layout == torch.strided
+            and tensor.device.type not in self.stay
+            and tensor.nbytes >= self.min_bytes
+            and tensor.untyped_storage()._cdata not in weights
+            and not _is_converted_weight(tensor)
+        )
+
+    def _pack(self, call: _Call, tensor: torch.Tensor) -> Any:
+        piece = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
+        if type(piece) not in (torch.Tensor, nn.Parameter) or not self.moves(piece, call.weights):
+            return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
+        if piece.device not in self._streams:
+            self._streams[piece.device] = torch.get_device_module(piece.device).Stream()
+        held = call.copy_of(piece.detach(), self._streams[piece.device])
+        if piece is tensor:
+            return held, None
+        return held, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+class _Call:
+    """One call of a block: what it moved. It lives as long as one of its copies does."""
+
+    def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
+        self.weights = {_storage(each) for part in block.modules() for each in _tensors_of(part)}
+        self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
+        self.stream: Any = None
+        self.device: torch.device | None = None
+        self._previous, self._awaited = previous, False
+
+    def copy_of(self, tensor: torch.Tensor, stream: Any) -> _HostCopy:
+        """The copy of a tensor; the same one if the tensor has not changed since it was made."""
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        made = self.copies.get(key)
+        held = made[1]() if made else None
+        if held is None:
+            self.stream, self.device = stream, tensor.device
+            held = _HostCopy(tensor, stream, self)
+            # The weak reference keeps the storage's address from being given to another one.
+            self.copies[key] = (StorageWeakRef(storage), weakref.ref(held))
+        return held
+
+    def bring_back(self) -> None:
+        """Starts the copies back of the call before, and waits for this one's; once, when this one's are needed."""
+        if self._awaited:
+            return
+        self._awaited = True
+        mine = [held for _, each in self.copies.values() if (held := each()) is not None]
+        for each in mine:
+            each.fetch()
+        arrived = _event_on(self.stream, self.device)
+        before = self._previous() if self._previous else None
+        if before is not None and before.device == self.device:
+            self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+            for _, each in reversed(before.copies.values()):
+                held = each()
+                if held is not None:
+                    held.fetch()
+        arrived.synchronize()
+
+
+class _HostCopy:
+    """A tensor in CPU memory that can come back."""
+
+    def __init__(self, tensor: torch.Tensor, stream: Any, call: _Call) -> None:
+        self.device, self.stream, self.call = tensor.device, stream, call
+        self._back: torch.Tensor | None = None
+        self._ready: Any = None
+        backend = torch.get_device_module(self.device)
+        stream.wait_stream(backend.current_stream(self.device))
+        with backend.stream(stream):
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_cpu)
+            self._host.copy_(tensor, non_blocking=True)
+        if not tensor.is_cpu:
+            tensor.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Starts the copy back."""
+        if self._back is None:
+            with torch.get_device_module(self.device).stream(self.stream):
+                self._back = torch.empty_like(self._host, device=self.device)
+                self._back.copy_(self._host, non_blocking=True)
+            self._ready = _event_on(self.stream, self.device)
+
+    def take(self) -> torch.Tensor:
+        """The tensor on its device, for the stream that computes."""
+        self.call.bring_back()
+        self.fetch()
+        current = torch.get_device_module(self.device).current_stream(self.device)
+        current.wait_event(self._ready)
+        if not self._back.is_cpu:
+            self._back.record_stream(current)
+        return self._back
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    held, spec = packed
+    if spec is None:
+        return held.take()
+    mesh, placements, shape, stride = spec
+    return DTensor.from_local(held.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _event_on(stream: Any, device: torch.device) -> Any:
+    event = torch.get_device_module(device).Event()
+    event.record(stream)
+    return event
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights of one module; fsdp1 keeps gathered ones as plain attributes."""
+    for each in (*module._parameters.values(), *vars(module).values()):
+        if isinstance(each, torch.Tensor):
+            yield each
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor.detach()).untyped_storage()._cdata
+
+
+def _is_converted_weight(tensor: torch.Tensor) -> bool:
+    """Whether autocast made this tensor from a leaf."""
+    base = tensor._base if tensor._is_view() else tensor
+    node = base.grad_fn
+    return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")

@@ -1,0 +1,499 @@
+"""Weights in and out of a module on any mesh: from safetensors files, from scratch, and back as whole tensors.
+
+A weight file is a set of tensors that can be read in part. ``load_weights`` works out where each of the module's
+weights stands, in which of several files and perhaps as many small tensors (experts one by one), and reads what this
+rank holds of it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import (
+    Held,
+    Joined,
+    Source,
+    Stacked,
+    Swapped,
+    all_parameters,
+    cut,
+    local,
+    open_weights,
+    plain_name,
+    read_piece,
+    trainable_parameters,
+)
+
+NAMED = 5
+"""Tensors that an error names; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a module must be given under a name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_meta: bool
+
+
+def load_weights(
+    module: nn.Module,
+    files: Path | Sequence[Path],
+    mesh: Mesh,
+    from_rank0: bool = False,
+    strict: bool = True,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Fills a module with the weights of a transformers or diffusers folder. Every rank must call it.
+
+    Weights on meta become real, in this rank's shape only; what the files hold is cast to the module's dtypes. Each
+    rank reads its own part of each tensor. What transformers renames, joins or stacks when it loads (experts that
+    are stored one by one) is so here. Adapters are left alone.
+
+    Args:
+        module: plain, ddp, or cut by fsdp2, tensor, expert and pipeline parallelism.
+        files: see ``open_weights``.
+        mesh: the ranks.
+        from_rank0: only rank 0 touches the files; the others receive one whole tensor at a time.
+        strict: False passes over tensors that the module has no place for, and lets weights that are not on meta keep
+            their values when the files have none.
+        rename: from a name in the files to one that the module, or transformers' conversion, knows.
+        device: where weights that are on meta come to lie; the mesh's if None. The CPU with enable_fsdp_offload.
+
+    Raises:
+        ConfigError: on every rank and before anything changes, when tensors are missing, left over, of another shape
+            or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
+    """
+    wanted = _over_stages(
+        {name: Wanted(tuple(each.shape), each.dtype, each.is_meta) for name, each in _loadable(module).items()}, mesh
+    )
+    shared = from_rank0 and mesh.size > 1
+    with ExitStack() as stack:
+        found: dict[str, Source] = {}
+        problems: list[str] = []
+        if mesh.is_first or not shared:
+            try:
+                stored = _rename(stack.enter_context(open_weights(files)), rename)
+                found, problems = _match(stored, wanted, module, strict)
+            except ConfigError as error:
+                problems = [str(error)]
+        _raise_everywhere(problems, mesh)
+        make_real(module, device or mesh.device)
+        targets = _loadable(module)
+        for name in mesh.gather(list(found), over="world")[0] if shared else found:
+            source = _from_first(found.get(name), mesh) if shared else found[name]
+            if name in targets:
+                _copy(read_piece(source, targets[name]), targets[name])
+
+
+def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh, from_rank0: bool = False) -> None:
+    """Copies whole tensors into what this rank holds of a module's weights. Every rank must call it.
+
+    Args:
+        module: any that ``parallelize`` returned, adapters included; not on meta.
+        tensors: some or all of its parameters and persistent buffers, by the names of the plain module, on any
+            device. With pipeline parallelism those of all stages.
+        mesh: the ranks.
+        from_rank0: only rank 0 has them (elsewhere the argument is not looked at) and sends one at a time.
+
+    Raises:
+        ConfigError: on every rank and before anything changes, when a name or shape is not the module's, weights are
+            on meta, or the ranks have different numbers of tensors.
+    """
+    parameters, buffers = all_parameters(module), _persistent_buffers(module)
+    pieces = Pieces(module, mesh, parameters)
+    shapes = {name: tuple(pieces.shapes[name]) for name in parameters}
+    shapes = _over_stages(shapes | {name: tuple(each.shape) for name, each in buffers.items()}, mesh)
+    shared = from_rank0 and mesh.size > 1
+    problems = []
+    if mesh.is_first or not shared:
+        unknown = [name for name in tensors if name not in shapes]
+        if unknown:
+            problems.append(f"the module has no {_first(unknown)}")
+        problems += [
+            f"{name} has shape {tuple(each.shape)}, the module wants {shapes[name]}"
+            for name, each in tensors.items()
+            if name in shapes and tuple(each.shape) != shapes[name]
+        ]
+    on_meta = [name for name, each in (parameters | buffers).items() if each.is_meta]
+    if on_meta:
+        problems.append(f"{_first(on_meta)} are on meta: call load_weights or initialise_on_meta first")
+    counts = [0] if shared else mesh.gather(len(tensors), over="world")
+    if min(counts) != max(counts):
+        problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
+    _raise_everywhere(problems, mesh)
+    for name in mesh.gather(list(tensors) if mesh.is_first else [], over="world")[0] if shared else tensors:
+        mine = Held(tensors[name]) if mesh.is_first or not shared else None
+        whole = (_from_first(mine, mesh) if shared else mine).tensor
+        if name in parameters:
+            _copy(pieces.piece(name, whole), parameters[name])
+        elif name in buffers:
+            _copy(whole, buffers[name])
+
+
+def whole_weights(module: nn.Module, mesh: Mesh, only_trainable: bool = False) -> dict[str, torch.Tensor]:
+    """A module's weights as the plain module would have them. Every rank must call it.
+
+    They are gathered one at a time. A weight that is tied stands under the first of its names.
+
+    Args:
+        module: any that ``parallelize`` returned, adapters included.
+        mesh: the ranks.
+        only_trainable: parameters that require gradients; otherwise all, and persistent buffers.
+
+    Returns:
+        On rank 0 whole tensors on the CPU, of all pipeline stages; elsewhere nothing.
+    """
+    parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
+    pieces = Pieces(module, mesh, parameters)
+    buffers = {} if only_trainable else _persistent_buffers(module)
+    mine = {name: (tuple(pieces.shapes[name]), each.dtype) for name, each in parameters.items()}
+    mine |= {name: (tuple(each.shape), each.dtype) for name, each in buffers.items()}
+    ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
+    stage = ranks.index(mesh.rank)
+    found: dict[str, torch.Tensor] = {}
+    for number, specs in enumerate(mesh.gather(mine, over="pp") if len(ranks) > 1 else [mine]):
+        for name, (shape, dtype) in specs.items():
+            if number == stage:
+                whole = buffers[name] if name in buffers else pieces.whole(name, local(parameters[name].detach()))
+                if stage > 0 and ranks[0] == 0:
+                    dist.send(whole.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
+            elif mesh.is_first:
+                whole = torch.empty(shape, dtype=dtype, device=mesh.device)
+                dist.recv(whole, src=ranks[number], group=mesh.group("pp"))
+            if mesh.is_first:
+                found.setdefault(name, whole.detach().to("cpu", copy=True))
+    return found
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Makes a module whose parameters take no memory, while its buffers have their values.
+
+    Buffers that are computed when a module is made (frequencies of rotary embeddings) stand in no file.
+
+    Args:
+        build: makes the module on the CPU; each parameter exists until it is registered.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # one that is on meta may be tied: it stays the same object
+            attributes = param.__dict__
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.__dict__.update(attributes)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        return build()
+    finally:
+        nn.Module.register_parameter = register
+
+
+@contextmanager
+def real_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Inside, weights on meta seem to lie on the CPU, without taking memory.
+
+    Adapters that are made inside are then real, with the same random values as beside real weights; peft would put
+    them on meta. For initialisations that do not look at the weights.
+    """
+    kept = []
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                kept.append((each, name, parameter))
+                each._parameters[name] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for each, name, parameter in kept:
+            parameter.requires_grad_(each._parameters[name].requires_grad)
+            each._parameters[name] = parameter
+
+
+def initialise_on_meta(
+    module: nn.Module, build: Callable[[], nn.Module], mesh: Mesh, seed: int, device: torch.device | None = None
+) -> None:
+    """Gives a module on meta the random weights that one plain process would have, bit for bit, on any mesh.
+
+    Random numbers drawn in shards would depend on the mesh, so rank 0 makes the plain module, which must fit into its
+    CPU memory, and sends one weight at a time. Every rank must call it.
+
+    Args:
+        module: what ``parallelize`` made of ``build_on_meta(build)``.
+        build: makes the plain module.
+        mesh: the ranks.
+        seed: torch's seed while it is made.
+        device: see ``load_weights``.
+
+    Raises:
+        ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
+    """
+    _refuse_fsdp1(module)
+    wanted = _over_stages(dict.fromkeys(all_parameters(module) | _persistent_buffers(module)), mesh)
+    tensors: dict[str, torch.Tensor] = {}
+    problems = []
+    if mesh.is_first:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            plain = build()
+        tensors = dict(plain.named_parameters(remove_duplicate=False)) | _persistent_buffers(plain)
+        lacking = [name for name in wanted if name not in tensors]
+        problems = [f"the module that was built has no {_first(lacking)}"] if lacking else []
+    _raise_everywhere(problems, mesh)
+    make_real(module, device or mesh.device)
+    load_whole(module, {name: tensors[name].detach() for name in wanted if name in tensors}, mesh, from_rank0=True)
+
+
+def make_real(module: nn.Module, device: torch.device) -> None:
+    """Gives weights on meta memory on a device, for this rank's piece, without values. Others keep theirs."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for key, each in owner._parameters.items():
+            if each is not None:
+                places.setdefault(id(each), []).append((owner, key))
+    module._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+    for (first, name), *others in places.values():
+        for owner, key in others:  # tied weights stay one
+            owner._parameters[key] = first._parameters[name]
+
+
+def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What files hold of a module, by the names there: parameters but adapters', and persistent buffers."""
+    _refuse_fsdp1(module)
+    buffers = _persistent_buffers(module)
+    computed = [name for name, each in module.named_buffers() if each.is_meta and plain_name(name) not in buffers]
+    if computed:
+        raise ConfigError(f"buffers that are in no file are on meta: {_first(computed)}; use build_on_meta")
+    adapters = tuple(
+        f"{plain_name(f'{name}.')}{adapter}."
+        for name, each in module.named_modules()
+        if hasattr(each, "base_layer")
+        for adapter in getattr(each, "adapter_layer_names", ())
+    )
+    parameters = all_parameters(module)
+    on_meta = [name for name, each in parameters.items() if name.startswith(adapters) and each.is_meta]
+    if on_meta:
+        raise ConfigError(f"adapters are on meta: {_first(on_meta)}; add them inside real_stand_ins")
+    found = {name: each for name, each in parameters.items() if not name.startswith(adapters)}
+    found |= buffers
+    return {re.sub(r"(\.base_layer)+\.", ".", name): each for name, each in found.items()}
+
+
+def _refuse_fsdp1(module: nn.Module) -> None:
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        raise ConfigError(
+            "fsdp1 has flattened the weights, so none can be read into them: load before parallelize, with "
+            "train.init_device cpu; or set train.data_parallel_mode fsdp2"
+        )
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): each
+        for prefix, owner in module.named_modules()
+        for name, each in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
+def _names_by_identity(module: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, each in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    return names
+
+
+def _rename(stored: dict[str, Source], rename: Callable[[str], str] | Mapping[str, str] | None) -> dict[str, Source]:
+    if rename is None:
+        return stored
+    renamed: dict[str, Source] = {}
+    for name, each in stored.items():
+        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+        if new in renamed:
+            raise ConfigError(f"rename gives two tensors of the files the name {new!r}")
+        renamed[new] = each
+    return renamed
+
+
+def _match(
+    stored: dict[str, Source], wanted: dict[str, Wanted], module: nn.Module, strict: bool
+) -> tuple[dict[str, Source], list[str]]:
+    """A tensor for each name that is wanted, and what is wrong."""
+    root = _transformers_model(module)
+    if root is not None:
+        stored = _converted(stored, root, {name: each.shape for name, each in wanted.items()})
+    root = module if root is None else root
+    same = [{plain_name(name) for name in names} for names in _names_by_identity(module).values() if len(names) > 1]
+    same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
+    found, missing, misfits = {}, [], []
+    for name, each in wanted.items():
+        names = [name, *sorted(chain.from_iterable(group for group in same if name in group))]
+        source = next((stored[known] for known in names if known in stored), None)
+        if source is not None:
+            found[name] = source
+            misfits += _misfit(name, source, each)
+        elif each.is_meta or (strict and not _ignores(root, "missing", name)):
+            missing.append(name)
+    allowed = {*wanted, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
+    extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
+    problems = [f"the files have no {_first(missing)}; is this the folder of another model?"] if missing else []
+    problems += [f"the module has no place for {_first(extra)} of the files"] if extra else []
+    return found, problems + misfits
+
+
+def _misfit(name: str, source: Source, wanted: Wanted) -> list[str]:
+    if source.shape != wanted.shape:
+        return [f"{name} has shape {source.shape} in the files, the module wants {wanted.shape}"]
+    if wanted.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
+        return [f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"]
+    return []
+
+
+def _ignores(model: nn.Module, what: str, name: str) -> bool:
+    """Whether the model's class says that this name may be missing or unexpected."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
+    computed = (r"rotary_emb\.inv_freq$",) if what == "unexpected" else ()
+    return any(re.search(each, name) for each in (*patterns, *computed))
+
+
+def _transformers_model(module: nn.Module) -> nn.Module | None:
+    """The transformers model that a module is or, as a pipeline's stages, contains under the same names."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    names = all_parameters(module).keys()
+    models = (each for each in module.modules() if isinstance(each, PreTrainedModel))
+    return next((each for each in models if each is module or all_parameters(each).keys() <= names), None)
+
+
+def _converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Tensors under the names that a transformers model has for them, as its conversion mapping says."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    with _plain_classes(model):
+        mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Source] = {}
+    groups: dict[str, dict[str, list[Source]]] = {}
+    for name in sorted(
+        stored, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each)]
+    ):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if new not in shapes and name in shapes:
+            new, pattern = name, None
+        if pattern is not None:
+            groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
+        elif new in found:
+            raise ConfigError(f"two tensors of the files are {new!r} in transformers")
+        else:
+            found[new] = stored[name]
+    for name, parts in groups.items():
+        found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
+    return found
+
+
+def _combined(
+    name: str, parts: dict[str, list[Source]], converter: Any, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Source]:
+    """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
+    first = converter.target_patterns[0]
+    names = [name.replace(first, each) for each in converter.target_patterns]
+    state = [parts[each] for each in converter.source_patterns if each in parts]
+    for op in converter.operations:
+        match type(op).__name__:
+            case "MergeModulelist":
+                state = [[Stacked(each, op.dim)] for each in state]
+            case "Concatenate":
+                state = [[Joined([source for each in state for source in each], op.dim)]]
+            case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
+                state = [[each] for each in cut(state[0][0], op.dim, len(names))]
+            case "Transpose":
+                whole = state[0][0]
+                keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
+                state = [[whole if keep else Swapped(whole, op.dim0, op.dim1)]]
+            case other:
+                raise ConfigError(
+                    f"{name}: transformers converts it by {other}, which cannot be read in parts: load the model with "
+                    "from_pretrained, write it with save_pretrained(folder, save_original_format=False), and take that"
+                )
+    if len(state) != len(names):
+        raise ConfigError(f"{name}: {len(state)} tensors of the files for {len(names)} of the module")
+    return {each: sources[0] for each, sources in zip(names, state, strict=True)}
+
+
+@contextmanager
+def _plain_classes(module: nn.Module) -> Iterator[None]:
+    """Inside, modules have the classes they had before fsdp2: transformers looks conversions up by class name."""
+    sharded = {each: type(each) for each in module.modules() if isinstance(each, FSDPModule)}
+    for each, cls in sharded.items():
+        each.__class__ = cls.__mro__[2]
+    try:
+        yield
+    finally:
+        for each, cls in sharded.items():
+            each.__class__ = cls
+
+
+def _over_stages(values: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """What all pipeline stages have under their names."""
+    return {name: each for part in mesh.gather(values, over="pp") for name, each in part.items()}
+
+
+def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
+    together = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
+    if together:
+        raise ConfigError(f"weights: {_first(together, '; ')}")
+
+
+def _first(names: Sequence[str], separator: str = ", ") -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return separator.join(names[:NAMED]) + more
+
+
+def _from_first(source: Source | None, mesh: Mesh) -> Held:
+    """A tensor that rank 0 reads and sends to all; its failure is everyone's."""
+    header: list[Any] = [None]
+    if source is not None:
+        try:
+            tensor = source.read(tuple(slice(0, size) for size in source.shape)).to(mesh.device).contiguous()
+            header = [(tensor.shape, tensor.dtype)]
+        except (OSError, SafetensorError) as error:
+            header = [f"rank 0 cannot read a weight: {error}"]
+    dist.broadcast_object_list(header, src=0, device=mesh.device)
+    if isinstance(header[0], str):
+        raise ConfigError(header[0])
+    if source is None:
+        tensor = torch.empty(header[0][0], dtype=header[0][1], device=mesh.device)
+    dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
+    return Held(tensor)
+
+
+@torch.no_grad()
+def _copy(piece: torch.Tensor, target: torch.Tensor) -> None:
+    place = local(target.detach())
+    place.copy_(piece.view(place.shape))
