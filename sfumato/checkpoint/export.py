@@ -9,7 +9,7 @@ from pathlib import Path
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import whole_state
+from sfumato.parallel.weights import whole_weights
 
 
 def export_diffusion_model(model: DiffusionModel, ema: Ema | None, folder: Path, mesh: Mesh) -> None:
@@ -22,7 +22,7 @@ def export_diffusion_model(model: DiffusionModel, ema: Ema | None, folder: Path,
         mesh: every rank gathers, the first one writes.
     """
     with averaged_weights(ema):
-        weights = whole_state(model.denoiser, mesh)
+        weights = whole_weights(model.denoiser, mesh)
     if mesh.is_first:
         building, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
         shutil.rmtree(building, ignore_errors=True)

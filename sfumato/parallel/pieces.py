@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import all_parameters, local, plain_name, shard_of, trainable_parameters
+from sfumato.parallel.shards import plain_name, shard_of, trainable_parameters, whole
 
 
 def whole_shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -43,7 +43,7 @@ class Pieces:
         """
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
-            whole = DTensor.from_local(
+            placed = DTensor.from_local(
                 piece,
                 parameter.device_mesh,
                 parameter.placements,
@@ -51,7 +51,7 @@ class Pieces:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            return whole.full_tensor()
+            return whole(placed)
         if self.group is None:
             return piece
         longest = max(self.numels[name])
@@ -62,31 +62,12 @@ class Pieces:
         parts = [each[:numel] for each, numel in zip(padded, self.numels[name], strict=True)]
         return torch.cat(parts).view(self.shapes[name])
 
-    def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def piece(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a whole tensor, a plain tensor."""
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
-            return shard_of(whole, parameter)
+            return shard_of(full, parameter)
         if self.group is None:
-            return whole
+            return full
         starts = [0, *accumulate(self.numels[name])]
-        return whole.reshape(-1)[starts[self.rank] : starts[self.rank + 1]]
-
-
-def whole_state(module: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """A parallel module's state dict as the plain module would have it: a whole copy on the CPU of rank 0.
-
-    Every rank must call it; the others get an empty dict.
-    """
-    pieces = Pieces(module, mesh, all_parameters(module))
-    found = {}
-    for name, parameter in pieces.parameters.items():
-        whole = pieces.whole(name, local(parameter.detach()))
-        if mesh.is_first:
-            found[name] = whole.to("cpu", copy=True)
-    if mesh.is_first:
-        for prefix, each in module.named_modules():
-            for name, buffer in each.named_buffers(recurse=False):
-                if name not in each._non_persistent_buffers_set:
-                    found[plain_name(f"{prefix}.{name}" if prefix else name)] = buffer.to("cpu", copy=True)
-    return found
+        return full.reshape(-1)[starts[self.rank] : starts[self.rank + 1]]

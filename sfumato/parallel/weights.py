@@ -20,24 +20,18 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import (
+from sfumato.parallel.shards import all_parameters, local, plain_name, trainable_parameters
+from sfumato.parallel.weight_files import (
     Held,
-    Joined,
     Source,
-    Stacked,
-    Swapped,
-    all_parameters,
-    cut,
-    local,
+    converted,
     open_weights,
-    plain_name,
     read_piece,
-    trainable_parameters,
 )
 
 NAMED = 5
@@ -341,7 +335,7 @@ def _match(
     """A tensor for each name that is wanted, and what is wrong."""
     root = _transformers_model(module)
     if root is not None:
-        stored = _converted(stored, root, {name: each.shape for name, each in wanted.items()})
+        stored = converted(stored, root, {name: each.shape for name, each in wanted.items()})
     root = module if root is None else root
     same = [{plain_name(name) for name in names} for names in _names_by_identity(module).values() if len(names) > 1]
     same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
@@ -385,77 +379,6 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
     names = all_parameters(module).keys()
     models = (each for each in module.modules() if isinstance(each, PreTrainedModel))
     return next((each for each in models if each is module or all_parameters(each).keys() <= names), None)
-
-
-def _converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
-    """Tensors under the names that a transformers model has for them, as its conversion mapping says."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    with _plain_classes(model):
-        mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, Source] = {}
-    groups: dict[str, dict[str, list[Source]]] = {}
-    for name in sorted(
-        stored, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each)]
-    ):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
-        if new not in shapes and name in shapes:
-            new, pattern = name, None
-        if pattern is not None:
-            groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
-        elif new in found:
-            raise ConfigError(f"two tensors of the files are {new!r} in transformers")
-        else:
-            found[new] = stored[name]
-    for name, parts in groups.items():
-        found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
-    return found
-
-
-def _combined(
-    name: str, parts: dict[str, list[Source]], converter: Any, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Source]:
-    """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
-    first = converter.target_patterns[0]
-    names = [name.replace(first, each) for each in converter.target_patterns]
-    state = [parts[each] for each in converter.source_patterns if each in parts]
-    for op in converter.operations:
-        match type(op).__name__:
-            case "MergeModulelist":
-                state = [[Stacked(each, op.dim)] for each in state]
-            case "Concatenate":
-                state = [[Joined([source for each in state for source in each], op.dim)]]
-            case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
-                state = [[each] for each in cut(state[0][0], op.dim, len(names))]
-            case "Transpose":
-                whole = state[0][0]
-                keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
-                state = [[whole if keep else Swapped(whole, op.dim0, op.dim1)]]
-            case other:
-                raise ConfigError(
-                    f"{name}: transformers converts it by {other}, which cannot be read in parts: load the model with "
-                    "from_pretrained, write it with save_pretrained(folder, save_original_format=False), and take that"
-                )
-    if len(state) != len(names):
-        raise ConfigError(f"{name}: {len(state)} tensors of the files for {len(names)} of the module")
-    return {each: sources[0] for each, sources in zip(names, state, strict=True)}
-
-
-@contextmanager
-def _plain_classes(module: nn.Module) -> Iterator[None]:
-    """Inside, modules have the classes they had before fsdp2: transformers looks conversions up by class name."""
-    sharded = {each: type(each) for each in module.modules() if isinstance(each, FSDPModule)}
-    for each, cls in sharded.items():
-        each.__class__ = cls.__mro__[2]
-    try:
-        yield
-    finally:
-        for each, cls in sharded.items():
-            each.__class__ = cls
 
 
 def _over_stages(values: dict[str, Any], mesh: Mesh) -> dict[str, Any]:

@@ -65,6 +65,7 @@ FLUX = ParallelPlan(
         # and proj_mlp makes the pieces of the four
         "single_transformer_blocks.*.proj_mlp": "packed_colwise:4",
         "single_transformer_blocks.*.proj_out": "packed_rowwise:5",
+        "single_transformer_blocks.*": "separate_outputs",
     },
     sequence={
         "": {"hidden_states": Split(1), "encoder_hidden_states": Split(1), "img_ids": Split(0), "txt_ids": Split(0)},

@@ -1,0 +1,302 @@
+"""Weights in safetensors files: tensors of which a part can be read, as they stand or as transformers combines them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.shards import ranges_of
+
+FILES = ("model", "diffusion_pytorch_model")
+"""What transformers and diffusers call a weight file, without its ending."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+Box = tuple[slice, ...]
+
+
+class Source(Protocol):
+    """A tensor of which a part can be had without the rest."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The part within one slice (with start and stop) for each dimension."""
+
+
+@dataclass
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> torch.Tensor:
+        if not box:
+            return self.file.get_tensor(self.name)
+        if any(each.start == each.stop for each in box):
+            return torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
+        return self.file.get_slice(self.name)[box]
+
+
+@dataclass
+class Held:
+    """A tensor in memory."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.tensor[box]
+
+
+class Stacked:
+    """Tensors of one shape along a new dimension."""
+
+    def __init__(self, parts: Sequence[Source], dim: int) -> None:
+        _require_equal([each.shape for each in parts], "stacked")
+        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
+
+    def read(self, box: Box) -> torch.Tensor:
+        inner = box[: self.dim] + box[self.dim + 1 :]
+        parts = [each.read(inner) for each in self.parts[box[self.dim]]]
+        if not parts:
+            return torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
+        return torch.stack(parts, self.dim)
+
+
+class Joined:
+    """Tensors one after another along a dimension."""
+
+    def __init__(self, parts: Sequence[Source], dim: int) -> None:
+        _require_equal([each.shape[:dim] + each.shape[dim + 1 :] for each in parts], "joined")
+        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.ends = list(accumulate((each.shape[dim] for each in parts), initial=0))
+        self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
+
+    def read(self, box: Box) -> torch.Tensor:
+        wanted, found = box[self.dim], []
+        for part, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
+            first, last = max(wanted.start, start), min(wanted.stop, stop)
+            if first < last or not found:
+                inside = slice(first - start, last - start) if first < last else slice(0, 0)
+                found.append(part.read((*box[: self.dim], inside, *box[self.dim + 1 :])))
+        return torch.cat(found, self.dim)
+
+
+class Narrowed:
+    """A range of a tensor along a dimension."""
+
+    def __init__(self, whole: Source, dim: int, start: int, stop: int) -> None:
+        self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
+        self.shape = (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
+
+    def read(self, box: Box) -> torch.Tensor:
+        moved = slice(box[self.dim].start + self.start, box[self.dim].stop + self.start)
+        return self.whole.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
+
+
+def cut(whole: Source, dim: int, count: int) -> list[Source]:
+    """A tensor's equal parts along a dimension; the last may be shorter."""
+    size = whole.shape[dim]
+    length = -(-size // count)
+    return [
+        Narrowed(whole, dim, min(start, size), min(start + length, size)) for start in range(0, length * count, length)
+    ]
+
+
+class Swapped:
+    """A tensor with two dimensions exchanged."""
+
+    def __init__(self, whole: Source, first: int, second: int) -> None:
+        self.whole, self.first, self.second, self.dtype = whole, first, second, whole.dtype
+        self.shape = self._swap(whole.shape)
+
+    def _swap(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        swapped = list(values)
+        swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
+        return tuple(swapped)
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.whole.read(self._swap(box)).transpose(self.first, self.second)
+
+
+def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
+    if len(set(shapes)) > 1:
+        raise ConfigError(f"tensors that are {how} have unequal shapes: {sorted(set(shapes))}")
+
+
+def read_piece(source: Source, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, reading nothing else.
+
+    Args:
+        source: the tensor, of the whole shape of ``like``.
+        like: a plain tensor or a DTensor with any cut.
+
+    Returns:
+        Plain tensor of the shape of ``local(like)`` and the source's dtype.
+    """
+    return _read_ranges(source, ranges_of(like), ())
+
+
+def _read_ranges(source: Source, ranges: list[list[tuple[int, int]]], box: Box) -> torch.Tensor:
+    dim = len(box)
+    if dim == len(ranges):
+        return source.read(box)
+    parts = [_read_ranges(source, ranges, (*box, slice(start, stop))) for start, stop in ranges[dim]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@contextmanager
+def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
+    """The tensors of a weight folder, by the names in its files; they can be read inside the block.
+
+    Args:
+        files: a folder that transformers' or diffusers' ``save_pretrained`` wrote (one file, or several and an
+            index), a file, or several files.
+
+    Raises:
+        ConfigError: when a file is missing, damaged or of an unknown dtype, or two hold the same tensor.
+    """
+    found: dict[str, Source] = {}
+    with ExitStack() as stack:
+        for path in _weight_files(files):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}; fetch the weights again") from error
+            for name in file.keys():  # noqa: SIM118
+                if name in found:
+                    raise ConfigError(f"{path}: tensor {name!r} is in another file too: remove one of them")
+                view = file.get_slice(name)
+                if view.get_dtype() not in DTYPES:
+                    raise ConfigError(f"{path}: tensor {name!r} has dtype {view.get_dtype()}, which is not supported")
+                found[name] = Stored(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+        yield found
+
+
+def _weight_files(files: Path | Sequence[Path]) -> list[Path]:
+    if not isinstance(files, str | Path):
+        return list(files)
+    files = Path(files)
+    if files.is_file():
+        return [files]
+    for stem in FILES:
+        single, index = files / f"{stem}.safetensors", files / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            try:
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{index} is not an index of weights: {error!r}; fetch it again") from error
+            return [files / each for each in sorted(set(names))]
+    wanted = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
+    raise ConfigError(f"{files} has neither {wanted}: give a folder that save_pretrained wrote")
+
+
+def converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Tensors under the names that a transformers model has for them, as its conversion mapping says."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    with _plain_classes(model):
+        mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Source] = {}
+    groups: dict[str, dict[str, list[Source]]] = {}
+    for name in sorted(
+        stored, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each)]
+    ):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if new not in shapes and name in shapes:
+            new, pattern = name, None
+        if pattern is not None:
+            groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
+        elif new in found:
+            raise ConfigError(f"two tensors of the files are {new!r} in transformers")
+        else:
+            found[new] = stored[name]
+    for name, parts in groups.items():
+        found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
+    return found
+
+
+def _combined(
+    name: str, parts: dict[str, list[Source]], converter: Any, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Source]:
+    """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
+    first = converter.target_patterns[0]
+    names = [name.replace(first, each) for each in converter.target_patterns]
+    state = [parts[each] for each in converter.source_patterns if each in parts]
+    for op in converter.operations:
+        match type(op).__name__:
+            case "MergeModulelist":
+                state = [[Stacked(each, op.dim)] for each in state]
+            case "Concatenate":
+                state = [[Joined([source for each in state for source in each], op.dim)]]
+            case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
+                state = [[each] for each in cut(state[0][0], op.dim, len(names))]
+            case "Transpose":
+                whole = state[0][0]
+                keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
+                state = [[whole if keep else Swapped(whole, op.dim0, op.dim1)]]
+            case other:
+                raise ConfigError(
+                    f"{name}: transformers converts it by {other}, which cannot be read in parts: load the model with "
+                    "from_pretrained, write it with save_pretrained(folder, save_original_format=False), and take that"
+                )
+    if len(state) != len(names):
+        raise ConfigError(f"{name}: {len(state)} tensors of the files for {len(names)} of the module")
+    return {each: sources[0] for each, sources in zip(names, state, strict=True)}
+
+
+@contextmanager
+def _plain_classes(module: nn.Module) -> Iterator[None]:
+    """Inside, modules have the classes they had before fsdp2: transformers looks conversions up by class name."""
+    sharded = {each: type(each) for each in module.modules() if isinstance(each, FSDPModule)}
+    for each, cls in sharded.items():
+        each.__class__ = cls.__mro__[2]
+    try:
+        yield
+    finally:
+        for each, cls in sharded.items():
+            each.__class__ = cls
