@@ -74,6 +74,11 @@ def apply_grouped_experts(module: nn.Module) -> dict[str, nn.Module]:
     return experts
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Whether some layer has experts: all layers of a pipeline stage may be dense."""
+    return any(map(_is_experts, module.modules()))
+
+
 def find_experts(module: nn.Module, remedy: str) -> dict[str, nn.Module]:
     """The modules with the experts of a layer by name, in order.
 

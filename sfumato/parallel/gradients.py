@@ -56,7 +56,9 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
         mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp / num_shards(each, mesh, flat)
         for each in parameters.values()
     ]
-    norms = torch.stack(torch._foreach_norm(list(gradients.values()))).float()
+    norms = torch.zeros(0, device=mesh.device)
+    if gradients:  # a pipeline stage may have nothing that is trained
+        norms = torch.stack(torch._foreach_norm(list(gradients.values()))).float()
     norm = torch.linalg.vector_norm(norms / torch.tensor(copies, device=norms.device).sqrt())
     if mesh.size > 1:
         norm = torch.tensor(math.sqrt(mesh.sum(float(norm.double() ** 2), over="world")), device=norms.device)
@@ -69,7 +71,8 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
             f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
             "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
         )
-    torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    if gradients:
+        torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
 
 

@@ -37,9 +37,10 @@ def parallelize(
 
         apply_tensor_parallel(module, mesh, plan, config.sequence_parallel)
     if layout.ep > 1:
-        from sfumato.parallel.expert import apply_expert_parallel
+        from sfumato.parallel.expert import apply_expert_parallel, has_experts
 
-        experts = apply_expert_parallel(module, mesh)
+        if layout.pp == 1 or has_experts(module):
+            experts = apply_expert_parallel(module, mesh)
     if layout.cp > 1:
         from sfumato.parallel.sequence import apply_sequence_parallel
 

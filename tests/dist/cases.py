@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.models.diffusion import plans
@@ -18,6 +19,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.shards import trainable_parameters, whole
 
@@ -61,7 +63,7 @@ def packed_row(index: int) -> dict[str, torch.Tensor]:
     total = sum(lengths)
     generator = torch.Generator().manual_seed(1000 + index)
     input_ids = torch.randint(0, 64, (1, total), generator=generator)
-    labels = torch.cat([F.pad(each[1:], (0, 1), value=-100) for each in input_ids[0].split(lengths)])[None]
+    labels = torch.cat([functional.pad(each[1:], (0, 1), value=-100) for each in input_ids[0].split(lengths)])[None]
     labels[:, : total // 4 : 3] = -100
     position_ids = torch.cat([torch.arange(each) for each in lengths])[None]
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
@@ -73,7 +75,9 @@ def language_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -
 
         row = shard_sequence(row, mesh)
     logits = module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), row["labels"].flatten(), ignore_index=-100, reduction="sum")
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1).float(), row["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
     return loss, int((row["labels"] != -100).sum())
 
 
@@ -281,7 +285,9 @@ def build(kind: str, lora: bool = False) -> nn.Module:
 
         module.requires_grad_(False)
         torch.manual_seed(1)
-        module.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora_targets), init_lora_weights=False))
+        module.add_adapter(
+            LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora_targets), init_lora_weights=False)
+        )
     return module
 
 
@@ -295,6 +301,8 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
         config: fields of ParallelConfig.
     """
     mesh, parsed = make_mesh(**config)
+    if mesh.layout.pp > 1:
+        return train_pipeline(kind, lora, dtype, **config)
     case = CASES[kind]
     module = build(kind, lora)
     module.train()
@@ -330,6 +338,55 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
     return outcome
 
 
+def summed_loss(logits: torch.Tensor, row: dict[str, torch.Tensor], num: float) -> torch.Tensor:
+    labels = row["labels"].flatten()
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=-100, reduction="sum") / num
+
+
+def merged(mesh: Mesh, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of all stages."""
+    found: dict[str, torch.Tensor] = {}
+    for part in mesh.gather(weights, over="pp"):
+        assert not found.keys() & part.keys()
+        found |= part
+    return found
+
+
+def train_steps(pipeline: Pipeline, mesh: Mesh, kind: str, dtype: torch.dtype | None = None) -> Outcome:
+    case = CASES[kind]
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for each in trainable_parameters(pipeline.module).values():
+        groups.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    optimizer = torch.optim.AdamW(
+        [{"params": each} for each in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
+    )
+    outcome = Outcome()
+    for step in range(NUM_STEPS):
+        rows = [case.row(step * ROWS + index) for index in mesh.share(ROWS)]
+        num = count_all(case, rows, mesh)
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            losses = pipeline.train_step(rows, functools.partial(summed_loss, num=num))
+        assert len(losses) == len(rows)
+        outcome.norms.append(reduce_and_clip(pipeline.module, 1.0, mesh, f"step {step + 1}"))
+        outcome.losses.append(mesh.sum(sum(losses), over="loss"))
+        optimizer.step()
+        optimizer.zero_grad()
+    trained, frozen = weights_of(pipeline.module)
+    outcome.weights, outcome.frozen = merged(mesh, trained), merged(mesh, frozen)
+    return outcome
+
+
+def train_pipeline(
+    kind: str, lora: bool = False, dtype: torch.dtype | None = None, multiple: int = 64, **config: Any
+) -> Outcome:
+    """What ``tests.dist.cases.train`` does, through a pipeline."""
+    mesh, parsed = make_mesh(**config)
+    module = build(kind, lora)
+    module.train()
+    pipeline = build_pipeline(module, mesh, parsed, CASES[kind].plan(module), dtype, length_multiple=multiple)
+    return train_steps(pipeline, mesh, kind, dtype)
+
+
 def count_all(case: Case, rows: list[dict[str, torch.Tensor]], mesh: Mesh) -> float:
     """What counts in a step, over all ranks."""
     mine = sum(int((row["labels"] != -100).sum()) if "labels" in row else 1 for row in rows)
@@ -348,7 +405,9 @@ def weights_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, to
             }
     else:
         found = {name: (each.requires_grad, whole(each.detach()).clone()) for name, each in module.named_parameters()}
-    return tuple({name: each for name, (trained, each) in found.items() if trained is wanted} for wanted in (True, False))
+    return tuple(
+        {name: each for name, (trained, each) in found.items() if trained is wanted} for wanted in (True, False)
+    )
 
 
 def difference(outcome: Outcome, truth: Outcome) -> float:

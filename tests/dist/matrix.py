@@ -1,6 +1,6 @@
 """What composes with what: the modes and pairs that are tested for every kind of model, and the page's table of them.
 
-    python -m tests.dist.matrix        # writes the table into docs/parallelism.md
+python -m tests.dist.matrix        # writes the table into docs/parallelism.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = {
 }
 DIFFUSION = ("sd3", "flux", "wan")
 NO_EXPERTS = "has no experts"
-NO_STAGES = "diffusion transformers are not cut into stages"
+NO_STAGES = "cannot be cut into pipeline stages"
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ MODES = {
     ),
     "ulysses": Mode(2, {"data_parallel_mode": "ddp", "ulysses_parallel_size": 2}),
     "ring": Mode(2, {"data_parallel_mode": "ddp", "context_parallel_size": 2}),
-    "ulysses x ring": Mode(
-        4, {"data_parallel_mode": "ddp", "ulysses_parallel_size": 2, "context_parallel_size": 2}
-    ),
+    "ulysses x ring": Mode(4, {"data_parallel_mode": "ddp", "ulysses_parallel_size": 2, "context_parallel_size": 2}),
     "ring 4": Mode(4, {"context_parallel_size": 4}),
     "ep": Mode(2, {"expert_parallel_size": 2}, dict.fromkeys(("dense", *DIFFUSION), NO_EXPERTS)),
     "pp, gpipe": _pipeline(2, pipeline_schedule="gpipe", data_parallel_mode="ddp"),

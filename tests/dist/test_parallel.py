@@ -1,31 +1,53 @@
 """Every parallel mode against one plain process: losses, gradient norms and weights of three training steps."""
 
 import functools
-from typing import Any
 
 import pytest
+import torch
 
-from tests.dist.cases import CASES, Outcome, difference, train
+from tests.dist.cases import Outcome, difference, train
+from tests.dist.matrix import KINDS, MODES, PAGE, PAIRS, page, reason
+from tests.dist.ranks import RankError
 
 TOLERANCE = 1e-5
 
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp": (2, {"data_parallel_mode": "ddp"}),
-    "fsdp1": (2, {"data_parallel_mode": "fsdp1"}),
-    "fsdp2": (4, {}),
-    "hsdp": (4, {"data_parallel_replicate_size": 2}),
-}
-
 
 @functools.cache
-def truth(kind: str, lora: bool = False) -> Outcome:
-    return train(kind, lora)
+def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Outcome:
+    return train(kind, lora, dtype)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(mode, kind, lora, ranks):
-    num_ranks, config = MODES[mode]
-    for outcome in ranks.run(num_ranks, functools.partial(train, kind, lora, **config)):
+    cell = MODES[mode]
+    run = functools.partial(ranks.run, cell.ranks, functools.partial(train, kind, lora, **cell.config))
+    if kind in cell.refused:
+        with pytest.raises(RankError, match=f"ConfigError: .*{cell.refused[kind]}"):
+            run()
+        return
+    for outcome in run():
         assert difference(outcome, truth(kind, lora)) < TOLERANCE
+        assert outcome.without_gradient == []
+        for name, each in truth(kind, lora).frozen.items():
+            assert torch.equal(outcome.frozen[name], each), f"{name} was frozen"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_near_to_float32_as_bf16_of_one_process(kind, lora, ranks):
+    exact = truth(kind, lora)
+    bound = 2 * difference(truth(kind, lora, torch.bfloat16), exact)
+    for outcome in ranks.run(2, functools.partial(train, kind, lora, torch.bfloat16)):
+        assert 0 < difference(outcome, exact) < bound < 0.2
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_that_are_refused(name):
+    assert reason(*PAIRS[name])
+
+
+def test_the_page_shows_what_is_tested():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text), "run python -m tests.dist.matrix"

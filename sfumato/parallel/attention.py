@@ -1,0 +1,499 @@
+"""Exact, trainable attention over sequences that lie in parts on many ranks: Ulysses and ring together.
+
+Ulysses (arXiv 2309.14509) trades tokens for heads within a group; the ring (arXiv 2310.01889) passes keys and values
+round, and partial results are joined by their log-sum-exp (arXiv 2205.14135). Together: USP (arXiv 2405.07719).
+
+What a query may see is cut into *tiles* without a mask inside: rectangles, and causal squares. No kernel ever sees a
+mask or padding, and what is masked is not computed.
+
+B batch, H heads, S tokens, D features of a head; a *block* is what one ring rank holds after Ulysses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroups:
+    """This rank among those that share sequences."""
+
+    ring: dist.ProcessGroup
+    ring_rank: int
+    ring_size: int
+    ulysses: dist.ProcessGroup
+    ulysses_rank: int
+    ulysses_size: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> SequenceGroups:
+        """The groups of a mesh that has a process group."""
+        return cls(*(f(axis) for axis in ("ring", "ulysses") for f in (mesh.group, mesh.rank_in, mesh.size_of)))
+
+    @property
+    def rank(self) -> int:
+        """Rank among all that share a sequence; Ulysses is the fast axis."""
+        return self.ring_rank * self.ulysses_size + self.ulysses_rank
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring_size * self.ulysses_size
+
+    def members(self, ring_rank: int) -> range:
+        """The ranks whose tokens make the block of a ring rank."""
+        return range(ring_rank * self.ulysses_size, (ring_rank + 1) * self.ulysses_size)
+
+
+class Piece(NamedTuple):
+    """Tokens that lie together in the part of one rank of the Ulysses group."""
+
+    rank: int
+    start: int
+    length: int
+
+
+class Tile(NamedTuple):
+    """Queries and keys of two blocks that see each other: all of them, or causally (their numbers are equal then)."""
+
+    rows: slice
+    query: int
+    """First token in the block."""
+    key: int
+    num_queries: int
+    num_keys: int
+    causal: bool = False
+    repeat: int = 1
+    """So many such tiles follow each other along the diagonal; they are computed as rows of a batch."""
+
+    def queries(self, block: torch.Tensor) -> torch.Tensor:
+        """Where the queries are in a block [B, H, S, ...]; it shares memory with the block."""
+        return block[self.rows, :, self.query : self.query + self.num_queries * self.repeat]
+
+    def keys(self, block: torch.Tensor) -> torch.Tensor:
+        """The place of the keys; it shares memory with the block."""
+        return block[self.rows, :, self.key : self.key + self.num_keys * self.repeat]
+
+    def fold(self, part: torch.Tensor) -> torch.Tensor:
+        """Makes repeats to rows."""
+        return part if self.repeat == 1 else part.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
+
+    def unfold(self, part: torch.Tensor) -> torch.Tensor:
+        """The reverse."""
+        return part if self.repeat == 1 else part.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Where tokens lie and what is computed, for one shape of attention. Built once, used by all layers."""
+
+    groups: SequenceGroups
+    query_pieces: tuple[Piece, ...]
+    """Make of the parts of the Ulysses group the query block of this ring rank."""
+    key_pieces: tuple[Piece, ...]
+    key_lengths: tuple[int, ...]
+    """Tokens in the key block of each ring rank."""
+    tiles: tuple[tuple[Tile, ...], ...]
+    """What this rank's queries see in the key block of each ring rank."""
+
+
+def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_lengths: Sequence[int]) -> Schedule:
+    """Every query sees every key; the order of tokens does not matter.
+
+    ``query_lengths`` and ``key_lengths`` are those of all ranks that share the sequence; any numbers, also 0.
+    """
+    own = groups.members(groups.ring_rank)
+    queries, keys = (
+        tuple(Piece(index, 0, lengths[rank]) for index, rank in enumerate(own))
+        for lengths in (query_lengths, key_lengths)
+    )
+    num = sum(each.length for each in queries)
+    blocks = tuple(sum(key_lengths[rank] for rank in groups.members(each)) for each in range(groups.ring_size))
+    tiles = tuple((Tile(slice(None), 0, 0, num, each),) if num and each else () for each in blocks)
+    return Schedule(groups, queries, keys, blocks, tiles)
+
+
+def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) -> Schedule:
+    """Every token sees itself and what stands before it in its document. Parts are those of ``head_tail_chunks``.
+
+    ``documents`` are the lengths of the documents in each row; a single list holds for all rows.
+    """
+    chunks = head_tail_chunks(sum(documents[0]), groups.size)
+    parts = [[(chunks[each], chunks[-1 - each]) for each in groups.members(rank)] for rank in range(groups.ring_size)]
+    own = list(enumerate(parts[groups.ring_rank]))
+    pieces = [Piece(index, 0, len(head)) for index, (head, _) in own]
+    pieces += [Piece(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
+    # the heads of a block's members are neighbours, and so are their tails, in reverse order
+    blocks = [(range(each[0][0].start, each[-1][0].stop), range(each[-1][1].start, each[0][1].stop)) for each in parts]
+    tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
+    return Schedule(groups, tuple(pieces), tuple(pieces), tuple(sum(map(len, each)) for each in blocks), tuple(tiles))
+
+
+def head_tail_chunks(total: int, size: int) -> list[range]:
+    """Twice as many chunks of a sequence as ranks; rank i holds chunks i and 2 size - 1 - i, so causal work is even.
+
+    The parts of ranks differ by one token at most.
+    """
+    base, extra = divmod(total, 2 * size)
+    return _ranges([base + (index < extra) for index in range(2 * size)])
+
+
+def _ranges(lengths: Sequence[int]) -> list[range]:
+    return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _tiles(
+    documents: Sequence[Sequence[int]], query_runs: tuple[range, range], key_runs: tuple[range, range]
+) -> tuple[Tile, ...]:
+    """Tiles of two blocks, each made of two runs of neighbouring tokens; rows with equal documents share them."""
+    places = tuple(
+        (queries, keys, query_base, key_base)
+        for queries, query_base in zip(query_runs, (0, len(query_runs[0])), strict=True)
+        for keys, key_base in zip(key_runs, (0, len(key_runs[0])), strict=True)
+    )
+    tiles: list[Tile] = []
+    for lengths, group in groupby(range(len(documents)), key=lambda row: tuple(documents[row])):
+        same, spans = list(group), _ranges(lengths)
+        rows = slice(None) if len(same) == len(documents) else slice(same[0], same[-1] + 1)
+        for queries, keys, query_base, key_base in places:
+            if queries == keys:
+                tiles += _squares(rows, spans, queries, query_base)
+            elif queries and keys and keys.start < queries.start:
+                # of the documents only that of the first query reaches back to tokens before the run
+                span = next(each for each in spans if queries.start in each)
+                first, last = max(keys.start, span.start), min(queries.stop, span.stop)
+                if first < keys.stop:
+                    place = key_base + first - keys.start
+                    tiles.append(Tile(rows, query_base, place, last - queries.start, keys.stop - first))
+    return tuple(tiles)
+
+
+def _squares(rows: slice, spans: list[range], run: range, place: int) -> Iterator[Tile]:
+    """Causal squares of the documents within a run of tokens; neighbours of equal size become one tile."""
+    cut = (range(max(each.start, run.start), min(each.stop, run.stop)) for each in spans)
+    for length, equal in groupby(len(each) for each in cut if each):
+        repeat = len(list(equal))
+        yield Tile(rows, place, place, length, length, causal=True, repeat=repeat)
+        place += length * repeat
+
+
+def sequence_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    schedule: Schedule,
+    scale: float | None = None,
+    key_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of this rank's queries over the keys and values of all ranks that share the sequence.
+
+    All of these ranks must call it, and compute gradients: those of a rank's loss reach the keys and values of all.
+
+    Args:
+        query: this rank's part, [B, H, S, D], of any floating dtype; partial results are joined in float32.
+        key: [B, Hk, Sk, D]; Hk divides H (grouped queries).
+        value: [B, Hk, Sk, Dv].
+        schedule: where tokens lie and what they see.
+        scale: of the scores; None is 1 / sqrt(D).
+        key_mask: [B or 1, Sk] bool, false for keys of this rank that nobody sees.
+
+    Returns:
+        [B, H, S, Dv], in the dtype of the query (under autocast, in that of autocast).
+
+    Raises:
+        ConfigError: when heads do not divide.
+    """
+    groups = schedule.groups
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    check_heads("this attention", query.shape[1], groups.ulysses_size)
+    if key_mask is not None:
+        query, key = _with_bias(query, key, key_mask)
+    if groups.ulysses_size == 1:
+        return _RingAttention.apply(query, key, value, schedule, scale)
+    key, value = (_repeat_heads(each, query.shape[1], groups.ulysses_size) for each in (key, value))
+    query = _Trade.apply(query, schedule.query_pieces, groups.ulysses, False)
+    key = _Trade.apply(key, schedule.key_pieces, groups.ulysses, False)
+    value = _Trade.apply(value, schedule.key_pieces, groups.ulysses, False)
+    out = _RingAttention.apply(query, key, value, schedule, scale)
+    return _Trade.apply(out, schedule.query_pieces, groups.ulysses, True)
+
+
+def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:
+    """Raises ConfigError, with the arithmetic, when heads cannot be shared. ``what`` names whose heads they are."""
+    if num_heads % ulysses_size:
+        raise ConfigError(
+            f"{what}: {num_heads} query heads / train.ulysses_parallel_size {ulysses_size} is not whole; take a "
+            f"divisor of {num_heads}, and train.context_parallel_size, which cuts no heads, for the rest"
+        )
+
+
+def _repeat_heads(tensor: torch.Tensor, num_heads: int, ulysses_size: int) -> torch.Tensor:
+    """Repeats key heads just as often as every rank needs to get those of its query heads; mostly not at all."""
+    share = num_heads // tensor.shape[1]
+    repeat = share // math.gcd(share, num_heads // ulysses_size)
+    return tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor
+
+
+def _with_bias(query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a feature that is a bias of the scores of a key: it travels with the key, and any kernel understands it."""
+    low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
+    bias = torch.where(key_mask, 0.0, low).to(key.dtype)[:, None, :, None].expand(*key.shape[:-1], 1)
+    return torch.cat([query, torch.ones_like(query[..., :1])], dim=-1), torch.cat([key, bias], dim=-1)
+
+
+class _Trade(torch.autograd.Function):
+    """Within a Ulysses group: from a part of the tokens with all heads to the block with a part of them, or back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup, back: bool
+    ) -> torch.Tensor:
+        ctx.pieces, ctx.group, ctx.back = pieces, group, back
+        return _to_part(tensor, pieces, group) if back else _to_block(tensor, pieces, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return (_to_block if ctx.back else _to_part)(grad, ctx.pieces, ctx.group), None, None, None
+
+
+def _to_block(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """[B, H, S of this rank, D] to [B, H / ranks, S of all, D]."""
+    rows, heads, _, width = tensor.shape
+    lengths = [sum(each.length for each in pieces if each.rank == rank) for rank in range(group.size())]
+    shapes = [(rows, heads // len(lengths), length, width) for length in lengths]
+    parts = _exchange(tensor.chunk(len(lengths), dim=1), shapes, group)
+    return torch.cat([parts[each.rank].narrow(2, each.start, each.length) for each in pieces], dim=2)
+
+
+def _to_part(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """The reverse."""
+    cut = zip(pieces, tensor.split([each.length for each in pieces], dim=2), strict=True)
+    ordered = sorted(cut, key=lambda each: each[0].start)
+    parts = [torch.cat([part for each, part in ordered if each.rank == rank], dim=2) for rank in range(group.size())]
+    return torch.cat(_exchange(parts, [parts[group.rank()].shape] * len(parts), group), dim=1)
+
+
+def _exchange(
+    parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Sends a tensor to each rank of a group and returns what came from each, of given shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    received = parts[0].new_empty(sum(sizes))
+    dist.all_to_all_single(received, _pack(parts), sizes, [each.numel() for each in parts], group=group)
+    return _unpack(received, shapes)
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in tensors])
+
+
+def _unpack(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    sizes = [math.prod(each) for each in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of this ring rank's block of queries; keys and values, later their gradients, travel round the ring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, schedule: Schedule, scale: float
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+        for owner, keys, values, _ in _pass_round(key, value, schedule):
+            for tile in schedule.tiles[owner]:
+                inputs = [tile.fold(each) for each in (tile.queries(query), tile.keys(keys), tile.keys(values))]
+                part, part_lse = (tile.unfold(each) for each in attend(*inputs, scale, tile.causal))
+                total, total_lse = tile.queries(out), tile.queries(lse)
+                joined = torch.logaddexp(total_lse, part_lse)
+                total.mul_(torch.exp(total_lse - joined)[..., None])
+                total.add_(part * torch.exp(part_lse - joined)[..., None])
+                total_lse.copy_(joined)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.schedule, ctx.scale = schedule, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        schedule, grad = ctx.schedule, grad.contiguous()
+        query_grad = torch.zeros_like(query, dtype=lse.dtype)
+        hop = None  # gradients of the next block, on their way to this rank
+        for owner, keys, values, num_following in _pass_round(key, value, schedule):
+            gradients = lse.new_zeros(keys.numel() + values.numel())
+            key_grad, value_grad = _unpack(gradients, [keys.shape, values.shape])
+            for tile in schedule.tiles[owner]:
+                ours = [tile.fold(tile.queries(each)) for each in (grad, query, out, lse)]
+                inputs = (ours[1], *(tile.fold(tile.keys(each)) for each in (keys, values)))
+                parts = attend_backward(ours[0], inputs, ours[2:], ctx.scale, tile.causal)
+                places = tile.queries(query_grad), tile.keys(key_grad), tile.keys(value_grad)
+                for place, part in zip(places, parts, strict=True):
+                    place += tile.unfold(part)
+            if hop is not None:
+                gradients += hop.arrive()
+            hop = _Hop(gradients, num_following, schedule.groups)
+        key_grad, value_grad = _unpack(hop.arrive(), [key.shape, value.shape])
+        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
+
+
+class _Hop:
+    """A tensor sent to the next ring rank while another comes from the one before."""
+
+    def __init__(self, sent: torch.Tensor, num_received: int, groups: SequenceGroups) -> None:
+        size, rank = groups.ring_size, groups.ring_rank
+        self._sent, self._received = sent, sent  # kept alive until the transfer is over
+        self._works: list[dist.Work] = []
+        if size > 1:
+            self._received = sent.new_empty(num_received)
+            send = dist.P2POp(dist.isend, sent, group=groups.ring, group_peer=(rank + 1) % size)
+            receive = dist.P2POp(dist.irecv, self._received, group=groups.ring, group_peer=(rank - 1) % size)
+            self._works = dist.batch_isend_irecv([send, receive])
+
+    def arrive(self) -> torch.Tensor:
+        """What came, when it has."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _pass_round(
+    key: torch.Tensor, value: torch.Tensor, schedule: Schedule
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
+    """Yields (ring rank, its keys, its values, how many numbers the next ones are); the next travel meanwhile."""
+    groups, block = schedule.groups, _pack([key, value])
+    for step in range(groups.ring_size):
+        owner = (groups.ring_rank - step) % groups.ring_size
+        shapes, following = (
+            [(*each.shape[:2], schedule.key_lengths[rank], each.shape[3]) for each in (key, value)]
+            for rank in (owner, owner - 1)
+        )
+        num_following = sum(map(math.prod, following))
+        hop = _Hop(block, num_following, groups) if step + 1 < groups.ring_size else None
+        yield owner, *_unpack(block, shapes), num_following
+        block = hop.arrive() if hop else None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, kernel: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [B, H, S, D] over [B, Hk, Sk, D] and [B, Hk, Sk, Dv] within one process; Hk divides H.
+
+    Args:
+        scale: of the scores.
+        causal: token i sees tokens 0 to i; S = Sk then.
+        kernel: see ``choose_kernel``; None takes the best.
+
+    Returns:
+        [B, H, S, Dv] in the dtype of the query, and the log-sum-exp of the scores, [B, H, S], float32 or wider.
+    """
+    kernel = kernel or choose_kernel(query, value)
+    aten, inputs = torch.ops.aten, _for_kernel(query, key, value, kernel)
+    match kernel:
+        case "cpu_flash":
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+        case "cuda_flash":
+            found = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
+        case "cuda_efficient":
+            found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
+        case "math":
+            with torch.autocast(query.device.type, enabled=False):
+                wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in inputs]
+                scores = _scores(*wide[:2], scale, causal)
+                found = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
+    return found[0][..., : value.shape[-1]], found[1][..., : query.shape[2]]  # some kernels pad the latter
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    result: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    causal: bool,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value (``inputs``) from one part of an attention.
+
+    ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
+    """
+    kernel = kernel or choose_kernel(inputs[0], inputs[2])
+    aten, padded, lse = torch.ops.aten, _for_kernel(*inputs, kernel), result[1]
+    grad, out = (functional.pad(each, (0, padded[2].shape[-1] - each.shape[-1])) for each in (grad, result[0]))
+    match kernel:
+        case "cpu_flash":
+            operation = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            found = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
+        case "cuda_flash":
+            sizes = (None, None, padded[0].shape[2], padded[1].shape[2])
+            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of the dropout that there is not
+            rest = (*sizes, 0.0, causal, state, state[0])
+            operation = aten._scaled_dot_product_flash_attention_backward
+            found = operation(grad, *padded, out, lse.contiguous(), *rest, scale=scale)
+        case "cuda_efficient":
+            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # it works on 32 rows at a time
+            state = torch.zeros((), dtype=torch.int64, device=grad.device)
+            rest = (state, state, 0.0, [True, True, True, False], causal)
+            operation = aten._scaled_dot_product_efficient_attention_backward
+            found = operation(grad, *padded, None, out, lse, *rest, scale=scale)
+        case "math":
+            with torch.autocast(grad.device.type, enabled=False):
+                grad, out, query, key, value = (each.to(lse.dtype) for each in (grad, out, *padded))
+                weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
+                slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
+                found = slope @ key, slope.mT @ query, weights.mT @ grad
+    return tuple(
+        each[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
+        for each, like in zip(found, inputs, strict=False)
+    )
+
+
+def choose_kernel(query: torch.Tensor, value: torch.Tensor) -> str:
+    """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
+
+    math keeps whole score matrices and computes in float32; it runs everywhere and checks the others.
+    """
+    if query.device.type == "cpu":
+        return "cpu_flash"
+    if query.device.type == "cuda" and torch.version.hip is None:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        if half and max(query.shape[-1], value.shape[-1]) <= 256 and torch.cuda.get_device_capability() >= (8, 0):
+            return "cuda_flash"
+        if query.dtype != torch.float64:
+            return "cuda_efficient"
+    return "math"
+
+
+def _for_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str) -> tuple[torch.Tensor, ...]:
+    """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
+    width = max(query.shape[-1], value.shape[-1])
+    width += -width % 8 if kernel.startswith("cuda") else 0
+    query, key, value = (functional.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
+    repeat = 1 if kernel == "cuda_flash" else query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = (each.repeat_interleave(repeat, dim=1) for each in (key, value))
+    return query, key, value
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    scores = query @ key.mT * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -torch.inf) if causal else scores

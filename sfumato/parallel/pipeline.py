@@ -1,0 +1,499 @@
+"""Pipeline parallelism: a language model cut into stages by layers, and torch's schedules to run them.
+
+Schedules: GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503), interleaved 1F1B (arXiv 2104.04473), zero bubble and its
+V-shaped placement (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.errors import ConfigError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.plan import ParallelPlan
+from sfumato.parallel.sequence import shard_sequence
+
+Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+"""torch's name of each schedule."""
+
+TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
+"""Schedules with two stages in each rank."""
+
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+"""Schedules that compute gradients of inputs and of weights apart."""
+
+LENGTH_MULTIPLE = 64
+"""Rows are padded to a multiple of this, so that the buffers between stages rarely change their shape.
+
+A new shape costs some milliseconds: new buffers and two short messages between neighbouring stages.
+"""
+
+PADDING = {"labels": -100}
+"""What padding holds, by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
+
+
+class Absent(nn.Module):
+    """Stands for a part that another stage has: hands on what it is given."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the hidden states, any shape."""
+        del args, kwargs
+        return hidden_states
+
+
+class Stages(nn.Module):
+    """The stages of one rank. Modules, parameters and buffers have the names that they have in the whole model."""
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(index): each for index, each in stages.items()})
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of all stages."""
+        memo = set() if memo is None else memo
+        for each in self.stages.values():
+            yield from each.named_modules(memo, prefix, remove_duplicate)
+
+
+class Pipeline:
+    """A transformers language model cut into stages, of which this rank has one or two."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        goes_back: Sequence[bool],
+        hidden: tuple[int, torch.dtype],
+        mesh: Mesh,
+        config: ParallelConfig,
+        length_multiple: int = LENGTH_MULTIPLE,
+    ) -> None:
+        """Called by ``build_pipeline``.
+
+        Args:
+            stages: this rank's stages by number.
+            goes_back: for each stage of the pipeline, whether gradients go back to the one before it.
+            hidden: width and dtype of what stages hand on.
+            mesh, config, length_multiple: as there.
+        """
+        self.module = Stages(stages)
+        """This rank's part of the model: for ``trainable_parameters``, the optimiser and ``reduce_and_clip``."""
+        self._stages, self._goes_back, self._hidden = dict(stages), goes_back, hidden
+        self._mesh, self._config, self._multiple = mesh, config, length_multiple
+        self._ranks = ranks_of_stages(config)
+        self._made: tuple[tuple[int, ...], Any] | None = None
+        self._loss: Loss | None = None
+        self._batches: list[dict[str, torch.Tensor]] = []
+        self._autocast: Callable[[], Any] = nullcontext
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage, which makes logits and losses."""
+        return len(self._ranks) - 1 in self._stages
+
+    def train_step(self, micro_batches: Sequence[Batch], loss: Loss) -> list[float]:
+        """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
+
+        Rows of all micro-batches are padded to one length. Autocast that is on applies to forward passes and losses.
+
+        Args:
+            micro_batches: the same ones on each rank of a pipeline: ``input_ids`` and ``position_ids`` (rows, length),
+                int64, and what the loss needs; lengths may differ. Padding has position_ids of its own document,
+                labels -100, and 0 in every other field of shape (rows, length, ...).
+            loss: from logits (rows, padded length, vocabulary) and the padded micro-batch to its part of the loss, a
+                scalar that is divided by the count over all ranks and micro-batches already. Under sequence
+                parallelism both are this rank's part, so labels must be shifted already.
+
+        Returns:
+            The loss of each micro-batch, on every rank of the pipeline.
+
+        Raises:
+            ConfigError: when there are too few micro-batches for the schedule.
+        """
+        check_micro_batches(self._config, len(micro_batches))
+        batches = [shard_sequence(each, self._mesh) for each in pad_together(micro_batches, self._multiple)]
+        schedule = self._schedule(len(batches), *batches[0]["input_ids"].shape)
+        kind = self._mesh.device.type
+        if torch.is_autocast_enabled(kind):
+            self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+        self._loss, self._batches = loss, batches
+        losses: list[torch.Tensor] = []
+        try:
+            with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
+                schedule.step(
+                    torch.cat([each["input_ids"] for each in batches]),
+                    target=torch.arange(len(batches)),
+                    losses=losses,
+                    return_outputs=False,
+                    position_ids=torch.cat([each["position_ids"] for each in batches]),
+                )
+        finally:
+            self._loss, self._batches, self._autocast = None, [], nullcontext
+        values = torch.zeros(len(batches), dtype=torch.float64, device=self._mesh.device)
+        if self.has_last:
+            values.copy_(torch.stack(losses).detach())
+        dist.broadcast(values, group=self._mesh.group("pp"), group_src=self._ranks[-1])
+        return values.tolist()
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor] | None:
+        """Logits of micro-batches, for evaluation; their number and shapes are free.
+
+        Stages of one rank wait for each other, so that schedules with one stage in each rank are faster here.
+
+        Args:
+            micro_batches: the same ones on each rank of a pipeline: ``input_ids`` and ``position_ids`` (rows, length).
+
+        Returns:
+            Logits (rows, length, vocabulary) of each, under sequence parallelism of this rank's tokens, on the rank
+            with the last stage; None elsewhere.
+        """
+        group, mine = self._mesh.group("pp"), self._mesh.rank_in("pp")
+        found, sent = [], []
+        for batch in (shard_sequence(each, self._mesh) for each in micro_batches):
+            # The same order of messages on all ranks: nothing can wait for what is behind it.
+            for index in sorted(self._stages):
+                if index == 0:
+                    hidden = batch["input_ids"]
+                elif self._ranks[index - 1] != mine:
+                    shape = (*batch["input_ids"].shape, self._hidden[0])
+                    hidden = torch.empty(shape, dtype=self._hidden[1], device=self._mesh.device)
+                    dist.recv(hidden, group=group, group_src=self._ranks[index - 1])
+                hidden = self._stages[index](hidden, position_ids=batch["position_ids"])
+                if index == len(self._ranks) - 1:
+                    found.append(hidden)
+                elif self._ranks[index + 1] != mine:
+                    self._check_dtype(index, hidden)
+                    hidden = hidden.contiguous()
+                    sent.append((dist.isend(hidden, group=group, group_dst=self._ranks[index + 1]), hidden))
+        for work, _ in sent:
+            work.wait()
+        for each in filter(lambda module: isinstance(module, FSDPModule), self.module.modules()):
+            each.reshard()
+        return found if self.has_last else None
+
+    def _schedule(self, num: int, rows: int, length: int) -> Any:
+        """torch's schedule for micro-batches of this number and shape: the last one, or a new one with new buffers."""
+        if self._made is None or self._made[0] != (num, rows, length):
+            self._made = None  # frees the buffers of the last one
+            stages = [self._stage(index, rows, length) for index in sorted(self._stages)]
+            kind = get_schedule_class(SCHEDULES[self._config.pipeline_schedule])
+            given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+            self._made = (num, rows, length), kind(given, num, self._part_of_loss, scale_grads=False)
+        return self._made[1]
+
+    def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
+        last = len(self._ranks) - 1
+
+        def handed_on(into: int) -> torch.Tensor:
+            hidden = torch.empty(rows, length, self._hidden[0], dtype=self._hidden[1], device="meta")
+            return hidden.requires_grad_(self._goes_back[into])
+
+        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        # Of what the last stage returns torch needs no shape, only that one is given.
+        return _Stage(
+            self,
+            self._stages[index],
+            index,
+            last + 1,
+            self._mesh.device,
+            input_args=(handed_on(index) if index else tokens,),
+            output_args=(handed_on(index + 1) if index < last else tokens,),
+            group=self._mesh.group("pp"),
+        )
+
+    def _part_of_loss(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            return self._loss(logits, self._batches[int(index)]).clone()  # torch detaches it in place
+
+    def _check_dtype(self, index: int, hidden: torch.Tensor) -> None:
+        if hidden.dtype != self._hidden[1]:
+            raise ConfigError(
+                f"stage {index} of the pipeline returns {hidden.dtype}, but the embedding gives {self._hidden[1]}: "
+                "give all weights of the model one dtype"
+            )
+
+
+class _Stage(PipelineStage):
+    """torch's stage, whose forward passes run under the pipeline's autocast."""
+
+    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pipeline = pipeline
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._pipeline._autocast():
+            output = super().forward_one_chunk(*args, **kwargs)
+        if not self.is_last:
+            self._pipeline._check_dtype(self.stage_index, output)
+        return output
+
+
+def build_pipeline(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    plan: ParallelPlan,
+    param_dtype: torch.dtype | None = None,
+    length_multiple: int = LENGTH_MULTIPLE,
+) -> Pipeline:
+    """Cuts a language model into stages, keeps this rank's and parallelises each on its own.
+
+    Layers are shared out as evenly as ``split_layers`` says; the first stage has the embedding, the last one the final
+    norm and the head. A stage is the unmodified model with ``Absent`` in the place of what other stages have. Inside a
+    pipeline fsdp keeps weights that it has gathered until the last backward pass of the step, and reduces gradients
+    then: it would do both for every micro-batch otherwise. With a ``param_dtype``, zero_bubble and zbv may add
+    gradients of weights of neighbouring micro-batches in that dtype before they are added up in float32.
+
+    Args:
+        module: an unmodified transformers causal language model, adapters included, with weights or on meta; give it
+            up afterwards, so that parts of other stages are freed.
+        mesh: the ranks; their axis pp has more than one.
+        config: schedule, and what is applied to each stage.
+        plan: the model's blocks and cuts.
+        param_dtype: dtype in which fsdp gathers and uses weights; None keeps theirs.
+        length_multiple: rows are padded to a multiple of it in training.
+
+    Raises:
+        ConfigError: when the model cannot be cut, has too few layers, or a setting does not go with the schedule.
+    """
+    _check_settings(mesh, config)
+    before, layers, after = _parts(module)
+    _check_ties(before, after)
+    _check_hands_on(module, [*before, *layers, *after])
+    rest = iter(layers)
+    parts = [[*islice(rest, size)] for size in split_layers(len(layers), len(ranks_of_stages(config)))]
+    parts[0] += before
+    parts[-1] += after
+    trained = [any(each.requires_grad for part in stage for each in part.parameters()) for stage in parts]
+
+    dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
+    hidden = (module.config.hidden_size, dtype or module.get_input_embeddings().weight.dtype)
+    within = config.model_copy(update={"enable_reshard_after_forward": False})
+    stages = {}
+    for index, rank in enumerate(ranks_of_stages(config)):
+        if rank != mesh.rank_in("pp"):
+            continue
+        stands = {id(part): part if index == owner else Absent() for owner, own in enumerate(parts) for part in own}
+        stage = _copy_around(module, stands)
+        stage.register_forward_pre_hook(partial(_to_model, first=index == 0), with_kwargs=True)
+        stage.register_forward_hook(partial(_from_model, last=index == len(parts) - 1))
+        stages[index] = parallelize(stage, mesh, within, _plan_of_stage(plan, module, stage), param_dtype)
+    # With a split backward pass torch loses gradients of weights whose stage gets inputs without gradient.
+    split = config.pipeline_schedule in SPLIT_BACKWARD
+    goes_back = [index > 0 and (split or any(trained[:index])) for index in range(len(parts))]
+    return Pipeline(stages, goes_back, hidden, mesh, config, length_multiple)
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each stage has.
+
+    The embedding and the head count as one layer each, so the first and the last stage have about one layer less; every
+    stage has at least one. What does not divide goes to the earlier stages.
+
+    Raises:
+        ConfigError: when there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages: lower train.pipeline_parallel_size "
+            f"(schedules {', '.join(TWO_STAGES)} have two stages in each rank)"
+        )
+    base, extra = divmod(num_layers + 2, num_stages)
+    sizes = [base + (index < extra) for index in range(num_stages)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    while min(sizes) < 1:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(min(sizes))] += 1
+    return sizes
+
+
+def ranks_of_stages(config: ParallelConfig) -> list[int]:
+    """The rank (within the axis pp) of each stage: in turn, or for zbv down and up again."""
+    ranks = list(range(config.pipeline_parallel_size))
+    if config.pipeline_schedule == "zbv":
+        return ranks + ranks[::-1]
+    return ranks * (2 if config.pipeline_schedule in TWO_STAGES else 1)
+
+
+def check_micro_batches(config: ParallelConfig, num: int) -> None:
+    """Whether the schedule can run so many micro-batches in a step.
+
+    Raises:
+        ConfigError: when it cannot, with the arithmetic.
+    """
+    size, schedule = config.pipeline_parallel_size, config.pipeline_schedule
+    if num < (size if schedule == "1f1b" else 1):
+        raise ConfigError(
+            f"train.pipeline_schedule {schedule} has {num} micro-batches in a step (1f1b needs one for each of the "
+            f"{size} stages, others one): raise the batch size to {size} micro-batches for each data-parallel rank, "
+            "lower train.pipeline_parallel_size, or take gpipe"
+        )
+    rounds = max(1, num // size)
+    if schedule in ("interleaved_1f1b", "zero_bubble") and num % rounds:
+        raise ConfigError(
+            f"train.pipeline_schedule {schedule} takes micro-batches in {num} // {size} = {rounds} equal rounds, but "
+            f"{num} / {rounds} = {num / rounds:g}: take a multiple of {size} micro-batches for each data-parallel rank"
+        )
+
+
+def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of one shape: the most rows and the longest length of all, a multiple of ``multiple``.
+
+    Args:
+        micro_batches: fields of shape (rows, length, ...) are padded, as ``train_step`` says; others stay.
+        multiple: what the length is a multiple of.
+
+    Raises:
+        ConfigError: for a field that stages would not see.
+    """
+    shapes = [each["input_ids"].shape for each in micro_batches]
+    rows, longest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+    length = -(-longest // multiple) * multiple
+    padded = []
+    for batch, shape in zip(micro_batches, shapes, strict=True):
+        if "attention_mask" in batch:
+            raise ConfigError(
+                "a pipeline's stages get no attention_mask: leave it out; position_ids separate packed documents, and "
+                "padding on the right needs labels -100 only"
+            )
+        found = {}
+        for name, each in batch.items():
+            if each.shape[:2] != shape:
+                found[name] = each
+                continue
+            if name == "position_ids":
+                places = (torch.arange(length, device=each.device) - shape[1]) % length  # 0 after the row's end
+                found[name] = places.to(each.dtype).repeat(rows, 1)
+            else:
+                found[name] = each.new_full((rows, length, *each.shape[2:]), PADDING.get(name, 0))
+            found[name][: shape[0], : shape[1]] = each
+        padded.append(found)
+    return padded
+
+
+def _check_settings(mesh: Mesh, config: ParallelConfig) -> None:
+    schedule = config.pipeline_schedule
+    if config.pipeline_parallel_size < 2 or not mesh.distributed:
+        raise ConfigError("a pipeline needs train.pipeline_parallel_size above 1")
+    selective = config.activation_checkpointing == "selective"
+    if schedule in SPLIT_BACKWARD and (config.compile or selective):
+        cannot = (
+            "train.activation_checkpointing selective cannot: take full, which then recomputes twice, or none"
+            if selective
+            else "train.compile cannot: set it to false"
+        )
+        raise ConfigError(
+            f"train.pipeline_schedule {schedule} runs backward twice, for inputs and for weights, which {cannot}; or "
+            "take interleaved_1f1b"
+        )
+
+
+def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """What goes before the layers, the layers, and what goes after them, in order.
+
+    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model.
+    """
+    name = type(module).__name__
+    plan = getattr(module.config, "base_model_pp_plan", None)
+    head = getattr(type(module), "_pp_plan", None)
+    if not plan or not head:
+        raise ConfigError(
+            f"{name} cannot be cut into pipeline stages: only causal language models of transformers can, which say "
+            "what their parts are. Set train.pipeline_parallel_size to 1 and share the model with "
+            "train.data_parallel_mode fsdp2, train.tensor_parallel_size or train.ulysses_parallel_size"
+        )
+    parts = [module.base_model.get_submodule(each) for each in plan]
+    places = [place for place, each in enumerate(parts) if isinstance(each, nn.ModuleList)]
+    if len(places) != 1:
+        raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
+    after = parts[places[0] + 1 :] + [module.get_submodule(each) for each in head]
+    return parts[: places[0]], [*parts[places[0]]], after
+
+
+def _check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
+    first = {id(each): each for part in before for each in part.parameters()}
+    tied = [each for part in after for each in part.parameters() if id(each) in first]
+    if any(each.requires_grad or each.is_meta for each in tied):
+        raise ConfigError(
+            "the embedding and the head share one weight (tie_word_embeddings), but lie in the first and the last "
+            "stage of the pipeline, where it would be trained apart: set train.pipeline_parallel_size to 1, freeze it "
+            "(LoRA), or untie the model: tie_word_embeddings false and a copy of the weight in the head"
+        )
+
+
+def _check_hands_on(module: nn.Module, parts: list[nn.Module]) -> None:
+    """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
+    shell = _copy_around(module, {id(part): Absent() for part in parts})
+    left = [each for each, _ in shell.named_parameters()]
+    if any(each.is_meta for each in shell.buffers()):
+        shell.to_empty(device="cpu")
+    device = next((each.device for each in shell.buffers()), torch.device("cpu"))
+    hidden = torch.arange(2 * module.config.hidden_size, device=device).reshape(1, 2, -1).float()
+    with torch.no_grad():
+        handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
+    if left or not torch.equal(handed, hidden):
+        does = f"has weights ({', '.join(left[:3])})" if left else "changes hidden states"
+        raise ConfigError(
+            f"{type(module).__name__} {does} outside its embedding, layers, norm and head, so that every stage of a "
+            "pipeline would do it again; set train.pipeline_parallel_size to 1"
+        )
+
+
+def _copy_around(module: nn.Module, parts: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a model with these modules in the place of those with these ids; the configuration stays the same."""
+    return copy.deepcopy(module, parts | {id(module.config): module.config})
+
+
+def _plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
+    """The plan without tensor-parallel styles of parts that only other stages have."""
+    here = {name for name, each in stage.named_modules() if not isinstance(each, Absent)}
+    here |= {name for name, _ in stage.named_parameters()}
+    gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
+    tensor = {}
+    for pattern, style in plan.tensor.items():
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        if any(map(matches, here)) or not any(map(matches, gone)):
+            tensor[pattern] = style
+    return replace(plan, tensor=tensor)
+
+
+def _to_model(
+    module: nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, torch.Tensor], first: bool
+) -> tuple[tuple[()], dict[str, Any]]:
+    """What a stage is given, as a transformers model is called."""
+    del module
+    return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
+
+
+def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> torch.Tensor:
+    """Logits, or hidden states where there is no head: these are a view, but torch detaches them in place."""
+    del module, args
+    return output.logits if last else output.logits.clone()

@@ -1,0 +1,499 @@
+"""Sequence parallelism of whole models: cuts sequences, distributes every attention, and fails when one bypasses it.
+
+transformers models get their attention from a registry, diffusers' attention modules call torch's from a processor;
+both are public seams, and the models' code stays as it is. Language models hold head-tail parts of packed rows and
+learn from the position ids where documents begin. Diffusion transformers are cut and joined where their plan says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.attention import (
+    Schedule,
+    SequenceGroups,
+    causal_schedule,
+    check_heads,
+    full_schedule,
+    head_tail_chunks,
+    sequence_attention,
+)
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks
+
+ATTENTION = "sfumato_sequence_parallel"
+"""Name of the attention in transformers' registries, and of what a model's attention modules share."""
+
+REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
+
+SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
+OFF = f"set {SIZES} to 1"
+
+
+def shard_sequence(batch: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This rank's part of packed rows: a chunk near the head and its mirror image near the tail.
+
+    Args:
+        batch: ``input_ids`` (or ``inputs_embeds``) [B, S, ...] and others; every tensor with S tokens in dimension 1
+            is cut. Labels must be shifted already. Without ``position_ids`` each row is one document.
+        mesh: the ranks.
+
+    Returns:
+        The batch with ``position_ids``. Parts differ by one token at most.
+
+    Raises:
+        ConfigError: when there are fewer tokens than ranks.
+    """
+    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+    total, size, rank = tokens.shape[1], mesh.layout.cp, mesh.rank_in("cp")
+    positions = torch.arange(total, device=tokens.device)[None]
+    batch = {"position_ids": positions} | dict(batch)
+    if size == 1:
+        return batch
+    if total < size:
+        raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
+    chunks = head_tail_chunks(total, size)
+    kept = [chunks[rank], chunks[-1 - rank]]
+    return {
+        name: torch.cat([each[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
+        if each.ndim > 1 and each.shape[1] == total
+        else each
+        for name, each in batch.items()
+    }
+
+
+def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+    """Makes a model compute on this rank's part of each sequence; changes it in place.
+
+    A transformers model is called with parts from ``shard_sequence``. A diffusers model is called with whole inputs
+    and returns whole outputs; gradients are then sums over the ranks that share the sequence, as everywhere.
+
+    Args:
+        module: an unmodified transformers or diffusers model, after tensor parallelism.
+        mesh: the ranks, with a process group.
+        plan: the blocks; for diffusion transformers the cuts, and which attention reads a whole text.
+
+    Raises:
+        ConfigError: when heads do not divide, or the model has attention of a kind that cannot be shared. Attention
+            that does not go through the seam is found in the first forward pass.
+    """
+    if plan.sequence:
+        shared = _DiffusionSequence(module, mesh, plan)
+    elif hasattr(module, "set_attn_implementation"):
+        shared = _LanguageSequence(module, mesh, plan)
+    else:
+        raise ConfigError(f"{type(module).__name__} is no transformers model: give its plan a sequence, or {OFF}")
+    shared.plug_in()
+
+
+class _Sequence:
+    """What the attention modules of one model share."""
+
+    seam: str
+    """What attention must do to be found."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+        self.module, self.mesh, self.plan = module, mesh, plan
+        self.name = type(module).__name__
+        self.groups, self.group = SequenceGroups.of(mesh), mesh.group("cp")
+        self.blocks = find_blocks(module, plan)
+        self.called: set[nn.Module] = set()
+        """Attention modules that have used the distributed attention."""
+        self.checked = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sequence:
+        raise ConfigError(f"{self.name} cannot be copied after it has been made sequence parallel: copy it before")
+
+    def check(self) -> None:
+        """After the first forward pass: raises ConfigError when a block did without the distributed attention."""
+        missing = [name for name, block in self.blocks.items() if self.called.isdisjoint(block.modules())]
+        if missing:
+            raise ConfigError(
+                f"{self.name}: {', '.join(missing[:3])} ran without the distributed attention, so its tokens saw only "
+                f"those of their own rank. Sequence parallelism needs attention that {self.seam}: {OFF}"
+            )
+        self.checked = True
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor, of one shape, of every rank that shares the sequence."""
+        found = [torch.empty_like(values) for _ in range(self.groups.size)]
+        dist.all_gather(found, values.contiguous(), group=self.group)
+        return found
+
+    def gather_lengths(self, *lengths: int) -> list[tuple[int, ...]]:
+        """The lengths of every rank."""
+        return [tuple(each.tolist()) for each in self.gather(torch.tensor(lengths, device=self.mesh.device))]
+
+
+class _LanguageSequence(_Sequence):
+    """A causal transformers model. Every rank holds the parts of ``shard_sequence``."""
+
+    seam = "calls transformers' AttentionInterface"
+
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+        super().__init__(module, mesh, plan)
+        self._schedules = WeakIdKeyDictionary()
+        self._signature = inspect.signature(module.forward)
+
+    def plug_in(self) -> None:
+        """Registers the attention, switches the model to it and refuses what it cannot do."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        config = self.module.config.get_text_config()
+        self._check_config(config)
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(_language_attention))
+        AttentionMaskInterface.register(ATTENTION, _refuse_padding)
+        self.module.set_attn_implementation(ATTENTION)
+        if config._attn_implementation != ATTENTION:
+            raise ConfigError(f"{self.name} does not let its attention be replaced: {OFF}")
+        for block in self.blocks.values():
+            for each in block.modules():
+                setattr(each, ATTENTION, self)
+        self.module.register_forward_pre_hook(self._start, with_kwargs=True)
+        self.module.register_forward_hook(self._finish)
+
+    def _check_config(self, config: Any) -> None:
+        check_heads(self.name, config.num_attention_heads // self.mesh.layout.tp, self.groups.ulysses_size)
+        window = getattr(config, "sliding_window", None) is not None
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+        other = sorted(set(kinds) - {"full_attention"})
+        if other:
+            raise ConfigError(f"{self.name} has {', '.join(other)}, unknown to sequence parallelism: {OFF}")
+        if getattr(config, "attention_dropout", 0.0):
+            raise ConfigError(
+                f"{self.name} has attention_dropout {config.attention_dropout}, which cannot be shared among ranks: "
+                "set it to 0 in the model's config.json"
+            )
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (self._signature.bind_partial(*args, **kwargs).arguments | kwargs).get("position_ids") is None:
+            raise ConfigError(f"{self.name} was called without position_ids: cut the batch with shard_sequence")
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.checked:
+            self.check()
+
+    def schedule(self, position_ids: torch.Tensor) -> Schedule:
+        """The layout that the position ids [B or 1, S] of all ranks mean; one exchange for all layers."""
+        found = self._schedules.get(position_ids)
+        if found is None:
+            found = causal_schedule(self.groups, self._documents(position_ids))
+            self._schedules[position_ids] = found
+        return found
+
+    def _documents(self, position_ids: torch.Tensor) -> list[list[int]]:
+        """Lengths of documents by row. One begins where a position is not the one before plus 1."""
+        lengths = [each[0] for each in self.gather_lengths(position_ids.shape[1])]
+        chunks = head_tail_chunks(sum(lengths), self.groups.size)
+        pairs = [(chunks[rank], chunks[-1 - rank]) for rank in range(len(lengths))]
+        if lengths != [len(head) + len(tail) for head, tail in pairs]:
+            raise ConfigError(f"{self.name}: ranks hold {lengths} tokens, which is no cut of shard_sequence")
+        padded = functional.pad(position_ids, (0, max(lengths) - position_ids.shape[1]))
+        whole = position_ids.new_empty(position_ids.shape[0], sum(lengths))
+        for part, (head, tail) in zip(self.gather(padded), pairs, strict=True):
+            whole[:, head.start : head.stop] = part[:, : len(head)]
+            whole[:, tail.start : tail.stop] = part[:, len(head) : len(head) + len(tail)]
+        starts = (whole.diff(dim=1, prepend=whole[:, :1]) != 1).cpu()
+        bounds = [[*each.nonzero().flatten().tolist(), sum(lengths)] for each in starts]
+        return [[end - start for start, end in pairwise(each)] for each in bounds]
+
+
+def _language_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [B, H, S, D] to [B, S, H, D], all of this rank's tokens."""
+    shared: _LanguageSequence | None = vars(module).get(ATTENTION)
+    name = type(module).__name__
+    if shared is None:
+        raise ConfigError(f"{name} is not in a block of its model's plan ({ATTENTION}): add its block to the plan")
+    wrong = [each for each in REFUSED if kwargs.get(each) is not None]
+    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+    wrong += ["is_causal=False"] * (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True))
+    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+    if wrong:
+        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to sequence parallelism: {OFF}")
+    if position_ids is None or position_ids.ndim != 2:
+        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {OFF}")
+    shared.called.add(module)
+    out = sequence_attention(query, key, value, shared.schedule(position_ids), scaling)
+    return out.transpose(1, 2), None
+
+
+def _refuse_padding(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """transformers' mask function: there is no mask, documents follow from position ids."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
+
+
+class _DiffusionSequence(_Sequence):
+    """A diffusion transformer, cut and joined by its plan."""
+
+    seam = "calls torch's scaled_dot_product_attention from a processor"
+
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+        super().__init__(module, mesh, plan)
+        self.cut: dict[str, int] = {}
+        """Whole lengths of what this forward pass has cut, by place."""
+        self._open, self._guard = False, None
+        self._known: dict[str, dict[tuple[tuple[str, int], ...], list[tuple[int, ...]]]] = {}
+        self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}
+
+    def plug_in(self) -> None:
+        """Plants the cuts and wraps the processors."""
+        self.module.register_forward_pre_hook(self._start)
+        for pattern, cuts in self.plan.sequence.items():
+            for name, target in self._matching(pattern).items():
+                self._plant(name, target, cuts)
+        whole = {name for pattern in self.plan.replicated_context for name in self._matching(pattern)}
+        for name, each in self.module.named_modules():
+            if getattr(each, "processor", None) is not None:
+                self._wrap(name, each, name in whole)
+        self._check_attention()
+        self.module.register_forward_hook(self._finish, always_call=True)
+
+    def _matching(self, pattern: str) -> dict[str, nn.Module]:
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        found = {name: each for name, each in self.module.named_modules() if expression.fullmatch(name)}
+        if not found:
+            raise ConfigError(f"{self.name} has no module {pattern!r}, which its plan for sequence parallelism names")
+        return found
+
+    def _plant(self, name: str, target: nn.Module, cuts: Mapping[str | int, Split] | Gather) -> None:
+        if isinstance(cuts, Gather):
+            target.register_forward_hook(partial(self._join, name, cuts))
+            return
+        inputs = {key: cut for key, cut in cuts.items() if not cut.output}
+        outputs = {key: cut for key, cut in cuts.items() if cut.output}
+        signature = inspect.signature(target.forward)  # now: recomputation and compilation replace it later
+        unknown = set(inputs) - set(signature.parameters)
+        if unknown:
+            raise ConfigError(f"{self.name}: {name or 'the model'} has no input {', '.join(map(str, unknown))} to cut")
+        if inputs:
+            target.register_forward_pre_hook(partial(self._cut_inputs, name, inputs, signature), with_kwargs=True)
+        if outputs:
+            target.register_forward_hook(partial(self._cut_outputs, name, outputs))
+
+    def _cut_inputs(
+        self, name: str, cuts: Mapping[str, Split], signature: inspect.Signature, _: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = signature.bind(*args, **kwargs)
+        for key, cut in cuts.items():
+            if bound.arguments.get(key) is not None:
+                bound.arguments[key] = self._part(f"{name}.{key}", bound.arguments[key], cut.dim)
+        return bound.args, bound.kwargs
+
+    def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: Any, output: Any) -> Any:
+        parts = [output] if isinstance(output, torch.Tensor) else list(output)
+        for index, cut in cuts.items():
+            parts[index] = self._part(f"{name}.{index}", parts[index], cut.dim)
+        return parts[0] if isinstance(output, torch.Tensor) else tuple(parts)
+
+    def _part(self, place: str, value: Any, dim: int) -> Any:
+        """This rank's part of a tensor, or of each in a tuple or list. Its gradient is that of a slice."""
+        if isinstance(value, tuple | list):
+            return type(value)(self._part(f"{place}.{index}", each, dim) for index, each in enumerate(value))
+        total, size, rank = value.shape[dim], self.groups.size, self.groups.rank
+        if total < size:
+            raise ConfigError(f"{self.name}: {total} tokens at {place} cannot be shared by {size} ranks: {SIZES}")
+        self.cut[place], self._open = total, True
+        base, extra = divmod(total, size)
+        return value.narrow(dim, rank * base + min(rank, extra), base + (rank < extra)).contiguous()
+
+    def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(f"{self.name}: {name} returns {type(output).__name__}; only a tensor can be joined")
+        lengths = self.agree(name, output.shape[gather.dim])
+        self._open = False
+        return _Join.apply(output, gather.dim, [each[0] for each in lengths], self)
+
+    def _wrap(self, name: str, module: nn.Module, whole: bool) -> None:
+        if isinstance(module.processor, nn.Module):
+            kind = type(module.processor).__name__
+            raise ConfigError(
+                f"{self.name}: the processor {kind} of {name} has weights of its own: remove it, or {OFF}"
+            )
+        heads = getattr(module, "heads", None)
+        if isinstance(heads, int) and not whole:
+            check_heads(f"{self.name}: {name}", heads, self.groups.ulysses_size)
+        attention = _whole_attention if whole else torch.compiler.disable(partial(self._attention, name, module))
+        module.set_processor(RedirectedProcessor(module.processor, attention, name))
+
+    def _check_attention(self) -> None:
+        """Attention in a block that has no processor, by its class name."""
+        for block_name, block in self.blocks.items():
+            owned = {part for each in block.modules() if hasattr(each, "processor") for part in each.modules()}
+            for name, each in block.named_modules():
+                kind = type(each).__name__
+                inner = any(hasattr(part, "processor") for part in each.modules())
+                if re.search(r"Attention|Attn", kind) and each not in owned and not inner:
+                    where = f"{self.name}: {block_name}.{name} is a {kind} without processor"
+                    raise ConfigError(f"{where}; sequence parallelism needs attention that {self.seam}: {OFF}")
+
+    def _start(self, module: nn.Module, args: Any) -> None:
+        self.cut, self._open = {}, False
+        if not self.checked:
+            self._guard = _Redirect(self._unwrapped_attention)
+            self._guard.__enter__()
+
+    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.__exit__(None, None, None)
+        if not self.checked and output is not None:
+            self.check()
+
+    def _unwrapped_attention(self, call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._open:
+            raise ConfigError(
+                f"{self.name} calls scaled_dot_product_attention outside of a processor while its sequence is cut, so "
+                f"tokens would see only those of their own rank: {OFF}"
+            )
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+    def _attention(
+        self,
+        name: str,
+        module: nn.Module,
+        call: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """What stands in for torch's function: the same arguments, with this rank's tokens."""
+        where = f"{self.name}: {name}"
+        if dropout_p or is_causal:
+            what = "dropout" if dropout_p else "is_causal"
+            raise ConfigError(f"{where} uses {what}, unknown to sequence parallelism: {OFF}")
+        if not self.cut:
+            raise ConfigError(f"{where} ran before the sequence was cut: name it in replicated_context of the plan")
+        mask = None if attn_mask is None else self._key_mask(name, attn_mask, key.shape[2])
+        lengths = self.agree(f"{name}, call {call}", query.shape[2], key.shape[2])
+        whole = tuple(zip(*lengths, strict=True))
+        if whole not in self._schedules:
+            self._schedules[whole] = full_schedule(self.groups, *whole)
+        self.called.add(module)
+        return sequence_attention(query, key, value, self._schedules[whole], scale, mask)
+
+    def _key_mask(self, name: str, mask: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """[B or 1, Sk] of a mask that is the same for all queries and heads."""
+        mask = mask[(None,) * (4 - mask.ndim)]
+        same = all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True))
+        if mask.dtype != torch.bool or not same or mask.shape[3] != num_keys:
+            raise ConfigError(
+                f"{self.name}: {name} has an attn_mask {list(mask.shape)} of {mask.dtype}; sequence parallelism "
+                f"honours bool masks [B, 1, 1, {num_keys}] of this rank's keys only: {OFF}"
+            )
+        return mask[:, 0, 0]
+
+    def agree(self, place: str, *lengths: int) -> list[tuple[int, ...]]:
+        """These lengths on every rank. Exchanged once for each way to cut, since that costs a synchronisation.
+
+        Recomputation may follow the forward pass of another batch, so what is cut is not known then; with one known
+        answer it is that one, and with several the ranks, which all know the same, exchange again.
+        """
+        known = self._known.setdefault(place, {})
+        if torch._C._current_graph_task_id() == -1:
+            key = tuple(self.cut.items())
+            if key not in known:
+                known[key] = self.gather_lengths(*lengths)
+            found = known[key]
+        else:
+            answers = list(known.values())
+            one = bool(answers) and all(each == answers[0] for each in answers)
+            found = answers[0] if one else self.gather_lengths(*lengths)
+        if found[self.groups.rank] != lengths:
+            raise RuntimeError(f"{place}: lengths {lengths} where {found[self.groups.rank]} were agreed on")
+        return found
+
+
+class _Join(torch.autograd.Function):
+    """The whole sequence on every rank. Each computes the same loss from it and takes its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, lengths: list[int], shared: _Sequence) -> torch.Tensor:
+        ctx.dim, ctx.start, ctx.length = dim, sum(lengths[: shared.groups.rank]), part.shape[dim]
+        moved = part.movedim(dim, 0)
+        room = moved.new_zeros(max(lengths), *moved.shape[1:])
+        room[: len(moved)] = moved
+        parts = zip(shared.gather(room), lengths, strict=True)
+        return torch.cat([each[:length].movedim(0, dim) for each, length in parts], dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+
+
+def _whole_attention(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch's attention, past the guard: keys and values are whole on every rank."""
+    with torch._C.DisableTorchFunction():
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+class _Redirect(TorchFunctionMode):
+    """While active, calls of torch's attention go to another function, with the number of the call before the rest."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attention, self.num_calls = attention, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.scaled_dot_product_attention:
+            self.num_calls += 1
+            return self.attention(self.num_calls, *args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class RedirectedProcessor:
+    """Runs an attention module's own processor with another function in place of torch's attention."""
+
+    def __init__(self, processor: Any, attention: Callable[..., torch.Tensor], name: str) -> None:
+        self.processor, self.attention, self.name = processor, attention, name
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return type(self).__call__(self, *args, **kwargs)
+
+        run.__signature__ = inspect.signature(processor)  # diffusers passes on only what the processor takes
+        self.__dict__["__call__"] = run
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "processor":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.processor, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        redirect = _Redirect(self.attention)
+        with redirect:
+            output = self.processor(*args, **kwargs)
+        if not redirect.num_calls:
+            raise ConfigError(
+                f"{type(self.processor).__name__} of {self.name} does not call torch's scaled_dot_product_attention, "
+                f"so tokens would see only those of their own rank: take diffusers' native attention backend, or {OFF}"
+            )
+        return output

@@ -1,0 +1,246 @@
+"""Recomputation, activation offload and compilation of blocks: the same numbers, less memory."""
+
+import copy
+import functools
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.errors import ConfigError
+from sfumato.parallel import memory
+from sfumato.parallel.memory import ActivationOffload, apply_memory_savings
+from sfumato.parallel.plan import find_blocks
+from tests.dist.cases import CASES, build, make_mesh
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"enable_activation_offload": True},
+    "full and offload": {"activation_checkpointing": "full", "enable_activation_offload": True},
+}
+
+
+def prepare(kind: str, module: nn.Module | None = None, backend: str = "aot_eager", **config: Any) -> nn.Module:
+    """A case's model with memory savings. Offload moves CPU tensors too, into other CPU memory."""
+    module = (module or build(kind)).train()
+    blocks = find_blocks(module, CASES[kind].plan(module))
+    apply_memory_savings(module, ParallelConfig(**config), blocks, backend)
+    offload = ActivationOffload(min_bytes=64, stay=())
+    for each in blocks.values():
+        if config.get("enable_activation_offload"):
+            each.forward.offload = offload
+    return module
+
+
+def run(kind: str, module: nn.Module, rows: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and summed gradients of some rows of unequal lengths."""
+    losses = []
+    for index in range(rows):
+        loss, _ = CASES[kind].loss(module, CASES[kind].row(index), make_mesh()[0])
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses, {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+
+
+@functools.cache
+def truth(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return run(kind, build(kind).train())
+
+
+def assert_same(found: Any, expected: Any, tolerance: float) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, each in found[1].items():
+        assert float((each - expected[1][name]).norm()) <= tolerance * float(expected[1][name].norm()), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CASES)
+def test_losses_and_gradients_stay_as_they_are(kind, mode):
+    module = prepare(kind, **MODES[mode])
+    assert_same(run(kind, module), truth(kind), 1e-6 if "offload" in mode else 0)
+    assert module.state_dict().keys() == build(kind).state_dict().keys()
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A fresh compiler, whose trace pytest does not record (that would take most of the time)."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "rows", "graphs"),
+    [("dense", "selective", 2, 2), ("flux", "full", 1, 3), ("moe", "none", 1, 2)],
+    ids=["dense", "flux", "moe"],
+)
+def test_compiled_blocks_compute_the_same(kind, recompute, rows, graphs, compiler):
+    module = prepare(kind, compile=True, activation_checkpointing=recompute)
+    assert_same(run(kind, module, rows), run(kind, build(kind).train(), rows), 1e-6)
+    assert not compiler["graph_break"]
+    # One graph for each kind of block and, where lengths differ, one more for any length; never one for each block.
+    assert compiler["stats"]["unique_graphs"] == graphs
+
+
+def test_compiled_blocks_offload_and_run_without_gradients(compiler):
+    module = prepare("dense", compile=True, enable_activation_offload=True)
+    assert_same(run("dense", module, rows=1), run("dense", build("dense").train(), rows=1), 1e-6)
+    with torch.no_grad():
+        loss, _ = CASES["dense"].loss(module, CASES["dense"].row(0), make_mesh()[0])
+    assert float(loss) == pytest.approx(truth("dense")[0][0], rel=1e-6)
+
+
+class Alive(TorchDispatchMode):
+    """Storages that operations made and that something still holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.weights = {each.untyped_storage()._cdata for each in module.parameters()}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self.weights:
+                storage = each.untyped_storage()
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    def num_bytes(self) -> int:
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+@pytest.fixture
+def copies(monkeypatch) -> weakref.WeakSet:
+    """Offload's copies that exist."""
+    known: weakref.WeakSet = weakref.WeakSet()
+
+    class Known(memory._HostCopy):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            known.add(self)
+
+    monkeypatch.setattr(memory, "_HostCopy", Known)
+    return known
+
+
+@pytest.mark.parametrize("kind", ["dense", "sd3"])
+def test_less_memory_waits_for_the_backward_pass(kind, copies):
+    def measure(**config: Any) -> tuple[int, int]:
+        """Bytes that wait where they were made, and those in offload's copies."""
+        module = prepare(kind, **config)
+        with Alive(module) as alive:
+            loss, _ = CASES[kind].loss(module, CASES[kind].row(4), make_mesh()[0])
+        moved = sum(each._host.nbytes for each in copies)
+        waiting = alive.num_bytes() - moved
+        loss.backward()
+        assert not copies  # nothing outlives the backward pass
+        return waiting, moved
+
+    none, selective, full = (measure(activation_checkpointing=each)[0] for each in ("none", "selective", "full"))
+    assert full < 0.6 * selective < 0.4 * none
+    waiting, moved = measure(enable_activation_offload=True)
+    assert waiting < 0.35 * none and waiting + moved < 1.1 * none  # one copy of what several operations save
+    both, inputs = measure(enable_activation_offload=True, activation_checkpointing="full")
+    assert both < full and 0 < inputs < 0.2 * moved
+
+
+def test_selective_keeps_attention_and_every_second_product():
+    class Products(TorchDispatchMode):
+        counts: dict[str, int]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name().partition(".")[0]
+            self.counts[name] = self.counts.get(name, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    def count(mode: str) -> tuple[int, int]:
+        with Products() as products:
+            products.counts = {}
+            run("dense", prepare("dense", activation_checkpointing=mode), rows=1)
+        attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return products.counts["aten::mm"], products.counts[attention]
+
+    (none, once), (selective, kept), (full, twice) = count("none"), count("selective"), count("full")
+    assert (once, kept, twice) == (4, 4, 8)
+    assert (full - none) // 4 == 6 and (selective - none) // 4 == 3  # q k v o gate up; down is not needed again
+
+
+def test_dropout_is_recomputed_as_it_was():
+    module = prepare("dense", activation_checkpointing="full")
+    grads = []
+    for model in (build("dense"), module):
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+        torch.manual_seed(5)
+        grads.append(run("dense", model.train(), rows=1)[1])
+    assert all(torch.equal(each, grads[0][name]) for name, each in grads[1].items())
+
+
+def test_without_gradients_and_frozen_blocks_run_as_they_were():
+    module = prepare("dense", activation_checkpointing="selective")
+    with torch.no_grad():
+        loss, _ = CASES["dense"].loss(module, CASES["dense"].row(0), make_mesh()[0])
+    assert float(loss) == truth("dense")[0][0]
+    module.requires_grad_(False).lm_head.requires_grad_(True)
+    assert run("dense", module)[1].keys() == {"lm_head.weight"}
+
+
+def test_a_copy_uses_its_own_weights():
+    module = prepare("dense", activation_checkpointing="full")
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for each in module.parameters():
+            each.zero_()
+    assert_same(run("dense", twin), truth("dense"), 0)
+
+
+def test_weights_and_small_tensors_stay():
+    offload = ActivationOffload(min_bytes=400, stay=())
+    layer = nn.Linear(20, 20)
+    weights = {layer.weight.untyped_storage()._cdata}
+    assert offload.moves(torch.ones(100), weights) and not offload.moves(torch.ones(99), weights)
+    assert not offload.moves(layer.weight.t(), weights)
+    assert offload.moves(torch.ones(20, 20).bfloat16().repeat(2, 2), weights)
+    assert not offload.moves(layer.weight.bfloat16().t(), weights)  # autocast's conversion
+    assert not ActivationOffload(min_bytes=0).moves(torch.ones(100), weights)  # already in CPU memory
+
+
+def test_a_changed_tensor_is_copied_again():
+    offload, x = ActivationOffload(min_bytes=0, stay=()), torch.ones(8, requires_grad=True)
+    with offload.hold(nn.Identity()):
+        y = x * 1
+        first = (y * y).sum()
+        with torch.no_grad():
+            y.mul_(3)
+        second = (y * y).sum()
+    (first + second).backward()
+    assert torch.equal(x.grad, torch.full((8,), 2.0 + 6.0))
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ConfigError, match="enable_activation_offload cannot reach"):
+        prepare("dense", activation_checkpointing="selective", enable_activation_offload=True)
+    dense = build("dense")
+    dense.gradient_checkpointing_enable()
+    with pytest.raises(ConfigError, match="recompute twice"):
+        prepare("dense", dense, activation_checkpointing="full")
+    sd3 = build("sd3")
+    sd3.enable_gradient_checkpointing()
+    with pytest.raises(ConfigError, match="SD3Transformer2DModel checkpoints gradients itself"):
+        prepare("sd3", sd3, activation_checkpointing="full")
+    with pytest.raises(ConfigError, match=r"the forward of model\.layers\.0 has been replaced"):
+        prepare("dense", prepare("dense", activation_checkpointing="full"), activation_checkpointing="full")
+    module = prepare("dense", activation_checkpointing="full")
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        module(input_ids=torch.arange(5)[None], use_cache=True)
