@@ -30,6 +30,7 @@ from sfumato.parallel.expert import expert_placement
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import whole_shapes
 from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.tensor import fsdp_placement
 
 Batch = TypeVar("Batch")
 
@@ -113,9 +114,10 @@ def _apply_fsdp2(
         placement = partial(expert_placement, ranks=mesh.layout.efsdp)
         fully_shard(each, mesh=rest, shard_placement_fn=placement, **settings)
     weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
+    placement = partial(fsdp_placement, ranks=mesh.layout.fsdp)
     for each in blocks.values():
-        fully_shard(each, mesh=weights, **settings)
-    fully_shard(module, mesh=weights, **settings)
+        fully_shard(each, mesh=weights, shard_placement_fn=placement, **settings)
+    fully_shard(module, mesh=weights, shard_placement_fn=placement, **settings)
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)

@@ -63,4 +63,6 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     prefix = module.base_model_prefix
     tensor = {f"{prefix}.{name}": style for name, style in (module.config.base_model_tp_plan or {}).items()}
     head = type(module)._tp_plan or {}
-    return ParallelPlan(blocks=tuple(module._no_split_modules or ()), tensor=tensor | dict(head))
+    # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
+    styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
+    return ParallelPlan(blocks=tuple(module._no_split_modules or ()), tensor=styles)

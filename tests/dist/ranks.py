@@ -14,6 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+GRACE_S = 5.0
+"""Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""
+
+
 class RankError(AssertionError):
     """What a rank raised."""
 
@@ -39,24 +43,33 @@ class RankPool:
         for rank, (_, inbox, _) in enumerate(self._workers[:num_ranks]):
             inbox.put((rendezvous, rank, num_ranks, function, args))
         results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        while len(results) < num_ranks:
+        while len(results) + len(errors) < num_ranks:
             for rank, (process, _, outbox) in enumerate(self._workers[:num_ranks]):
-                if rank in results:
+                if rank in results or rank in errors:
                     continue
                 try:
                     ok, value = outbox.get(timeout=0.02)
                 except queue.Empty:
                     if time.monotonic() > deadline or not process.is_alive():
-                        self.close()
+                        self.close()  # the others may wait for this one for ever
+                        self._raise(errors)
                         state = "did not finish" if process.is_alive() else "died"
                         raise RankError(f"rank {rank} {state}; finished: {sorted(results)}") from None
                     continue
-                if not ok:
-                    self.close()  # the others may wait for this one for ever
-                    raise RankError(f"rank {rank}:\n{value}")
-                results[rank] = value
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        self._raise(errors)
         return [results[rank] for rank in range(num_ranks)]
+
+    @staticmethod
+    def _raise(errors: dict[int, str]) -> None:
+        for rank, error in sorted(errors.items()):
+            raise RankError(f"rank {rank}:\n{error}")
 
     def close(self) -> None:
         """Ends the processes; the next run starts new ones."""
@@ -83,7 +96,8 @@ def _serve(inbox: Any, outbox: Any) -> None:
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
             value = function(*args)
             dist.barrier()
-            dist.destroy_process_group()
-            outbox.put((True, value))
+            answer = (True, value)
         except BaseException:
-            outbox.put((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        dist.destroy_process_group()
+        outbox.put(answer)

@@ -1,0 +1,463 @@
+"""What a layer does under tensor parallelism: the piece of its weights that a rank keeps, and what ranks exchange.
+
+Weights are DTensors on the mesh axis ``tp``, so that sharding and checkpoints know where they lie. The layers compute
+with this rank's plain piece: between them there are plain tensors only, of any length, and compiled code.
+
+Inside a layer group that starts with cut outputs and ends with cut inputs (Megatron-LM, arXiv 1909.08053) there are
+two conventions. Usually what enters is whole on every rank and its gradient is summed where it enters. In a *partial*
+group (sequence parallelism, arXiv 2205.05198) the gather before it and the reduce-scatter after it do all the sums:
+gradients inside are parts whose sum over ranks is the gradient, and so are those of weights that are not cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.shards import local
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The tensor-parallel ranks, as compiled code can hold them."""
+
+    group: str
+    """Name of the process group."""
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh) -> Ranks:
+        """The ranks of a mesh with one axis."""
+        return cls(device_mesh.get_group().group_name, device_mesh.size(), device_mesh.get_local_rank())
+
+
+def copy(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The tensor, whole on every rank; its gradient is summed over ranks."""
+    return _Copy.apply(tensor, ranks) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+
+def reduce(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum over ranks; the gradient, the same on every rank, goes to each."""
+    return _Reduce.apply(tensor, ranks)
+
+
+def gather(tensor: torch.Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> torch.Tensor:
+    """Joins the pieces of ``total`` elements along a dimension. ``parts``: gradients are summed over ranks."""
+    return _Gather.apply(tensor, dim, total, ranks, parts)
+
+
+def cut(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's piece of a tensor that is whole on every rank, filled up with zeros; the gradient is gathered."""
+    return _Cut.apply(tensor, dim, ranks)
+
+
+def scatter(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's piece of the sum over ranks, filled up with zeros; the gradient is gathered."""
+    return _Scatter.apply(tensor, dim, ranks)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, ranks):
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _all_reduce(gradient, ctx.ranks), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, ranks):
+        return _all_reduce(tensor, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, total, ranks, parts):
+        ctx.dim, ctx.width, ctx.ranks, ctx.parts = dim, tensor.shape[dim], ranks, parts
+        return _all_gather(tensor, dim, total, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        take = _reduce_scatter if ctx.parts else _piece
+        return take(gradient, ctx.dim, ctx.ranks).narrow(ctx.dim, 0, ctx.width), None, None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, ranks):
+        ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
+        return _piece(tensor, dim, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, ranks):
+        ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
+        return _reduce_scatter(tensor, dim, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
+
+
+def _all_reduce(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", ranks.group))
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    padded = _pad(tensor, dim, _width(total, ranks)).movedim(dim, 0).contiguous()
+    joined = ops.wait_tensor(ops.all_gather_into_tensor(padded, ranks.size, ranks.group))
+    return joined.narrow(0, 0, total).movedim(0, dim).contiguous()
+
+
+def _reduce_scatter(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    width = _width(tensor.shape[dim], ranks)
+    padded = _pad(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
+    piece = ops.wait_tensor(ops.reduce_scatter_tensor(padded, "sum", ranks.size, ranks.group))
+    return piece.movedim(0, dim).contiguous()
+
+
+def _piece(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    total = tensor.shape[dim]
+    width = _width(total, ranks)
+    start = min(ranks.rank * width, total)
+    piece = tensor.narrow(dim, start, min(width, total - start))
+    return _pad(piece, dim, width).clone(memory_format=torch.contiguous_format)
+
+
+def _width(total: int, ranks: Ranks) -> int:
+    """Elements of each rank's piece; the last pieces may be shorter."""
+    return -(-total // ranks.size)
+
+
+def _pad(tensor: torch.Tensor, dim: int, width: int) -> torch.Tensor:
+    missing = width - tensor.shape[dim]
+    if not missing:
+        return tensor
+    return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim % tensor.ndim) + (0, missing))
+
+
+def blockwise_piece(tensor: torch.Tensor, dim: int, blocks: int, ranks: Ranks) -> torch.Tensor:
+    """This rank's piece of each of several equal blocks, one after the other: of fused matrices."""
+    return torch.cat([each.chunk(ranks.size, dim)[ranks.rank] for each in tensor.chunk(blocks, dim)], dim)
+
+
+class Cutter:
+    """Makes parameters DTensors of which this rank keeps a piece. One for a model: it knows tied weights."""
+
+    def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        self.device_mesh, self.ranks = device_mesh, Ranks.of(device_mesh)
+        owners: dict[int, int] = {}
+        for each in module.modules():
+            for parameter in each.parameters(recurse=False):
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        self._tied = {each for each, count in owners.items() if count > 1}
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def cut(self, module: nn.Module, name: str, dim: int, where: str, blocks: int = 1, even: bool = True) -> None:
+        """Replaces a parameter by its DTensor.
+
+        Args:
+            module: its owner; weights may be on the meta device.
+            name: the parameter; one that is None is left alone.
+            dim: dimension to cut.
+            where: name of the module, for errors.
+            blocks: equal blocks of a fused matrix, each of which is cut.
+            even: whether all pieces must be of one size.
+
+        Raises:
+            ConfigError: when the dimension does not divide, or a tied weight is to be cut in two ways.
+        """
+        parameter = getattr(module, name)
+        if parameter is None:
+            return
+        dim %= parameter.ndim
+        size, parts = parameter.shape[dim], blocks * self.ranks.size
+        if (even or blocks > 1) and size % parts:
+            raise ConfigError(
+                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {parts} equal pieces "
+                f"({size} / {parts} = {size / parts:g}): lower train.tensor_parallel_size {self.ranks.size}"
+            )
+        placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+        known = self._made.get(id(parameter))
+        if known and known[1].placements != (placement,):
+            raise ConfigError(
+                f"{where}.{name} is tied to a weight that is cut otherwise: give both the same style in the plan"
+            )
+        made = known[1] if known else self._distribute(parameter, placement)
+        if id(parameter) in self._tied:
+            self._made[id(parameter)] = (parameter, made)
+        module.register_parameter(name, made)
+
+    def _distribute(self, parameter: nn.Parameter, placement: Shard | _StridedShard) -> nn.Parameter:
+        if isinstance(placement, Shard):
+            tensor = distribute_tensor(parameter.data, self.device_mesh, [placement], src_data_rank=None)
+        else:
+            piece = blockwise_piece(parameter.data, placement.dim, placement.split_factor, self.ranks)
+            shape, stride = parameter.shape, parameter.contiguous().stride()
+            tensor = DTensor.from_local(
+                piece, self.device_mesh, [placement], run_check=False, shape=shape, stride=stride
+            )
+        return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def make_colwise(
+    layer: nn.Linear,
+    cutter: Cutter,
+    where: str,
+    *,
+    parts: bool,
+    even: bool,
+    joined: bool = False,
+    blocks: int = 1,
+    adapter: bool = False,
+) -> None:
+    """Cuts the outputs of a linear layer.
+
+    Args:
+        layer: its weight [out, in] and bias [out] are cut along ``out``. With several blocks its bias, and the weight
+            of an adapter, stay whole and are cut when used: fsdp2 can share a blockwise cut only along ``in``.
+        cutter: cuts the weights.
+        where: its name, for errors.
+        parts: whether it stands in a partial group.
+        even: whether all pieces must be of one size.
+        joined: whether the outputs are gathered again.
+        blocks: equal blocks of the outputs, each of which is cut.
+        adapter: whether it is the second matrix of a LoRA adapter.
+    """
+    if blocks == 1 or not adapter:
+        cutter.cut(layer, "weight", 0, where, blocks, even)
+    if blocks == 1:
+        cutter.cut(layer, "bias", 0, where, even=even)
+    become(layer, Colwise, tp_ranks=cutter.ranks, tp_parts=parts, tp_joined=joined, tp_blocks=blocks)
+
+
+class Colwise(nn.Linear):
+    """A linear layer whose outputs are cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.tp_parts:
+            input = copy(input, self.tp_ranks)
+        output = nn.functional.linear(
+            input, self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
+        )
+        return gather(output, -1, self.out_features, self.tp_ranks) if self.tp_joined else output
+
+    def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
+        if self.tp_blocks == 1 or isinstance(parameter, DTensor):
+            return local(parameter)
+        return blockwise_piece(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
+
+
+def make_rowwise(
+    layer: nn.Linear, cutter: Cutter, where: str, *, parts: bool, whole_input: bool = False, blocks: int = 1
+) -> None:
+    """Cuts the inputs of a linear layer and sums its outputs.
+
+    Args:
+        layer: its weight [out, in] is cut along ``in``; the bias stays whole and is added once.
+        cutter: cuts the weights.
+        where: its name, for errors.
+        parts: whether it stands in a partial group, at whose end the sum is made.
+        whole_input: whether it is given whole inputs and takes its piece of them.
+        blocks: equal blocks of the inputs, each of which is cut.
+    """
+    cutter.cut(layer, "weight", 1, where, blocks)
+    become(layer, Rowwise, tp_ranks=cutter.ranks, tp_parts=parts, tp_whole_input=whole_input)
+
+
+class Rowwise(nn.Linear):
+    """A linear layer whose inputs are cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.tp_whole_input:
+            input = cut(input, -1, self.tp_ranks)
+        output = nn.functional.linear(input, local(self.weight))
+        if not self.tp_parts:
+            output = reduce(output, self.tp_ranks)
+        if self.bias is None:
+            return output
+        bias = copy(self.bias, self.tp_ranks) / self.tp_ranks.size if self.tp_parts else self.bias
+        return output + bias.to(output.dtype)
+
+
+def make_embedding_rowwise(layer: nn.Embedding, cutter: Cutter, where: str) -> None:
+    """Cuts the rows of an embedding, the vocabulary; what the ranks find is summed."""
+    cutter.cut(layer, "weight", 0, where, even=False)
+    become(layer, EmbeddingRowwise, tp_ranks=cutter.ranks)
+
+
+class EmbeddingRowwise(nn.Embedding):
+    """An embedding whose vocabulary is cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        start = min(self.tp_ranks.rank * _width(self.num_embeddings, self.tp_ranks), self.num_embeddings)
+        missing = (input < start) | (input >= start + len(weight))
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        if padding is not None and not 0 <= padding < len(weight):
+            padding = None
+        if not len(weight):  # more ranks than pieces
+            weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
+        with showing(self, weight=weight, padding_idx=padding):
+            output = super().forward((input - start).masked_fill(missing, 0))
+        return reduce(output.masked_fill(missing[..., None], 0), self.tp_ranks)
+
+
+def make_embedding_colwise(layer: nn.Embedding, cutter: Cutter, where: str) -> None:
+    """Cuts the features of an embedding and gathers them."""
+    cutter.cut(layer, "weight", 1, where)
+    become(layer, EmbeddingColwise, tp_ranks=cutter.ranks)
+
+
+class EmbeddingColwise(nn.Embedding):
+    """An embedding whose features are cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with showing(self, weight=local(self.weight)):
+            output = super().forward(input)
+        return gather(output, -1, self.embedding_dim, self.tp_ranks)
+
+
+def make_norm_across_heads(layer: nn.RMSNorm, cutter: Cutter, where: str) -> None:
+    """Cuts an RMS norm that runs over the features of all heads: the mean of squares is that of all ranks."""
+    cutter.cut(layer, "weight", 0, where)
+    become(layer, NormAcrossHeads, tp_ranks=cutter.ranks)
+
+
+class NormAcrossHeads(nn.RMSNorm):
+    """An RMS norm over features that are cut."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        values = input.float()
+        # every rank's output depends on the sum, and so its gradient is summed over ranks too
+        squares = copy(reduce(values.square().sum(-1, keepdim=True), self.tp_ranks), self.tp_ranks)
+        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        values = values * torch.rsqrt(squares / self.normalized_shape[0] + eps)
+        return (values if self.weight is None else values * local(self.weight)).type_as(input)
+
+
+class Summed(nn.Module):
+    """A module with whole parameters of which each rank sees a part of the uses: their gradients are summed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with showing(
+            self, **{name: self._of_rank(each) for name, each in self._parameters.items() if each is not None}
+        ):
+            return super().forward(*args, **kwargs)
+
+    def _of_rank(self, parameter: torch.Tensor) -> torch.Tensor:
+        return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
+
+
+class Local(nn.Module):
+    """A module that computes with this rank's pieces of its own parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with showing(self, **{name: local(each) for name, each in self._parameters.items() if each is not None}):
+            return super().forward(*args, **kwargs)
+
+
+class Experts(Local):
+    """Experts that compute with their pieces; what comes out is summed.
+
+    Gradients of the tokens and of their routing weights are summed too; the router stays whole.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(self._enter(each) for each in args)
+        kwargs = {name: self._enter(each) for name, each in kwargs.items()}
+        return reduce(super().forward(*args, **kwargs), self.tp_ranks)
+
+    def _enter(self, value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return copy(value, self.tp_ranks) if is_float else value
+
+
+class AllReduced(nn.Module):
+    """A module whose output is summed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return reduce(super().forward(*args, **kwargs), self.tp_ranks)
+
+
+class IdentityExpert(nn.Module):
+    """An expert without weights: it is given its share, so that the sum over ranks is whole."""
+
+    def forward(self, input: torch.Tensor, *args: Any) -> Any:
+        return super().forward(input / self.tp_ranks.size, *args)
+
+
+class LatentKeyValue(nn.Module):
+    """A latent projection whose last outputs go to this rank's heads directly: their gradients are summed."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        latent, shared = output.split([output.shape[-1] - self.tp_rotary, self.tp_rotary], dim=-1)
+        return torch.cat([latent, copy(shared, self.tp_ranks)], dim=-1)
+
+
+class SeparateOutputs(nn.Module):
+    """A block that returns several views of one tensor, which compiled code cannot do beside DTensors."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return tuple(each.clone() for each in output) if torch.compiler.is_compiling() else output
+
+
+def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:
+    """Gives a module another forward, which may call its own: by a class of the same name, as fsdp2 does.
+
+    Compiled code of one block then serves all, which a method of each module's own would prevent.
+
+    Args:
+        module: changed in place.
+        role: a class with that forward.
+        settings: attributes that it reads.
+    """
+    module.__class__ = _class_of(role, type(module))
+    for name, value in settings.items():
+        setattr(module, name, value)
+
+
+@functools.cache
+def _class_of(role: type[nn.Module], known: type[nn.Module]) -> type[nn.Module]:
+    return type(known.__name__, (role, known), {"__module__": known.__module__})
+
+
+@contextmanager
+def showing(module: nn.Module, **values: Any) -> Iterator[None]:
+    """While it lasts, a module's attributes have other values; its parameters stay registered as they are."""
+    before = {name: module.__dict__[name] for name in values if name in module.__dict__}
+    module.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del module.__dict__[name]
+        module.__dict__.update(before)
