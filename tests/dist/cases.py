@@ -328,7 +328,7 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
         assert mesh.sum(counts, over=case.counts_over) == num
         if step == 0:
             outcome.without_gradient = [
-                name for name, each in parameters.items() if each.grad is None and each.numel() and mesh.layout.cp == 1
+                name for name, each in parameters.items() if each.grad is None and each.numel()
             ]
         outcome.norms.append(reduce_and_clip(module, 1.0, mesh, f"step {step + 1}"))
         outcome.losses.append(mesh.sum(sum(losses), over=case.counts_over) / num)

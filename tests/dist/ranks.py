@@ -1,4 +1,4 @@
-"""Processes that stay alive over many tests, since importing torch four times for each would take most of the time."""
+"""Processes that stay alive over many tests: importing torch four times for each would take most of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 
 GRACE_S = 5.0
 """Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""

@@ -119,14 +119,6 @@ def test_other_models_equal_one_process(kind, ranks):
         assert difference(outcome, truth(kind)) < TOLERANCE
 
 
-def test_adapters_beside_frozen_experts(ranks):
-    for outcome in ranks.run(4, functools.partial(train, "moe", True, expert_parallel_size=2)):
-        assert difference(outcome, truth("moe", True)) < TOLERANCE
-        assert any("experts" in name for name in outcome.frozen)
-        for name, each in truth("moe", True).frozen.items():
-            assert torch.equal(outcome.frozen[name], each)
-
-
 def test_repeats_bit_by_bit(ranks):
     first, second = (ranks.run(4, functools.partial(train, "moe", expert_parallel_size=2))[0] for _ in range(2))
     assert first.losses == second.losses and first.norms == second.norms

@@ -102,32 +102,6 @@ def check(ranks: Any, num_ranks: int, kind: str, lora: bool = False, **config: A
         assert torch.equal(each, truth(kind, lora).frozen[name]), name
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", CASES)
-def test_two_ranks_equal_one_process(kind, lora, ranks):
-    check(ranks, 2, kind, lora, **TP2, **DDP)
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_with_fsdp_equals_one_process(kind, ranks):
-    check(ranks, 4, kind, **TP2)
-
-
-def test_four_ranks_equal_one_process(ranks):
-    check(ranks, 4, "dense", tensor_parallel_size=4, **DDP)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_cut_sequences_equal_one_process(kind, lora, ranks):
-    check(ranks, 2, kind, lora, **SEQUENCE, **DDP)
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_cut_sequences_with_fsdp_equal_one_process(kind, ranks):
-    check(ranks, 4, kind, **SEQUENCE)
-
-
 def test_cut_sequences_are_recomputed(ranks):
     check(ranks, 2, "dense", **SEQUENCE, **DDP, activation_checkpointing="full")
 

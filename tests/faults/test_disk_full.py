@@ -15,6 +15,7 @@ from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
 from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
 from tests.tiny import load_task, run_task_here, tiny_dit_config
@@ -25,7 +26,7 @@ TOTAL_STEPS = 10
 def make(output_dir: Path, num_rows: int = 8, **settings) -> tuple[Checkpointer, TrainState]:
     config = DitTrainConfig(output_dir=str(output_dir), max_steps=TOTAL_STEPS, save_steps=1, **settings)
     output_dir.mkdir(parents=True, exist_ok=True)
-    mesh = Mesh(0, 1, torch.device("cpu"))
+    mesh = Mesh(Layout(), torch.device("cpu"))
     module = nn.Linear(64, num_rows)
     state = TrainState(module, *build_optimizer(module, config, TOTAL_STEPS), step=1)
     return Checkpointer(config, Run(output_dir, "test", mesh), mesh, TOTAL_STEPS), state
@@ -94,9 +95,10 @@ def test_a_run_goes_on_when_periodic_saves_fail(tmp_path, monkeypatch):
     save_state = state_module.save_state
     task = load_task("train_dit")
 
-    def fail_at_step_2(state, folder):
-        save_state(state, folder)
-        if state.step == 2:
+    def fail_at_step_2(gathered, folder):
+        save_state(gathered, folder)
+        _, values = gathered
+        if values["step"] == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("sfumato.checkpoint.checkpointer.save_state", fail_at_step_2)

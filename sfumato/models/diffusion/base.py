@@ -193,6 +193,12 @@ class DiffusionModel(ABC):
         Raises:
             ConfigError: when it cannot be cut so.
         """
+        if mesh.layout.pp > 1 or config.expert_bias_rate > 0:
+            field = "expert_bias_rate" if mesh.layout.pp == 1 else "pipeline_parallel_size"
+            raise ConfigError(
+                f"train.{field} is for language models; {type(self.denoiser).__name__} has no experts and cannot be "
+                "cut into pipeline stages: leave it out, and share the model by fsdp2, tensor or sequence parallelism"
+            )
         self.mesh = mesh
         self._dropout = keyed_dropout(self.denoiser, config.seed)
         if self._dropout is not None and mesh.layout.cp > 1:
