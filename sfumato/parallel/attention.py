@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.kernels import attend, attend_backward
 from sfumato.parallel.mesh import Mesh
 
 
@@ -391,109 +391,3 @@ def _pass_round(
         hop = _Hop(block, num_following, groups) if step + 1 < groups.ring_size else None
         yield owner, *_unpack(block, shapes), num_following
         block = hop.arrive() if hop else None
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, kernel: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of [B, H, S, D] over [B, Hk, Sk, D] and [B, Hk, Sk, Dv] within one process; Hk divides H.
-
-    Args:
-        scale: of the scores.
-        causal: token i sees tokens 0 to i; S = Sk then.
-        kernel: see ``choose_kernel``; None takes the best.
-
-    Returns:
-        [B, H, S, Dv] in the dtype of the query, and the log-sum-exp of the scores, [B, H, S], float32 or wider.
-    """
-    kernel = kernel or choose_kernel(query, value)
-    aten, inputs = torch.ops.aten, _for_kernel(query, key, value, kernel)
-    match kernel:
-        case "cpu_flash":
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
-        case "cuda_flash":
-            found = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
-        case "cuda_efficient":
-            found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
-        case "math":
-            with torch.autocast(query.device.type, enabled=False):
-                wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in inputs]
-                scores = _scores(*wide[:2], scale, causal)
-                found = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
-    return found[0][..., : value.shape[-1]], found[1][..., : query.shape[2]]  # some kernels pad the latter
-
-
-def attend_backward(
-    grad: torch.Tensor,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    result: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
-    causal: bool,
-    kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value (``inputs``) from one part of an attention.
-
-    ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
-    """
-    kernel = kernel or choose_kernel(inputs[0], inputs[2])
-    aten, padded, lse = torch.ops.aten, _for_kernel(*inputs, kernel), result[1]
-    grad, out = (functional.pad(each, (0, padded[2].shape[-1] - each.shape[-1])) for each in (grad, result[0]))
-    match kernel:
-        case "cpu_flash":
-            operation = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
-        case "cuda_flash":
-            sizes = (None, None, padded[0].shape[2], padded[1].shape[2])
-            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of the dropout that there is not
-            rest = (*sizes, 0.0, causal, state, state[0])
-            operation = aten._scaled_dot_product_flash_attention_backward
-            found = operation(grad, *padded, out, lse.contiguous(), *rest, scale=scale)
-        case "cuda_efficient":
-            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # it works on 32 rows at a time
-            state = torch.zeros((), dtype=torch.int64, device=grad.device)
-            rest = (state, state, 0.0, [True, True, True, False], causal)
-            operation = aten._scaled_dot_product_efficient_attention_backward
-            found = operation(grad, *padded, None, out, lse, *rest, scale=scale)
-        case "math":
-            with torch.autocast(grad.device.type, enabled=False):
-                grad, out, query, key, value = (each.to(lse.dtype) for each in (grad, out, *padded))
-                weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
-                slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
-                found = slope @ key, slope.mT @ query, weights.mT @ grad
-    return tuple(
-        each[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
-        for each, like in zip(found, inputs, strict=False)
-    )
-
-
-def choose_kernel(query: torch.Tensor, value: torch.Tensor) -> str:
-    """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
-
-    math keeps whole score matrices and computes in float32; it runs everywhere and checks the others.
-    """
-    if query.device.type == "cpu":
-        return "cpu_flash"
-    if query.device.type == "cuda" and torch.version.hip is None:
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        if half and max(query.shape[-1], value.shape[-1]) <= 256 and torch.cuda.get_device_capability() >= (8, 0):
-            return "cuda_flash"
-        if query.dtype != torch.float64:
-            return "cuda_efficient"
-    return "math"
-
-
-def _for_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str) -> tuple[torch.Tensor, ...]:
-    """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
-    width = max(query.shape[-1], value.shape[-1])
-    width += -width % 8 if kernel.startswith("cuda") else 0
-    query, key, value = (functional.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
-    repeat = 1 if kernel == "cuda_flash" else query.shape[1] // key.shape[1]
-    if repeat > 1:
-        key, value = (each.repeat_interleave(repeat, dim=1) for each in (key, value))
-    return query, key, value
-
-
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    scores = query @ key.mT * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(later, -torch.inf) if causal else scores

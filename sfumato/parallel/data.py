@@ -143,6 +143,7 @@ def _wrap_fsdp1(
     else:
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
         weights = mesh.device_mesh("fsdp")
+    on_gpu = mesh.device.type == "cuda"  # elsewhere there is nothing to move
     units = set(blocks.values())
     shapes = whole_shapes(module)
     wrapped = FullyShardedDataParallel(
@@ -151,7 +152,7 @@ def _wrap_fsdp1(
         sharding_strategy=strategy,
         auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda each: each in units),
         mixed_precision=MixedPrecision(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else None,
-        cpu_offload=CPUOffload(offload_params=True) if config.enable_fsdp_offload else None,
+        cpu_offload=CPUOffload(offload_params=True) if config.enable_fsdp_offload and on_gpu else None,
         forward_prefetch=config.enable_forward_prefetch,
         device_id=mesh.device,
         use_orig_params=True,

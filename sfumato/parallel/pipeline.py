@@ -6,11 +6,8 @@ V-shaped placement (arXiv 2401.10241).
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,12 +21,27 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
+from sfumato.parallel.expert import find_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.sequence import shard_sequence
+from sfumato.parallel.stages import (
+    SPLIT_BACKWARD,
+    Absent,
+    Batch,
+    check_hands_on,
+    check_micro_batches,
+    check_settings,
+    check_ties,
+    copy_around,
+    pad_together,
+    parts_of,
+    plan_of_stage,
+    ranks_of_stages,
+    split_layers,
+)
 
-Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 SCHEDULES = {
@@ -41,29 +53,11 @@ SCHEDULES = {
 }
 """torch's name of each schedule."""
 
-TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
-"""Schedules with two stages in each rank."""
-
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
-"""Schedules that compute gradients of inputs and of weights apart."""
-
 LENGTH_MULTIPLE = 64
 """Rows are padded to a multiple of this, so that the buffers between stages rarely change their shape.
 
 A new shape costs some milliseconds: new buffers and two short messages between neighbouring stages.
 """
-
-PADDING = {"labels": -100}
-"""What padding holds, by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
-
-
-class Absent(nn.Module):
-    """Stands for a part that another stage has: hands on what it is given."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the hidden states, any shape."""
-        del args, kwargs
-        return hidden_states
 
 
 class Stages(nn.Module):
@@ -283,10 +277,12 @@ def build_pipeline(
     Raises:
         ConfigError: when the model cannot be cut, has too few layers, or a setting does not go with the schedule.
     """
-    _check_settings(mesh, config)
-    before, layers, after = _parts(module)
-    _check_ties(before, after)
-    _check_hands_on(module, [*before, *layers, *after])
+    check_settings(mesh, config)
+    before, layers, after = parts_of(module)
+    if mesh.layout.ep > 1:
+        find_experts(module, "train.expert_parallel_size must be 1")
+    check_ties(before, after)
+    check_hands_on(module, [*before, *layers, *after])
     rest = iter(layers)
     parts = [[*islice(rest, size)] for size in split_layers(len(layers), len(ranks_of_stages(config)))]
     parts[0] += before
@@ -301,188 +297,14 @@ def build_pipeline(
         if rank != mesh.rank_in("pp"):
             continue
         stands = {id(part): part if index == owner else Absent() for owner, own in enumerate(parts) for part in own}
-        stage = _copy_around(module, stands)
+        stage = copy_around(module, stands)
         stage.register_forward_pre_hook(partial(_to_model, first=index == 0), with_kwargs=True)
         stage.register_forward_hook(partial(_from_model, last=index == len(parts) - 1))
-        stages[index] = parallelize(stage, mesh, within, _plan_of_stage(plan, module, stage), param_dtype)
+        stages[index] = parallelize(stage, mesh, within, plan_of_stage(plan, module, stage), param_dtype)
     # With a split backward pass torch loses gradients of weights whose stage gets inputs without gradient.
     split = config.pipeline_schedule in SPLIT_BACKWARD
     goes_back = [index > 0 and (split or any(trained[:index])) for index in range(len(parts))]
     return Pipeline(stages, goes_back, hidden, mesh, config, length_multiple)
-
-
-def split_layers(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage has.
-
-    The embedding and the head count as one layer each, so the first and the last stage have about one layer less; every
-    stage has at least one. What does not divide goes to the earlier stages.
-
-    Raises:
-        ConfigError: when there are fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ConfigError(
-            f"{num_layers} layers cannot be cut into {num_stages} stages: lower train.pipeline_parallel_size "
-            f"(schedules {', '.join(TWO_STAGES)} have two stages in each rank)"
-        )
-    base, extra = divmod(num_layers + 2, num_stages)
-    sizes = [base + (index < extra) for index in range(num_stages)]
-    sizes[0] -= 1
-    sizes[-1] -= 1
-    while min(sizes) < 1:
-        sizes[sizes.index(max(sizes))] -= 1
-        sizes[sizes.index(min(sizes))] += 1
-    return sizes
-
-
-def ranks_of_stages(config: ParallelConfig) -> list[int]:
-    """The rank (within the axis pp) of each stage: in turn, or for zbv down and up again."""
-    ranks = list(range(config.pipeline_parallel_size))
-    if config.pipeline_schedule == "zbv":
-        return ranks + ranks[::-1]
-    return ranks * (2 if config.pipeline_schedule in TWO_STAGES else 1)
-
-
-def check_micro_batches(config: ParallelConfig, num: int) -> None:
-    """Whether the schedule can run so many micro-batches in a step.
-
-    Raises:
-        ConfigError: when it cannot, with the arithmetic.
-    """
-    size, schedule = config.pipeline_parallel_size, config.pipeline_schedule
-    if num < (size if schedule == "1f1b" else 1):
-        raise ConfigError(
-            f"train.pipeline_schedule {schedule} has {num} micro-batches in a step (1f1b needs one for each of the "
-            f"{size} stages, others one): raise the batch size to {size} micro-batches for each data-parallel rank, "
-            "lower train.pipeline_parallel_size, or take gpipe"
-        )
-    rounds = max(1, num // size)
-    if schedule in ("interleaved_1f1b", "zero_bubble") and num % rounds:
-        raise ConfigError(
-            f"train.pipeline_schedule {schedule} takes micro-batches in {num} // {size} = {rounds} equal rounds, but "
-            f"{num} / {rounds} = {num / rounds:g}: take a multiple of {size} micro-batches for each data-parallel rank"
-        )
-
-
-def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of one shape: the most rows and the longest length of all, a multiple of ``multiple``.
-
-    Args:
-        micro_batches: fields of shape (rows, length, ...) are padded, as ``train_step`` says; others stay.
-        multiple: what the length is a multiple of.
-
-    Raises:
-        ConfigError: for a field that stages would not see.
-    """
-    shapes = [each["input_ids"].shape for each in micro_batches]
-    rows, longest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    length = -(-longest // multiple) * multiple
-    padded = []
-    for batch, shape in zip(micro_batches, shapes, strict=True):
-        if "attention_mask" in batch:
-            raise ConfigError(
-                "a pipeline's stages get no attention_mask: leave it out; position_ids separate packed documents, and "
-                "padding on the right needs labels -100 only"
-            )
-        found = {}
-        for name, each in batch.items():
-            if each.shape[:2] != shape:
-                found[name] = each
-                continue
-            if name == "position_ids":
-                places = (torch.arange(length, device=each.device) - shape[1]) % length  # 0 after the row's end
-                found[name] = places.to(each.dtype).repeat(rows, 1)
-            else:
-                found[name] = each.new_full((rows, length, *each.shape[2:]), PADDING.get(name, 0))
-            found[name][: shape[0], : shape[1]] = each
-        padded.append(found)
-    return padded
-
-
-def _check_settings(mesh: Mesh, config: ParallelConfig) -> None:
-    schedule = config.pipeline_schedule
-    if config.pipeline_parallel_size < 2 or not mesh.distributed:
-        raise ConfigError("a pipeline needs train.pipeline_parallel_size above 1")
-    selective = config.activation_checkpointing == "selective"
-    if schedule in SPLIT_BACKWARD and (config.compile or selective):
-        cannot = (
-            "train.activation_checkpointing selective cannot: take full, which then recomputes twice, or none"
-            if selective
-            else "train.compile cannot: set it to false"
-        )
-        raise ConfigError(
-            f"train.pipeline_schedule {schedule} runs backward twice, for inputs and for weights, which {cannot}; or "
-            "take interleaved_1f1b"
-        )
-
-
-def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """What goes before the layers, the layers, and what goes after them, in order.
-
-    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model.
-    """
-    name = type(module).__name__
-    plan = getattr(module.config, "base_model_pp_plan", None)
-    head = getattr(type(module), "_pp_plan", None)
-    if not plan or not head:
-        raise ConfigError(
-            f"{name} cannot be cut into pipeline stages: only causal language models of transformers can, which say "
-            "what their parts are. Set train.pipeline_parallel_size to 1 and share the model with "
-            "train.data_parallel_mode fsdp2, train.tensor_parallel_size or train.ulysses_parallel_size"
-        )
-    parts = [module.base_model.get_submodule(each) for each in plan]
-    places = [place for place, each in enumerate(parts) if isinstance(each, nn.ModuleList)]
-    if len(places) != 1:
-        raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
-    after = parts[places[0] + 1 :] + [module.get_submodule(each) for each in head]
-    return parts[: places[0]], [*parts[places[0]]], after
-
-
-def _check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
-    first = {id(each): each for part in before for each in part.parameters()}
-    tied = [each for part in after for each in part.parameters() if id(each) in first]
-    if any(each.requires_grad or each.is_meta for each in tied):
-        raise ConfigError(
-            "the embedding and the head share one weight (tie_word_embeddings), but lie in the first and the last "
-            "stage of the pipeline, where it would be trained apart: set train.pipeline_parallel_size to 1, freeze it "
-            "(LoRA), or untie the model: tie_word_embeddings false and a copy of the weight in the head"
-        )
-
-
-def _check_hands_on(module: nn.Module, parts: list[nn.Module]) -> None:
-    """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
-    shell = _copy_around(module, {id(part): Absent() for part in parts})
-    left = [each for each, _ in shell.named_parameters()]
-    if any(each.is_meta for each in shell.buffers()):
-        shell.to_empty(device="cpu")
-    device = next((each.device for each in shell.buffers()), torch.device("cpu"))
-    hidden = torch.arange(2 * module.config.hidden_size, device=device).reshape(1, 2, -1).float()
-    with torch.no_grad():
-        handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
-    if left or not torch.equal(handed, hidden):
-        does = f"has weights ({', '.join(left[:3])})" if left else "changes hidden states"
-        raise ConfigError(
-            f"{type(module).__name__} {does} outside its embedding, layers, norm and head, so that every stage of a "
-            "pipeline would do it again; set train.pipeline_parallel_size to 1"
-        )
-
-
-def _copy_around(module: nn.Module, parts: dict[int, nn.Module]) -> nn.Module:
-    """A copy of a model with these modules in the place of those with these ids; the configuration stays the same."""
-    return copy.deepcopy(module, parts | {id(module.config): module.config})
-
-
-def _plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
-    """The plan without tensor-parallel styles of parts that only other stages have."""
-    here = {name for name, each in stage.named_modules() if not isinstance(each, Absent)}
-    here |= {name for name, _ in stage.named_parameters()}
-    gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
-    tensor = {}
-    for pattern, style in plan.tensor.items():
-        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        if any(map(matches, here)) or not any(map(matches, gone)):
-            tensor[pattern] = style
-    return replace(plan, tensor=tensor)
 
 
 def _to_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,6 +291,15 @@ def build(kind: str, lora: bool = False) -> nn.Module:
     return module
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for each in parameters:
+        groups.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    return torch.optim.AdamW(
+        [{"params": each} for each in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
+    )
+
+
 def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **config: Any) -> Outcome:
     """Three training steps on this process's mesh.
 
@@ -308,12 +317,7 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
     module.train()
     module = parallelize(module, mesh, parsed, case.plan(module), dtype)
     parameters = trainable_parameters(module)
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for each in parameters.values():
-        groups.setdefault(getattr(each, "device_mesh", None), []).append(each)
-    optimizer = torch.optim.AdamW(
-        [{"params": each} for each in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
-    )
+    optimizer = adamw(parameters.values())
     outcome = Outcome()
     for step in range(NUM_STEPS):
         rows = [case.row(step * ROWS + index) for index in mesh.share(ROWS)]
@@ -354,12 +358,7 @@ def merged(mesh: Mesh, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def train_steps(pipeline: Pipeline, mesh: Mesh, kind: str, dtype: torch.dtype | None = None) -> Outcome:
     case = CASES[kind]
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for each in trainable_parameters(pipeline.module).values():
-        groups.setdefault(getattr(each, "device_mesh", None), []).append(each)
-    optimizer = torch.optim.AdamW(
-        [{"params": each} for each in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
-    )
+    optimizer = adamw(trainable_parameters(pipeline.module).values())
     outcome = Outcome()
     for step in range(NUM_STEPS):
         rows = [case.row(step * ROWS + index) for index in mesh.share(ROWS)]

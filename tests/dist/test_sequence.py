@@ -15,13 +15,12 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.parallel.attention import (
     SequenceGroups,
-    attend,
-    attend_backward,
     causal_schedule,
     full_schedule,
     head_tail_chunks,
     sequence_attention,
 )
+from sfumato.parallel.kernels import attend, attend_backward
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, language_plan
 from sfumato.parallel.sequence import apply_sequence_parallel, shard_sequence
 from tests.dist.cases import Outcome, build, difference, make_mesh, train
