@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
+
+LEAVE_S = 30.0
+"""Seconds that a rank waits at the end for the others."""
 
 
 class Mesh:
@@ -169,6 +174,15 @@ def close_mesh() -> None:
 
     A rank that left while another still writes would break that one's connections.
     """
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    store = distributed_c10d._get_default_store()  # a rank may be out of the barrier while another is still in it
+    store.add("sfumato/left", 1)
+    deadline = time.monotonic() + LEAVE_S
+    try:
+        while store.add("sfumato/left", 0) < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    except dist.DistError:  # the process that kept the store has gone: it saw that all had arrived
+        pass
+    dist.destroy_process_group()

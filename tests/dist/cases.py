@@ -331,9 +331,7 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
             counts += count
         assert mesh.sum(counts, over=case.counts_over) == num
         if step == 0:
-            outcome.without_gradient = [
-                name for name, each in parameters.items() if each.grad is None and each.numel()
-            ]
+            outcome.without_gradient = [name for name, each in parameters.items() if each.grad is None and each.numel()]
         outcome.norms.append(reduce_and_clip(module, 1.0, mesh, f"step {step + 1}"))
         outcome.losses.append(mesh.sum(sum(losses), over=case.counts_over) / num)
         optimizer.step()

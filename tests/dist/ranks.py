@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,8 @@ class RankPool:
                 else:
                     errors[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+        for _, inbox, _ in self._workers[:num_ranks]:
+            inbox.put(None)  # leave the group, now that nobody needs it any more
         self._raise(errors)
         return [results[rank] for rank in range(num_ranks)]
 
@@ -80,11 +84,14 @@ class RankPool:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        for _ in range(self.size):
-            inbox, outbox = context.Queue(), context.Queue()
-            process = context.Process(target=_serve, args=(inbox, outbox), daemon=True)
-            process.start()
-            self._workers.append((process, inbox, outbox))
+        with mock.patch.dict(
+            os.environ, OMP_NUM_THREADS="1"
+        ):  # as torchrun does; a call within comes too late for some
+            for _ in range(self.size):
+                inbox, outbox = context.Queue(), context.Queue()
+                process = context.Process(target=_serve, args=(inbox, outbox), daemon=True)
+                process.start()
+                self._workers.append((process, inbox, outbox))
 
 
 def _serve(inbox: Any, outbox: Any) -> None:
@@ -93,10 +100,10 @@ def _serve(inbox: Any, outbox: Any) -> None:
         rendezvous, rank, num_ranks, function, args = inbox.get()
         try:
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
-            value = function(*args)
-            dist.barrier()
-            answer = (True, value)
+            answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        dist.destroy_process_group()
         outbox.put(answer)
+        inbox.get()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -17,8 +17,16 @@ def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Ou
     return train(kind, lora, dtype)
 
 
+FURTHER = ("fsdp1, hybrid", "tp 4", "ring 4", "fsdp2 x tp + sequence parallel", "fsdp2 x ulysses x ep")
+
+
+def is_slow(mode: str, kind: str, lora: bool) -> bool:
+    """Whether a cell is left to the slow tests, since others of its row and column are close to it."""
+    return (lora and kind in ("moe", "flux", "wan")) or (mode in FURTHER and kind not in ("dense", "moe"))
+
+
 CELLS = [
-    pytest.param(mode, kind, lora, marks=pytest.mark.slow if lora and kind in ("moe", "flux", "wan") else ())
+    pytest.param(mode, kind, lora, marks=pytest.mark.slow if is_slow(mode, kind, lora) else ())
     for mode in MODES
     for kind in KINDS
     for lora in (False, True)
