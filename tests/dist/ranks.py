@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +18,9 @@ import torch.multiprocessing as mp
 GRACE_S = 5.0
 """Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""
 
+COLLECT_EVERY = 10
+"""Runs between two collections of garbage: what is left of models and meshes holds groups, their threads and sockets."""
+
 
 class RankError(AssertionError):
     """What a rank raised."""
@@ -29,6 +32,8 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._workers: list[Any] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_runs = 0
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """``function(*args)`` on so many ranks, each within a process group. Returns their results in rank order.
@@ -40,9 +45,9 @@ class RankPool:
         """
         if not self._workers:
             self._start()
-        rendezvous = tempfile.NamedTemporaryFile(prefix="ranks", delete=False).name  # noqa: SIM115
+        self._num_runs += 1
         for rank, (_, inbox, _) in enumerate(self._workers[:num_ranks]):
-            inbox.put((rendezvous, rank, num_ranks, function, args))
+            inbox.put((f"run {self._num_runs}", rank, num_ranks, function, args))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -89,17 +94,19 @@ class RankPool:
         ):  # as torchrun does; a call within comes too late for some
             for _ in range(self.size):
                 inbox, outbox = context.Queue(), context.Queue()
-                process = context.Process(target=_serve, args=(inbox, outbox), daemon=True)
+                process = context.Process(target=_serve, args=(inbox, outbox, self._store.port), daemon=True)
                 process.start()
                 self._workers.append((process, inbox, outbox))
 
 
-def _serve(inbox: Any, outbox: Any) -> None:
+def _serve(inbox: Any, outbox: Any, port: int) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    num_runs = 0
     while True:
-        rendezvous, rank, num_ranks, function, args = inbox.get()
+        name, rank, num_ranks, function, args = inbox.get()
         try:
-            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=num_ranks)
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -107,3 +114,6 @@ def _serve(inbox: Any, outbox: Any) -> None:
         inbox.get()
         if dist.is_initialized():
             dist.destroy_process_group()
+        num_runs += 1
+        if num_runs % COLLECT_EVERY == 0:
+            gc.collect()
