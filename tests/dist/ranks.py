@@ -114,6 +114,16 @@ def _serve(inbox: Any, outbox: Any, port: int) -> None:
         inbox.get()
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
         num_runs += 1
         if num_runs % COLLECT_EVERY == 0:
             gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Empties what DTensor remembers by mesh: one of the next run is equal to it, but has other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
