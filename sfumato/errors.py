@@ -14,6 +14,14 @@ class ConfigError(UserError):
 class DataError(UserError):
     """A data file or a row of it is missing or broken; the message names file and row."""
 
+    fatal = False  # whether it stops a run that leaves broken rows out
+
+
+class OverlongError(DataError):
+    """A sample is too long and the configuration says to stop there, however many broken rows it allows."""
+
+    fatal = True
+
 
 class MissingDependencyError(UserError):
     """An optional package or program is not installed; the message holds the command that installs it."""

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.loader import IndexBatch
@@ -34,24 +35,6 @@ class EncodedBatch:
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
     num_images: int
     """B; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
-
-
-class BadRows:
-    """Counts rows that were left out, names each once, and stops at the limit."""
-
-    def __init__(self, limit: int, say: Callable[[str], None]) -> None:
-        self.limit, self.say = limit, say
-        self.seen: set[int] = set()
-
-    def add(self, index: int, error: DataError) -> None:
-        """Notes a broken row. Raises the error itself when more than ``limit`` rows are broken."""
-        if index in self.seen:
-            return
-        self.seen.add(index)
-        if len(self.seen) > self.limit:
-            hint = "data.max_bad_rows leaves such rows out" if self.limit == 0 else f"data.max_bad_rows is {self.limit}"
-            raise DataError(f"{error} ({hint})") from error
-        self.say(f"row left out ({len(self.seen)} of at most {self.limit}): {error}")
 
 
 def read_pixels(

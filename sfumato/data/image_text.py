@@ -13,7 +13,7 @@ import torch
 
 from sfumato.config.dit import ImageTextDataConfig
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.rows import Rows, open_rows, read_text, text_field
+from sfumato.data.rows import Rows, file_fingerprint, open_rows, read_text, text_field
 from sfumato.errors import DataError
 
 IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
@@ -41,9 +41,9 @@ class FolderRows:
     def describe(self, index: int) -> str:
         return str(self._files[index])
 
-    def files(self) -> list[Path]:
-        """Every image and every caption there is."""
-        return self._files + [each.with_suffix(".txt") for each in self._files]
+    def fingerprint(self) -> str:
+        """Every image and every caption there is, with size and time."""
+        return file_fingerprint([*self._files, *(each.with_suffix(".txt") for each in self._files)])
 
 
 class ImageTextDataset:
@@ -59,11 +59,9 @@ class ImageTextDataset:
             self.rows: Rows = FolderRows(path, config.image_key, config.text_key)
             if len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no images ({', '.join(sorted(IMAGE_ENDINGS))})")
-            self._files = self.rows.files()
         else:
             source = path / "metadata.jsonl" if path.is_dir() else path
             self.rows = open_rows(source, config.text_key, "data.train_path")
-            self._files = [source]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -117,13 +115,8 @@ class ImageTextDataset:
         Images that a .jsonl file names are not looked at: who replaces one under its name removes the cache.
         """
         path = Path(str(self.config.train_path)).resolve()
-        stats = [
-            (str(each), stat.st_size, stat.st_mtime_ns)
-            for each in self._files
-            if each.is_file() and (stat := each.stat())
-        ]
         settings = self.config.model_dump(include={"image_key", "text_key", "height", "width", "crop"})
-        return json.dumps([str(path), len(self), stats, settings], sort_keys=True)
+        return json.dumps([str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
 
     def _source(self, row: dict[str, Any], where: str) -> Path | io.BytesIO:
         key = self.config.image_key

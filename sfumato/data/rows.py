@@ -1,13 +1,25 @@
-"""Rows of .jsonl, .parquet and .txt files with random access; every error names the file and the row."""
+"""Rows of .jsonl, .json, .parquet, .arrow, .csv and .txt files with random access; errors name file and row.
+
+Rows can be pickled: a worker process opens the files itself. Reading them in order is as cheap as the format allows.
+"""
 
 from __future__ import annotations
 
+import bisect
+import csv
+import difflib
+import itertools
 import json
+import sys
+from array import array
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from sfumato.errors import DataError
+
+NOT_DATA = {"dataset_info.json", "dataset_dict.json", "state.json"}  # what datasets' save_to_disk adds
 
 
 class Rows(Protocol):
@@ -23,18 +35,38 @@ class Rows(Protocol):
         """File and row number, for messages."""
         ...
 
+    def fingerprint(self) -> str:
+        """Identifies the rows, for caches: files with their sizes and times."""
+        ...
 
-class JsonlRows:
-    """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
+
+class FileRows:
+    """What the tables of one file share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._starts: list[tuple[int, int]] = []  # line number, byte position
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        return f"{self.path}, row {index + 1}"
+
+    def fingerprint(self) -> str:
+        """The file with its size and time."""
+        return file_fingerprint([self.path])
+
+
+class JsonlRows(FileRows):
+    """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._starts, self._lines = array("Q"), array("I")
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    self._starts.append((number, position))
+                    self._starts.append(position)
+                    self._lines.append(number)
                 position += len(line)
 
     def __len__(self) -> int:
@@ -42,25 +74,23 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with self.path.open("rb") as file:
-            file.seek(self._starts[index][1])
+            file.seek(self._starts[index])
             line = file.readline()
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DataError(f"{self.describe(index)}: not valid JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self.describe(index)}: must be a JSON object, not {type(row).__name__}")
-        return row
+        return _json_object(row, self.describe(index))
 
     def describe(self, index: int) -> str:
-        return f"{self.path}, line {self._starts[index][0]}"
+        return f"{self.path}, line {self._lines[index]}"
 
 
-class ParquetRows:
+class ParquetRows(FileRows):
     """A .parquet file, memory-mapped through datasets."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         _ = self._table  # a broken file is found here, not in the middle of training
 
     @cached_property
@@ -69,7 +99,7 @@ class ParquetRows:
         import pyarrow
 
         try:
-            return datasets.Dataset.from_parquet(str(self.path))
+            return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
         except (pyarrow.ArrowInvalid, datasets.exceptions.DatasetGenerationError, OSError) as error:
             raise DataError(f"{self.path} cannot be read as parquet: {error}") from error
 
@@ -80,56 +110,165 @@ class ParquetRows:
         import pyarrow
 
         try:
-            return self._table.with_format("arrow")[index].to_pylist()[0]
+            return self._table[index].to_pylist()[0]
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"{self.describe(index)}: {error}") from error
 
-    def describe(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
 
+class ArrowRows(FileRows):
+    """An .arrow file, memory-mapped: the IPC file format, or the stream format that datasets writes."""
 
-class TextRows:
-    """A .txt file: one text a line, as a row with a single column; blank lines skipped."""
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        _ = self._batches
 
-    def __init__(self, path: Path, column: str) -> None:
-        self.path, self.column = path, column
-        lines = read_text(path).split("\n")  # splitlines would also split at characters inside a text
-        self._lines = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+    @cached_property
+    def _batches(self) -> list[Any]:
+        import pyarrow
+
+        try:
+            with pyarrow.memory_map(str(self.path)) as source:
+                if source.read(6) == b"ARROW1":
+                    reader = pyarrow.ipc.open_file(source)
+                    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                source.seek(0)
+                return list(pyarrow.ipc.open_stream(source))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} cannot be read as arrow: {error}") from error
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {self.column: self._lines[index][1]}
+        import pyarrow
+
+        number, offset = _locate(self._ends, index)
+        try:
+            return self._batches[number].slice(offset, 1).to_pylist()[0]
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(f"{self.describe(index)}: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}  # the other process maps the file itself
+
+
+class LoadedRows(FileRows):
+    """Rows of a small file, held in memory."""
+
+    def __init__(self, path: Path, rows: list[tuple[str, Any]]) -> None:
+        """``rows`` are the rows with their places in the file, such as ``line 3``."""
+        super().__init__(path)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _json_object(self._rows[index][1], self.describe(index))
 
     def describe(self, index: int) -> str:
-        return f"{self.path}, line {self._lines[index][0]}"
+        return f"{self.path}, {self._rows[index][0]}"
+
+
+class JoinedRows:
+    """Several tables, one after the other."""
+
+    def __init__(self, parts: list[Rows]) -> None:
+        self.parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, offset = _locate(self._ends, index)
+        return self.parts[number][offset]
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        number, offset = _locate(self._ends, index)
+        return self.parts[number].describe(offset)
+
+    def fingerprint(self) -> str:
+        """The files with their sizes and times."""
+        return "\n".join(part.fingerprint() for part in self.parts)
+
+
+def read_text_rows(path: Path, column: str) -> LoadedRows:
+    """A .txt file: one text a line, as a row with a single column; blank lines skipped."""
+    lines = read_text(path).split("\n")  # splitlines would also split at characters inside a text
+    numbered = enumerate(lines, start=1)
+    return LoadedRows(path, [(f"line {number}", {column: line.strip()}) for number, line in numbered if line.strip()])
+
+
+def read_json_rows(path: Path) -> LoadedRows:
+    """A .json file that holds a list of objects. Raises DataError when it holds something else."""
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not valid JSON: {error} (one object a line is a .jsonl file)") from error
+    if not isinstance(content, list):
+        raise DataError(f"{path} must hold a list of JSON objects, not {type(content).__name__}")
+    return LoadedRows(path, [(f"row {number}", row) for number, row in enumerate(content, start=1)])
+
+
+def read_csv_rows(path: Path) -> LoadedRows:
+    """A .csv file whose first line names the columns; values are texts. Raises DataError that names a broken line."""
+    rows: list[tuple[str, Any]] = []
+    columns: list[str] = []
+    line, limit = 1, csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            for values in reader:
+                if values and not columns:
+                    columns = values
+                elif values and len(values) != len(columns):
+                    raise DataError(f"{path}, line {line}: has {len(values)} values for {len(columns)} columns")
+                elif values:
+                    rows.append((f"line {line}", dict(zip(columns, values, strict=True))))
+                line = reader.line_num + 1
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, line {line}: not valid CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+    if len(set(columns)) != len(columns):
+        raise DataError(f"{path}: two columns have the same name: {', '.join(columns)}")
+    return LoadedRows(path, rows)
+
+
+KINDS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": JsonlRows,
+    ".json": read_json_rows,
+    ".parquet": ParquetRows,
+    ".arrow": ArrowRows,
+    ".csv": read_csv_rows,
+}
+ENDINGS = [*KINDS, ".txt"]
 
 
 def open_rows(path: str | Path, text_column: str, option: str) -> Rows:
-    """Opens a table by its ending.
+    """Opens files by their endings.
 
     Args:
-        path: a .jsonl, .parquet or .txt file.
+        path: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, a folder of such files (searched with its
+            subfolders, in the order of their names), or several of these with commas between.
         text_column: name of the only column of a .txt file.
         option: the configuration field that holds the path, for messages.
 
+    Returns:
+        The rows of all files, one file after the other.
+
     Raises:
-        DataError: when the file is missing, empty, or of another kind.
+        DataError: when a file is missing, empty, broken, or of another kind.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{option}: file not found: {path}")
-    kinds = {".jsonl": JsonlRows, ".parquet": ParquetRows}
-    if path.suffix == ".txt":
-        rows: Rows = TextRows(path, text_column)
-    elif path.suffix in kinds:
-        rows = kinds[path.suffix](path)
-    else:
-        raise DataError(f"{option}: {path} must end in .jsonl, .parquet or .txt")
-    if len(rows) == 0:
-        raise DataError(f"{option}: {path} has no rows")
-    return rows
+    parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
+    opened = [_open_file(file, text_column, option) for part in parts for file in _find_files(part, option)]
+    return opened[0] if len(opened) == 1 else JoinedRows(opened)
 
 
 def read_text(path: Path) -> str:
@@ -148,3 +287,52 @@ def text_field(row: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: column {key!r} must be a non-empty text, not {value!r}")
     return value
+
+
+def file_fingerprint(paths: list[Path]) -> str:
+    """Files with their sizes and times, one a line; those that do not exist are left out."""
+    stats = [(path.resolve(), path.stat()) for path in paths if path.is_file()]
+    return "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+
+
+def _find_files(part: str, option: str) -> list[Path]:
+    """The file, or those of known endings in the folder, without hidden ones."""
+    path = Path(part)
+    if not part or not path.exists():
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
+    if path.is_file():
+        return [path]
+    inside = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
+    files = [each for each in inside if each.suffix.lower() in ENDINGS and each.name not in NOT_DATA]
+    if not files:
+        endings = ", ".join(sorted({each.suffix or each.name for each in inside})) or "nothing"
+        raise DataError(f"{option}: the folder {path} has no {' or '.join(ENDINGS)} file; it holds {endings}")
+    return files
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _open_file(path: Path, text_column: str, option: str) -> Rows:
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise DataError(f"{option}: {path} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
+    if len(rows) == 0:
+        raise DataError(f"{option}: {path} has no rows")
+    return rows
+
+
+def _locate(ends: list[int], index: int) -> tuple[int, int]:
+    """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
+    number = bisect.bisect_right(ends, index)
+    return number, index - (ends[number - 1] if number else 0)
+
+
+def _json_object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: must be a JSON object, not {type(row).__name__}")
+    return row

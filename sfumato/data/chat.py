@@ -1,0 +1,333 @@
+"""Chat templates: a conversation becomes tokens, of which exactly those that the assistant generates are learned."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sfumato.data.rows import read_text
+from sfumato.errors import ConfigError, DataError
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+TEMPLATES = Path(__file__).parent / "templates"
+
+Message = dict[str, Any]
+Encoded = tuple[np.ndarray, np.ndarray]
+Span = tuple[int, int]
+Result = TypeVar("Result")
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TRACKER = threading.Lock()  # transformers tracks generation blocks in the compiled template, which threads share
+
+
+class ChatTemplate:
+    """Encodes conversations as the Jinja template of a tokenizer renders them.
+
+    Learned are the tokens that the model has to generate: those of a ``{% generation %}`` block where the template has
+    such blocks, else what stands between the prompt of an answer, as the template renders it for inference, and the
+    token that ends the turn, with that token.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, tool_text: str) -> None:
+        """Args are a fast tokenizer, the template, and the one for conversations with tools (often the same)."""
+        self.tokenizer = tokenizer
+        self.text, self.tool_text = text, tool_text
+        added = {each.content for each in tokenizer.added_tokens_decoder.values() if each.special}
+        specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
+        self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
+
+    def encode(self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
+        """The tokens of a conversation and which of them are learned.
+
+        Args:
+            messages: with ``role`` and ``content``; ``loss_mask`` 0 on an assistant message keeps it from being
+                learned.
+            where: file and row, for messages.
+            tools: JSON schemas, for templates that show them to the model.
+
+        Returns:
+            ``[(input_ids, learned)]``, int32 ``[L]`` and bool ``[L]``, usually one. A template that renders earlier
+            answers in another way once more messages follow (Qwen3 leaves out their thoughts) gives one for each
+            learned answer, with the history as the model sees it at inference.
+
+        Raises:
+            DataError: for an unknown role, a message that the template refuses or leaves out, or when there is
+                nothing to learn; it names ``where`` and the message.
+        """
+        learned = check_messages(messages, where)
+        shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
+        chat = _Chat(self, shown, tools, where)
+        texts = chat.marked_texts(learned) if _GENERATION.search(chat.template) else chat.prefixed_texts(learned)
+        return [self._tokenise(text, spans, where) for text, spans in texts]
+
+    def end_of_turn(self, text: str, span: Span) -> Span:
+        """The span up to the special token that ends the turn, without the white space that the template adds."""
+        start, end = span
+        found = list(self._special.finditer(text, start, end))
+        return (start, found[-1].end()) if found and not text[found[-1].end() : end].strip() else span
+
+    def _tokenise(self, text: str, spans: list[Span], where: str) -> Encoded:
+        """Tokens of the text, learned where they begin within a span.
+
+        At inference the prompt is tokenised without the answer. Where the tokenizer would join the end of one and the
+        beginning of the other, they are tokenised apart, so that training sees the same tokens.
+        """
+        input_ids, starts, ends = self._tokens(text)
+        begins = _begins(starts, ends)
+        if not all(((ends[:-1] == start) & (starts[1:] == start)).any() for start, _ in spans):
+            bounds = [0, *(start for start, _ in spans), len(text)]
+            parts = [self._tokens(text[start:end]) for start, end in itertools.pairwise(bounds)]
+            apart = np.concatenate([part[0] for part in parts])
+            plain = ~np.isin(input_ids, self._special_ids)
+            if self._decode(apart) == self._decode(input_ids):
+                input_ids = apart
+                begins = np.concatenate(
+                    [first + _begins(*part[1:]) for first, part in zip(bounds, parts, strict=False)]
+                )
+            elif any((plain & (starts < start) & (start < ends)).any() for start, _ in spans):
+                raise DataError(
+                    f"{where}: the prompt of an answer ends within a token, and this tokenizer cannot part them: let "
+                    "the chat template end the prompt in a special token, and the answer begin with a letter"
+                )
+            else:
+                begins = starts
+        learned = np.zeros(len(input_ids), dtype=bool)
+        for start, end in spans:
+            learned |= (start <= begins) & (begins < end)
+        learned[:1] = False  # nothing predicts it
+        if not learned.any():
+            raise DataError(f"{where}: the conversation has nothing to learn from: no token of an answer")
+        return input_ids, learned
+
+    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, and the first and last character (exclusive) of each token."""
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding["input_ids"], dtype=np.int32), offsets[:, 0], offsets[:, 1]
+
+    def _decode(self, input_ids: np.ndarray) -> str:
+        return self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False)
+
+
+class _Chat:
+    """One conversation, and the texts in which its answers are learned."""
+
+    def __init__(
+        self, owner: ChatTemplate, messages: list[Message], tools: list[dict[str, Any]] | None, where: str
+    ) -> None:
+        self.owner, self.messages, self.tools, self.where = owner, messages, tools, where
+        self.template = owner.tool_text if tools else owner.text
+
+    def marked_texts(self, learned: list[int]) -> list[tuple[str, list[Span]]]:
+        """The whole text, with the spans of its generation blocks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def render() -> tuple[str, list[Span]]:
+            with _TRACKER:
+                texts, blocks = render_jinja_template(
+                    conversations=[self.messages],
+                    tools=self.tools,
+                    chat_template=self.template,
+                    return_assistant_tokens_mask=True,
+                    **self.owner.tokenizer.special_tokens_map,
+                )
+            return texts[0], blocks[0]
+
+        text, blocks = self._attempt(render)
+        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if len(learned) < len(answers):
+            if len(blocks) != len(answers):
+                raise DataError(
+                    f"{self.where}: loss_mask cannot be followed: the chat template has {len(blocks)} generation "
+                    f"blocks for {len(answers)} assistant messages"
+                )
+            blocks = [block for index, block in zip(answers, blocks, strict=True) if index in learned]
+        self._check_shown(text, {})
+        return [(text, blocks)]
+
+    def prefixed_texts(self, learned: list[int]) -> list[tuple[str, list[Span]]]:
+        """The whole text with the spans of the answers, or one text for each answer."""
+        whole = self._render(len(self.messages))
+        prompts = {index: self._render(index, prompt=True) for index in learned}
+        texts = {index: self._render(index + 1) for index in learned}
+        for index in learned:
+            if not texts[index].startswith(prompts[index]):
+                raise self._error(
+                    index,
+                    "the chat template does not begin the answer as it does at inference, so that its tokens cannot "
+                    "be told apart; mark them with {% generation %} blocks in a template of your own "
+                    "(data.chat_template)",
+                )
+        spans = {
+            index: self.owner.end_of_turn(texts[index], (len(prompts[index]), len(texts[index]))) for index in learned
+        }
+        self._check_shown(whole, {index: texts[index][slice(*spans[index])] for index in learned})
+        if all(whole.startswith(texts[index][: spans[index][1]]) for index in learned):
+            return [(whole, list(spans.values()))]
+        return [(texts[index], [spans[index]]) for index in learned]
+
+    def _render(self, count: int, prompt: bool = False) -> str:
+        """The text of the first messages; ``prompt`` adds the beginning of an answer."""
+        if count == 0:
+            raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
+        return self._attempt(lambda: self._apply(count, prompt), count)
+
+    def _apply(self, count: int, prompt: bool = False) -> str:
+        with _TRACKER:
+            return self.owner.tokenizer.apply_chat_template(
+                self.messages[:count],
+                tools=self.tools,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+
+    def _attempt(self, render: Callable[[], Result], count: int | None = None) -> Result:
+        """What ``render`` returns; when the template refuses, the message that it does not take is named."""
+        import jinja2
+
+        refusals = (jinja2.TemplateError, TypeError, ValueError, LookupError)
+        try:
+            return render()
+        except refusals as error:
+            for fine in range((count or len(self.messages)) - 1, 0, -1):
+                try:
+                    self._apply(fine)
+                except refusals:
+                    continue
+                break
+            else:
+                fine = 0
+            raise self._error(fine, f"the chat template refuses it: {error}") from error
+
+    def _check_shown(self, text: str, answers: dict[int, str]) -> None:
+        """Raises DataError when the template leaves out a message, a learned answer, or a tool."""
+        squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
+        for index, message in enumerate(self.messages):
+            content = message.get("content") or ""
+            if message["role"] != "assistant":
+                if content.strip() not in text and _in_json(content.strip()) not in text:
+                    raise self._error(index, "the chat template leaves it out")
+            elif index in answers:
+                for said in (content, message.get("reasoning_content") or ""):
+                    if not any(_squeeze(each) in squeezed[index] for each in (said, _in_json(said))):
+                        raise self._error(index, "the chat template leaves out some of what it says")
+                for name in _tool_names(message.get("tool_calls") or []):
+                    if name not in answers[index]:
+                        raise self._error(index, f"the chat template leaves out its call of {name!r}")
+        for name in _tool_names(self.tools or []):
+            if name not in text:
+                raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}")
+
+    def _error(self, index: int, what: str) -> DataError:
+        return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {what}")
+
+
+def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
+    """The chat template of a configuration.
+
+    Args:
+        name: ``chatml``, a Jinja file, or None for the tokenizer's own.
+        tokenizer: a fast tokenizer.
+
+    Raises:
+        ConfigError: when there is no such template, it is no valid Jinja, or it does not fit the tokenizer.
+    """
+    check_fast(tokenizer)
+    if name is None:
+        if not tokenizer.chat_template:
+            raise ConfigError("the tokenizer has no chat template: set data.chat_template to chatml or to a Jinja file")
+        try:
+            texts = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])]
+        except ValueError as error:
+            raise ConfigError(f"data.chat_template: {error}") from error
+    else:
+        texts = [_read_template(name)] * 2
+    missing = [each for each in ("<|im_start|>", "<|im_end|>") if each not in tokenizer.get_vocab()]
+    if name == "chatml" and missing:
+        raise ConfigError(f"data.chat_template chatml needs the tokens {' and '.join(missing)} in the tokenizer")
+    for text in texts:
+        _check_syntax(text, name or "the tokenizer's own")
+    return ChatTemplate(tokenizer, *texts)
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Raises ConfigError when the tokenizer does not say which characters a token comes from."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"the tokenizer {type(tokenizer).__name__} does not say which characters a token comes from: "
+            "model.tokenizer_path needs a fast one, with a tokenizer.json"
+        )
+
+
+def check_messages(messages: list[Message], where: str) -> list[int]:
+    """The indices of the answers that are learned.
+
+    Raises:
+        DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is learned.
+    """
+    learned = []
+    for index, message in enumerate(messages):
+        role, content, mask = message.get("role"), message.get("content"), message.get("loss_mask")
+        place = f"{where}: message {index + 1}"
+        if role not in ROLES:
+            raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
+        place = f"{place} ({role})"
+        calls = role == "assistant" and message.get("tool_calls")
+        if not (isinstance(content, str) and content.strip()) and not (calls and content in (None, "")):
+            raise DataError(f"{place}: content must be a non-empty text, not {content!r}")
+        if mask not in (None, 0, 1):
+            raise DataError(f"{place}: loss_mask must be 0 or 1, not {mask!r}")
+        if mask and role != "assistant":
+            raise DataError(f"{place}: loss_mask is 1, but only what the assistant says can be learned")
+        if role == "assistant" and mask != 0:
+            learned.append(index)
+    if not learned:
+        raise DataError(f"{where}: the conversation has nothing to learn from: no assistant message with loss_mask 1")
+    return learned
+
+
+def _read_template(name: str) -> str:
+    shipped = TEMPLATES / f"{name}.jinja"
+    path = shipped if shipped.is_file() else Path(name)
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in TEMPLATES.glob("*.jinja")))
+        raise ConfigError(f"data.chat_template: no Jinja file {name}; the templates with a name are {known}")
+    return read_text(path)
+
+
+def _check_syntax(text: str, name: str) -> None:
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[], chat_template=text)  # only compiles
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"data.chat_template: {name} is not valid Jinja: line {error.lineno}: {error}") from error
+
+
+def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Where tokens begin when the space in front of a word, which some offsets leave out, is part of its token."""
+    return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Names of tools, or of calls of them; they stand at the top or below ``function``."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    return [each["name"] for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())

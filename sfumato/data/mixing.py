@@ -1,0 +1,198 @@
+"""The order of samples of one or several sources: a function of the data and the seed, without an end."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import count, repeat
+from typing import Literal
+
+import numpy as np
+
+from sfumato.algorithms.noise import keyed_permutation
+from sfumato.errors import DataError
+
+MAX_EPOCH = 10**9
+"""Most samples of an epoch of weighted sources, which is planned as a whole."""
+
+BLOCK = 1 << 16
+"""Samples of a source whose lengths are looked up together."""
+
+
+class Mixer:
+    """Which source the next sample comes from, so that none is ever a whole sample ahead of its share or behind it.
+
+    Of the sources that would not get too far ahead, the one comes that would be too far behind first (the rule for the
+    chairman assignment problem, Tijdeman 1980). By tokens the same holds for samples of the mean length.
+    """
+
+    def __init__(self, weights: Sequence[float], taken: Sequence[int] | None = None, num_samples: int = 0) -> None:
+        """Starts at the beginning, or where another mixer has come to.
+
+        Args:
+            weights: positive, one for each source; their sum does not matter.
+            taken: what each source has given so far, samples or tokens.
+            num_samples: how many samples all have given.
+        """
+        self.taken = [0] * len(weights) if taken is None else list(taken)
+        self._shares = [each / sum(weights) for each in weights]
+        self._total, self._num_samples = sum(self.taken), num_samples
+
+    def choose(self) -> int:
+        """The source whose turn it is."""
+        unit = self._total / self._num_samples if self._num_samples else 1.0
+        least = unit / (2 * len(self.taken))
+        chosen, first = 0, float("inf")
+        for source, share in enumerate(self._shares):
+            lacks = share * (self._total + unit) - self.taken[source]
+            if lacks >= least and (unit - least - lacks) / share < first:
+                chosen, first = source, (unit - least - lacks) / share
+        return chosen
+
+    def add(self, source: int, amount: int) -> None:
+        """Notes what a source has given."""
+        self.taken[source] += amount
+        self._total += amount
+        self._num_samples += 1
+
+
+class Order:
+    """Epochs of sample indices. Each source goes through its samples in passes, each in an order of its own.
+
+    A source that does not get to its end in an epoch goes on in the next one, so it never repeats a sample before it
+    has given all.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        source_of: np.ndarray,
+        names: Sequence[str],
+        weights: Sequence[float] | None,
+        level: Literal["sample", "token"],
+        stopping: Literal["first_exhausted", "all_exhausted"],
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        """Plans nothing yet.
+
+        Args:
+            lengths: tokens of each sample, int64 ``[N]``.
+            source_of: number of its source, integers ``[N]``; every source has samples.
+            names: names of the sources.
+            weights: their shares; None goes through all samples of all sources as through one.
+            level: what is shared: samples or tokens.
+            stopping: whether an epoch ends when one source, or every source, has come to the end of a pass. Sources
+                that are through before begin again.
+            seed: key of the order.
+            shuffle: false keeps the order of the samples within a source.
+
+        Raises:
+            DataError: when an epoch would have more than ``MAX_EPOCH`` samples.
+        """
+        self.lengths, self.level, self.stopping, self.seed, self.shuffle = lengths, level, stopping, seed, shuffle
+        self._mixed = weights is not None
+        self._weights = [1.0] if weights is None else list(weights)
+        if self._mixed:
+            self._members = [np.flatnonzero(source_of == source) for source in range(len(self._weights))]
+            self._check_size(names)
+        else:
+            self._members = [np.arange(len(lengths))]
+        self._passes: dict[int, tuple[int, np.ndarray]] = {}
+        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._starts = [([0] * len(self._members), [0] * len(self._members))]
+        """What sources have given before each epoch: in the unit of their shares, and in samples."""
+
+    def epoch(self, number: int) -> np.ndarray:
+        """Sample indices of an epoch in order, int64. With weights, epochs before it are planned if they were not."""
+        if not self._mixed:
+            return self._pass(0, number)
+        while self._epoch[0] != number:
+            planned = min(number, len(self._starts) - 1)
+            self._epoch = planned, self._mix(planned)
+        return self._epoch[1]
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The epoch of a position in the run, and the position within it."""
+        if not self._mixed:
+            return divmod(position, len(self.lengths))
+        number = 0
+        while True:
+            if number + 1 == len(self._starts):
+                self.epoch(number)
+            start, end = (sum(given) for _, given in self._starts[number : number + 2])
+            if position < end:
+                return number, position - start
+            number += 1
+
+    def _mix(self, number: int) -> np.ndarray:
+        """An epoch of weighted sources; notes where the next one starts."""
+        taken, given = self._starts[number]
+        mixer = Mixer(self._weights, taken, sum(given))
+        sizes = [len(each) for each in self._members]
+        amounts = [self._amounts(source, start) for source, start in enumerate(given)]
+        left = [size - start % size for size, start in zip(sizes, given, strict=True)]
+        passes = [start // size for size, start in zip(sizes, given, strict=True)]
+        reached = max if self.stopping == "first_exhausted" else min
+        pattern = array("H")
+        while True:
+            source = mixer.choose()
+            mixer.add(source, next(amounts[source]))
+            pattern.append(source)
+            left[source] -= 1
+            if left[source] == 0:
+                left[source], passes[source] = sizes[source], passes[source] + 1
+                if reached(passes) > number:
+                    break
+        sources = np.frombuffer(pattern, np.uint16)
+        order = np.empty(len(sources), np.int64)
+        after = list(given)
+        for source, start in enumerate(given):
+            places = np.flatnonzero(sources == source)
+            after[source] += len(places)
+            order[places] = self._run_of(source, start, after[source])
+        if len(self._starts) == number + 1:
+            self._starts.append((mixer.taken, after))
+        return order
+
+    def _amounts(self, source: int, start: int) -> Iterator[int]:
+        """What each sample of a source counts, from a position in its passes on."""
+        if self.level == "sample":
+            yield from repeat(1)
+        size = len(self._members[source])
+        for number in count(start // size):
+            members = self._pass(source, number)[max(start - number * size, 0) :]
+            for begin in range(0, len(members), BLOCK):
+                yield from self.lengths[members[begin : begin + BLOCK]].tolist()
+
+    def _run_of(self, source: int, start: int, stop: int) -> np.ndarray:
+        """Sample indices of a source between two positions in its passes."""
+        size = len(self._members[source])
+        parts = [
+            self._pass(source, number)[max(start - number * size, 0) : stop - number * size]
+            for number in range(start // size, -(-stop // size))
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _pass(self, source: int, number: int) -> np.ndarray:
+        """Sample indices of one pass through a source."""
+        members = self._members[source]
+        if not self.shuffle:
+            return members
+        if self._passes.get(source, (-1,))[0] != number:
+            permutation = keyed_permutation(len(members), self.seed, "text order", source, number).numpy()
+            self._passes[source] = number, members[permutation]
+        return self._passes[source][1]
+
+    def _check_size(self, names: Sequence[str]) -> None:
+        by_tokens = self.level == "token"
+        amounts = [int(self.lengths[each].sum()) if by_tokens else len(each) for each in self._members]
+        needed = [amount / weight for amount, weight in zip(amounts, self._weights, strict=True)]
+        epoch = min(needed) if self.stopping == "first_exhausted" else max(needed)
+        size = sum(len(each) * epoch / own for each, own in zip(self._members, needed, strict=True))
+        if size > MAX_EPOCH:
+            raise DataError(
+                f"with these weights an epoch would have {size:.2g} samples until source "
+                f"{names[needed.index(max(needed))]!r} has given all: raise its weight, or set stopping_strategy to "
+                "first_exhausted"
+            )

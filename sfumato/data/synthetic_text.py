@@ -1,0 +1,164 @@
+"""Problems with one right answer, made in code: text, conversations and pairs of answers that need no download."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sfumato.algorithms.noise import keyed_generator
+from sfumato.config.text import SyntheticTextConfig
+from sfumato.errors import DataError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MAX_DRAWS = 100_000
+
+QUESTIONS = {"reverse": "Reverse the letters of {}.", "sort": "Sort the letters of {}.", "add": "Add {} and {}."}
+STATEMENTS = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}
+_OPERAND = {"reverse": "([a-z]+)", "sort": "([a-z]+)", "add": "([0-9]+)"}
+_PATTERNS = {
+    kind: re.compile(re.escape(question).replace(r"\{\}", _OPERAND[kind])) for kind, question in QUESTIONS.items()
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question of one kind: a word, or two numbers."""
+
+    kind: str
+    operands: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """The question in words."""
+        return QUESTIONS[self.kind].format(*self.operands)
+
+    @property
+    def answer(self) -> str:
+        """The right answer."""
+        if self.kind == "add":
+            return str(sum(map(int, self.operands)))
+        word = self.operands[0]
+        return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
+
+    @property
+    def statement(self) -> str:
+        """Question and answer in one sentence."""
+        return STATEMENTS[self.kind].format(*self.operands, self.answer)
+
+    def share(self) -> float:
+        """A number in [0, 1), by a hash of the problem alone.
+
+        Problems that answer each other, as those of abc and cba or of 1 + 2 and 2 + 1, have the same.
+        """
+        twins = {"reverse": [self.operands[0], self.answer], "sort": self.operands, "add": self.operands}[self.kind]
+        digest = hashlib.blake2b("/".join([self.kind, *sorted(twins)]).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+
+class SyntheticRows:
+    """Rows of problems; row i is a function of (seed, i).
+
+    Every row has the columns ``text``, ``messages``, ``prompt``, ``chosen``, ``rejected`` (a wrong answer) and
+    ``answer``; with several turns the last four are about the last one. Training rows and held-out rows share no
+    problem, in no column.
+    """
+
+    def __init__(self, config: SyntheticTextConfig, seed: int, held_out: bool) -> None:
+        """Args are the kind of problems, the seed of the rows, and whether they are those that training never shows."""
+        self.config, self.seed, self.held_out = config, seed, held_out
+
+    def __len__(self) -> int:
+        return max(1, round(self.config.num_rows * self.config.held_out)) if self.held_out else self.config.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        generator = keyed_generator(self.seed, "held-out problems" if self.held_out else "problems", index)
+        problems = [self._draw(generator) for _ in range(self.config.turns)]
+        last = problems[-1]
+        return {
+            "text": " ".join(problem.statement for problem in problems),
+            "messages": [message for problem in problems for message in _turn(problem)],
+            "prompt": last.prompt,
+            "chosen": last.answer,
+            "rejected": wrong_answer(last, generator),
+            "answer": last.answer,
+        }
+
+    def describe(self, index: int) -> str:
+        """Where the row comes from, for messages."""
+        return f"synthetic {'held-out ' * self.held_out}{self.config.problem} row {index + 1}"
+
+    def fingerprint(self) -> str:
+        """Identifies the rows, for caches."""
+        return f"{self.config.model_dump_json()} {self.seed} {self.held_out}"
+
+    def _draw(self, generator: torch.Generator) -> Problem:
+        share = self.config.held_out if self.held_out else 1 - self.config.held_out
+        for _ in range(min(MAX_DRAWS, 1000 + int(100 / share))):
+            problem = _draw_problem(generator, self.config)
+            if (problem.share() < self.config.held_out) == self.held_out:
+                return problem
+        raise DataError(
+            f"data.synthetic: found no {'held-out' if self.held_out else 'training'} problem among those of "
+            f"{self.config.min_length} to {self.config.max_length} letters or digits with held_out "
+            f"{self.config.held_out}: raise max_length, or bring held_out closer to 0.5"
+        )
+
+
+def is_right(prompt: str, answer: str) -> bool:
+    """Whether an answer, apart from white space around it, is the right one.
+
+    Raises DataError when the prompt is none of these problems.
+    """
+    for kind, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(prompt.strip()):
+            return answer.strip() == Problem(kind, match.groups()).answer
+    raise DataError(f"not a synthetic problem: {prompt!r}")
+
+
+def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
+    """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
+    right = problem.answer
+    if problem.kind == "add":
+        place = _integer(generator, len(right))
+        no_leading_zero = place == 0 and len(right) > 1
+        digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != right[place]]
+        return right[:place] + digits[_integer(generator, len(digits))] + right[place + 1 :]
+    pairs = [(i, j) for j in range(len(right)) for i in range(j) if right[i] != right[j]]
+    letters = list(right)
+    if pairs:
+        i, j = pairs[_integer(generator, len(pairs))]
+        letters[i], letters[j] = letters[j], letters[i]
+    else:
+        letters[-1] = LETTERS[(LETTERS.index(letters[-1]) + 1) % len(LETTERS)]
+    return "".join(letters)
+
+
+def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Problem:
+    if config.problem == "add":
+        return Problem("add", (_draw_number(generator, config), _draw_number(generator, config)))
+    letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
+    return Problem(config.problem, ("".join(letters),))
+
+
+def _draw_number(generator: torch.Generator, config: SyntheticTextConfig) -> str:
+    length = _draw_length(generator, config)
+    first = _integer(generator, 10) if length == 1 else 1 + _integer(generator, 9)
+    return str(first) + "".join(str(_integer(generator, 10)) for _ in range(length - 1))
+
+
+def _draw_length(generator: torch.Generator, config: SyntheticTextConfig) -> int:
+    return config.min_length + _integer(generator, config.max_length - config.min_length + 1)
+
+
+def _integer(generator: torch.Generator, below: int) -> int:
+    return int(torch.randint(below, (), generator=generator))
+
+
+def _turn(problem: Problem) -> list[dict[str, str]]:
+    return [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": problem.answer}]

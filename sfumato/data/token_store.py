@@ -1,0 +1,318 @@
+"""Tokens of whole datasets: made once, kept as plain arrays on disk, read through memory maps."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.data.bad_rows import BadRows
+from sfumato.data.rows import Rows
+from sfumato.data.sources import Sources
+from sfumato.data.text import Document, Sample, TextTransform
+from sfumato.errors import DataError
+
+CHUNK_ROWS = 256
+"""Rows that a process tokenises at a time."""
+
+COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2", "row_of": "<i8"}
+"""Files of a store and what they hold: per token, per token, per document, per sample, per sample."""
+
+Watch = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+class TokenStore:
+    """The samples of a dataset, in the order of sources and rows."""
+
+    def __init__(self, folder: Path, sources: Sources) -> None:
+        """Opens a finished store.
+
+        Args:
+            folder: where its files are.
+            sources: what it was made from, for messages.
+
+        Raises:
+            DataError: when a file is missing, damaged or of the wrong size.
+        """
+        manifest_path = folder / "manifest.json"
+        try:
+            manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"damaged token store: {manifest_path}: {error}; delete its folder") from error
+        columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in COLUMNS.items()}
+        self.folder, self._sources = folder, sources
+        self.names: list[str] = list(sources.names)
+        """Names of the sources."""
+        self.documents_per_sample: int = manifest["documents_per_sample"]
+        """1, or 2 for pairs."""
+        self.fingerprint: str = manifest["fingerprint"]
+        """Identifies the samples and their order, wherever the files lie."""
+        self.bad_rows: list[str] = manifest["bad_rows"]
+        """Why rows were left out, one message for each."""
+        self.source_of: np.ndarray = columns["source_of"]
+        """Number of the source of each sample: int16 ``[N]``."""
+        self.document_lengths = columns["document_lengths"].reshape(-1, self.documents_per_sample)
+        """Tokens of each document: int64 ``[N, documents_per_sample]``."""
+        self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
+        """Tokens of each sample: int64 ``[N]``."""
+        self._tokens, self._learned, self._row_of = columns["tokens"], columns["learned"], columns["row_of"]
+        self._ends = np.cumsum(columns["document_lengths"])
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that were left out."""
+        return len(self.bad_rows)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, index: int) -> Sample:
+        """The tokens of a sample, as views of the files."""
+        first = index * self.documents_per_sample
+        documents = []
+        for number in range(first, first + self.documents_per_sample):
+            stop = int(self._ends[number])
+            start = int(self._ends[number - 1]) if number else 0
+            documents.append(Document(self._tokens[start:stop], self._learned[start:stop].view(bool)))
+        return Sample(tuple(documents))
+
+    def describe(self, index: int) -> str:
+        """File and row of a sample, for messages."""
+        return self._sources.rows[self.source_of[index]].describe(int(self._row_of[index]))
+
+
+def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
+    """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
+    place = folder / _key(sources, transform)
+    return TokenStore(place, sources) if (place / "manifest.json").is_file() else None
+
+
+def build_token_store(
+    sources: Sources,
+    transform: TextTransform,
+    folder: Path,
+    num_workers: int,
+    max_bad_rows: int,
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+) -> TokenStore:
+    """Opens the store of some data and a transform, making it first if it is not there.
+
+    A process that finds another one making it waits. A store is complete or absent.
+
+    Args:
+        sources: the data.
+        transform: what makes samples of rows; runs in other processes when ``num_workers`` is above 1.
+        folder: of all stores; each (data, transform) has its own inside, so that a stale one is never used.
+        num_workers: processes that tokenise.
+        max_bad_rows: rows that are left out, each named, before it stops.
+        say: takes messages.
+        watch: wraps the loop over parts (given the parts and their number), for a progress bar.
+
+    Raises:
+        DataError: for a row that cannot be used, beyond the limit, also one that was left out when the store was made;
+            and when a source has no row that can.
+    """
+    place = folder / _key(sources, transform)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(place.with_suffix(".lock")):
+        if not (place / "manifest.json").is_file():
+            building = place.with_suffix(".tmp")
+            shutil.rmtree(building, ignore_errors=True)  # what a process left that was killed
+            building.mkdir()
+            try:
+                _build(building, sources, transform, num_workers, BadRows(max_bad_rows, say), watch)
+            except BaseException:
+                shutil.rmtree(building)
+                raise
+            shutil.rmtree(place, ignore_errors=True)
+            building.rename(place)
+            return TokenStore(place, sources)
+    store = TokenStore(place, sources)
+    if store.num_bad > max_bad_rows:
+        raise DataError(
+            f"{store.bad_rows[max_bad_rows]} ({store.num_bad} rows were left out when {place} was made, but "
+            f"data.max_bad_rows is {max_bad_rows})"
+        )
+    if store.num_bad:
+        say(f"{store.num_bad} rows are left out, the last one because: {store.bad_rows[-1]}")
+    return store
+
+
+@dataclass
+class _Part:
+    """The samples of some rows that follow each other, and why others of these rows are missing."""
+
+    documents: list[Document] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """The row of each sample."""
+    bad: list[tuple[int, DataError]] = field(default_factory=list)
+    """Row and reason."""
+
+
+_Chunk = tuple[int, range]
+"""A source and rows of it."""
+
+
+def _build(
+    folder: Path,
+    sources: Sources,
+    transform: TextTransform,
+    num_workers: int,
+    bad_rows: BadRows,
+    watch: Watch | None,
+) -> None:
+    chunks = [
+        (source, range(start, min(start + CHUNK_ROWS, len(rows))))
+        for source, rows in enumerate(sources.rows)
+        for start in range(0, len(rows), CHUNK_ROWS)
+    ]
+    first = np.cumsum([0, *map(len, sources.rows)])
+    columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
+    broken: list[str] = []
+    num_samples = [0] * len(sources.rows)
+    with closing(_tokenise_all(sources.rows, transform, chunks, num_workers)) as parts:
+        watched = watch(parts, len(chunks)) if watch else parts
+        for (source, _), part in zip(chunks, watched, strict=True):
+            for row, error in part.bad:
+                bad_rows.add(int(first[source]) + row, error)
+                broken.append(str(error))
+            num_samples[source] += len(part.rows)
+            if part.documents:
+                columns["tokens"].add(np.concatenate([each.input_ids for each in part.documents]))
+                columns["learned"].add(np.concatenate([each.learned for each in part.documents]))
+            columns["document_lengths"].add([len(each.input_ids) for each in part.documents])
+            columns["source_of"].add([source] * len(part.rows))
+            columns["row_of"].add(part.rows)
+    if 0 in num_samples:
+        name = sources.names[num_samples.index(0)]
+        raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
+    digests = {name: each.close() for name, each in columns.items() if name != "row_of"}
+    identity = json.dumps([list(sources.names), transform.documents_per_sample, digests])
+    manifest = {
+        "fingerprint": hashlib.blake2b(identity.encode(), digest_size=10).hexdigest(),
+        "documents_per_sample": transform.documents_per_sample,
+        "bad_rows": broken,
+        **{name: each.size for name, each in columns.items()},
+    }
+    columns["row_of"].close()
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+class _Column:
+    """Appends numbers of one type to a file."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.size = 0
+        self._dtype, self._file, self._hash = dtype, path.open("wb"), hashlib.blake2b(digest_size=20)
+
+    def add(self, values: np.ndarray | list[int]) -> None:
+        data = np.ascontiguousarray(values, self._dtype)
+        self.size += len(data)
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> str:
+        """Flushes everything to disk. Returns a digest of the content."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+
+def _map(path: Path, dtype: str, size: int) -> np.ndarray:
+    expected = size * np.dtype(dtype).itemsize
+    if not path.is_file() or path.stat().st_size != expected:
+        raise DataError(f"damaged token store: {path} is missing or has not {expected} bytes; delete its folder")
+    return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
+
+
+def _tokenise(rows: Rows, transform: TextTransform, indices: range) -> _Part:
+    part = _Part()
+    for index in indices:
+        try:
+            samples = transform(rows[index], rows.describe(index))
+        except DataError as error:
+            part.bad.append((index, error))
+            continue
+        for sample in samples:
+            part.documents += sample.documents
+            part.rows.append(index)
+    return part
+
+
+def _tokenise_all(
+    rows: list[Rows], transform: TextTransform, chunks: list[_Chunk], num_workers: int
+) -> Iterator[_Part]:
+    """The parts of all chunks in order."""
+    num_workers = min(num_workers, len(chunks))
+    if num_workers == 1:
+        yield from (_tokenise(rows[source], transform, indices) for source, indices in chunks)
+        return
+    # Processes are spawned: a fork of one with threads, a process group or a GPU may hang.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
+    waiting: deque[Future[_Part]] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_tokenise_in_worker, chunk))
+            if len(waiting) > 2 * num_workers:  # what has been tokenised and not yet written stays small
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_in_worker: tuple[list[Rows], TextTransform] | None = None
+"""What a process of the pool works on."""
+
+
+def _begin_worker(rows: list[Rows], transform: TextTransform) -> None:
+    global _in_worker
+    _in_worker = rows, transform
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _tokenise_in_worker(chunk: _Chunk) -> _Part:
+    assert _in_worker is not None
+    rows, transform = _in_worker
+    source, indices = chunk
+    return _tokenise(rows[source], transform, indices)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time is inside; the system opens the lock when a process is killed."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(sources: Sources, transform: TextTransform) -> str:
+    digest = hashlib.blake2b(digest_size=10)
+    parts = [transform.fingerprint, str(transform.documents_per_sample)]
+    for name, rows in zip(sources.names, sources.rows, strict=True):
+        parts += [name, str(len(rows)), rows.fingerprint()]
+    digest.update(json.dumps(parts).encode())
+    return digest.hexdigest()

@@ -1,0 +1,49 @@
+"""Real ranks: the first tokenises, the others read what it made, and all agree on steps and samples."""
+
+import os
+
+from sfumato.config.text import TextDataConfig, TextTrainConfig
+from sfumato.data.text_loader import build_text_loader
+from sfumato.parallel.mesh import build_mesh
+from tests.token_rows import NumberTransform, one_source, random_lengths
+from tests.unit.test_text_loader import take
+
+LENGTHS = random_lengths(61)
+
+
+def run(folder, train, from_state=None, count=None):
+    """What a rank sees: rows that it tokenised, the steps of the run, and those that it took."""
+    place = {}
+    if "SINGLE" not in train:
+        import torch.distributed as dist
+
+        place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        train = {name: each for name, each in train.items() if name != "SINGLE"}
+        config = TextTrainConfig(output_dir=folder, device="cpu", global_batch_size=4, num_train_epochs=2, **train)
+        transform, data = NumberTransform(), TextDataConfig(train_path="unused", max_seq_len=16)
+        loader = build_text_loader(
+            data, config, 0, transform, one_source(LENGTHS), build_mesh(config), print, lambda parts, _count: parts
+        )
+        if from_state is not None:
+            loader.restore(from_state)
+        return len(transform.seen), loader.total_steps, take(loader, count)
+    finally:
+        for name in place:
+            del os.environ[name]
+
+
+def test_ranks_agree_and_share_one_store(ranks, tmp_path):
+    _, total, wanted = run(str(tmp_path / "one"), {"SINGLE": True})
+    found = ranks.run(4, run, str(tmp_path / "four"), {"tensor_parallel_size": 2})
+    assert [each[0] for each in found] == [61, 0, 0, 0], "rows that each rank has tokenised"
+    assert {each[1] for each in found} == {total}
+    assert found[0][2] == found[1][2] and found[2][2] == found[3][2], "ranks that share matrices see the same"
+    for number, step in enumerate(wanted):
+        parts = [found[rank][2][number] for rank in (0, 2)]
+        assert (step[0], step[2:]) == (parts[0][0], parts[0][2:]) == (parts[1][0], parts[1][2:])
+        assert step[1] == sorted(parts[0][1] + parts[1][1])
+    state = found[0][2][9][2]
+    _, again, rest = run(str(tmp_path / "four"), {"SINGLE": True}, state)
+    assert again == total and rest == wanted[10:]

@@ -1,0 +1,107 @@
+"""Synthetic problems: right answers are right, wrong ones wrong, and held-out problems are never shown in training."""
+
+import pickle
+import re
+
+import pytest
+
+from sfumato.config.text import SyntheticTextConfig
+from sfumato.data.synthetic_text import SyntheticRows, is_right
+from sfumato.errors import DataError
+
+KINDS = ["reverse", "sort", "add"]
+
+
+def rows_of(kind="reverse", unseen=False, seed=0, **config):
+    return SyntheticRows(SyntheticTextConfig(problem=kind, **config), seed, held_out=unseen)
+
+
+def solved(kind, operands):
+    if kind == "add":
+        return str(int(operands[0]) + int(operands[1]))
+    return "".join(reversed(operands[0])) if kind == "reverse" else "".join(sorted(operands[0]))
+
+
+def shown(row):
+    """Every problem that stands anywhere in a row, as sets of operands."""
+    text = " ".join([row["text"], row["prompt"], *(message["content"] for message in row["messages"])])
+    words = re.findall(r"letters of (\w+)|(\w+) reversed|(\w+) sorted", text)
+    sums = re.findall(r"Add (\d+) and (\d+)|(\d+) plus (\d+)", text)
+    return {tuple(sorted(filter(None, each))) for each in words + sums}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_every_column_of_a_row(kind, held_out):
+    rows = rows_of(kind, held_out, num_rows=2000, max_length=5)
+    assert len(rows) == (100 if held_out else 2000)
+    for index in range(60):
+        row = rows[index]
+        operands = re.findall(r"\d+" if kind == "add" else r"\w+(?=\.)", row["prompt"])
+        answer = solved(kind, operands)
+        assert row["answer"] == row["chosen"] == answer
+        assert row["messages"] == [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": answer},
+        ]
+        said = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}[kind]
+        assert row["text"] == said.format(*operands, answer)
+        assert all(2 <= len(each) <= 5 for each in operands)
+        assert is_right(row["prompt"], answer) and is_right(row["prompt"], f" {answer}\n")
+        assert row["rejected"] != answer and not is_right(row["prompt"], row["rejected"])
+        assert len(row["rejected"]) == len(answer) and row["rejected"].isalnum()
+        assert kind != "add" or str(int(row["rejected"])) == row["rejected"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_problems_appear_nowhere_in_training(kind):
+    config = {"min_length": 1, "max_length": 2, "held_out": 0.2, "turns": 3, "num_rows": 2000}
+    training = set().union(*(shown(row) for row in map(rows_of(kind, **config).__getitem__, range(2000))))
+    held_out = set().union(*(shown(row) for row in map(rows_of(kind, True, **config).__getitem__, range(400))))
+    assert len(training) > 300 and len(held_out) > 50
+    assert not training & held_out
+    if kind == "reverse":
+        assert not {(word[::-1],) for (word,) in training} & held_out, "whose answer training has shown"
+
+
+def test_turns():
+    row = rows_of(turns=4)[3]
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 4
+    assert all(
+        is_right(q["content"], a["content"]) for q, a in zip(row["messages"][::2], row["messages"][1::2], strict=True)
+    )
+    assert row["text"].count(" reversed is ") == 4
+    assert (row["prompt"], row["answer"]) == (row["messages"][-2]["content"], row["messages"][-1]["content"])
+
+
+def test_a_row_is_a_function_of_seed_and_index():
+    rows = rows_of()
+    again = pickle.loads(pickle.dumps(rows))
+    assert [rows[index] for index in (5, 2, 5)] == [again[index] for index in (5, 2, 5)]
+    assert [rows[index] for index in range(20)] != [rows_of(seed=1)[index] for index in range(20)]
+    assert len({rows[index]["prompt"] for index in range(200)}) > 150
+    assert rows.describe(2) == "synthetic reverse row 3"
+    assert rows_of(unseen=True).describe(2) == "synthetic held-out reverse row 3"
+    prints = {rows_of(kind, held, seed).fingerprint() for kind in KINDS for held in (False, True) for seed in (0, 1)}
+    assert len(prints) == 12 and rows.fingerprint() == again.fingerprint()
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_letters_and_digits(kind):
+    rows = rows_of(kind, min_length=1, max_length=1, held_out=0.5)
+    assert all(not is_right(rows[index]["prompt"], rows[index]["rejected"]) for index in range(40))
+
+
+@pytest.mark.parametrize(("held_out", "share"), [(False, 0.9999), (True, 0.0001)])
+def test_too_few_problems_are_an_error(held_out, share):
+    config = SyntheticTextConfig(min_length=1, max_length=1, held_out=share)
+    with pytest.raises(DataError, match=rf"no {'held-out' if held_out else 'training'} problem .*: raise max_length"):
+        SyntheticRows(config, 0, held_out)[0]
+
+
+@pytest.mark.parametrize("prompt", ["Reverse abc.", "Add a and 1.", "Sort the letters of ab1."])
+def test_other_prompts_have_no_right_answer(prompt):
+    with pytest.raises(DataError, match="not a synthetic problem"):
+        is_right(prompt, "a")
