@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.parallel import ParallelConfig
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (peft) on the denoiser instead of full fine-tuning."""
+    """Low-rank adapters (peft) instead of full fine-tuning."""
 
     rank: int = Field(32, ge=1)
     """Rank r of the update."""
@@ -19,8 +20,12 @@ class LoraConfig(Section):
     """Scale: the update is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout in front of the adapter."""
+    variant: Literal["lora", "rslora", "dora"] = "lora"
+    """rslora scales by alpha / sqrt(rank) (arXiv 2312.03732); dora learns magnitudes too (arXiv 2402.09353)."""
     target_modules: list[str] | None = None
     """Names of the linear layers that get an adapter; null takes the model family's own list."""
+    target_parameters: list[str] = []
+    """Names of weights that hold all experts of a layer, such as mlp.experts.gate_up_proj, that get adapters."""
     init_weights: Literal["gaussian", "default"] = "gaussian"
     """Initialisation of the down projection: gaussian as flow_grpo does, or peft's default (Kaiming)."""
 
@@ -50,6 +55,26 @@ class ModelConfig(Section):
         return self
 
 
+class ParamGroupConfig(Section):
+    """Parameters with a rate or a decay of their own."""
+
+    match: str
+    """Regular expression that is searched for in parameter names."""
+    lr_scale: float = Field(1.0, ge=0)
+    """Factor of the learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay; null keeps what the parameter would have."""
+
+    @field_validator("match")
+    @classmethod
+    def _is_expression(cls, match: str) -> str:
+        try:
+            re.compile(match)
+        except re.error as error:
+            raise ValueError(f"{match!r} is not a regular expression: {error}") from error
+        return match
+
+
 class TrainConfig(ParallelConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
 
@@ -67,16 +92,21 @@ class TrainConfig(ParallelConfig):
     """Learning rate at the end of a decay."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up; the first step already has lr / lr_warmup_steps."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from lr to lr_min."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the decay from lr to lr_min; wsd falls as 1 - sqrt(progress) (arXiv 2405.18392)."""
     lr_decay_ratio: float = Field(1.0, gt=0, le=1)
     """Share of all steps, at the end, over which the rate decays (below 1: warm-up, stable, decay)."""
+    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    """muon orthogonalises the updates of hidden matrices (arXiv 2502.16982) and takes AdamW for the rest; adamw8bit
+    keeps AdamW's state in 8 bits."""
+    param_groups: list[ParamGroupConfig] = []
+    """Rates and decay of some parameters; each parameter follows the first entry that matches its name."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's averaging factors."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon; RL gradients can be as small as 1e-9, then lower it."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay on matrices; norms and biases have none."""
+    """Weight decay on matrices; norms and biases have none."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this total norm."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
@@ -93,19 +123,35 @@ class TrainConfig(ParallelConfig):
     """Seed of everything that is random."""
     load_checkpoint_path: str | None = None
     """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir."""
+    ckpt_manager: Literal["dcp"] = "dcp"
+    """Format of checkpoints: torch.distributed.checkpoint, which other numbers of processes can load."""
     save_steps: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only at the end."""
+    save_async: bool = False
+    """Write periodic checkpoints in the background, from a copy in CPU memory."""
     max_checkpoints: int = Field(3, ge=1)
     """Newest checkpoints that are kept."""
     export_steps: int = Field(0, ge=0)
     """Steps between exports of the trained weights to hf_ckpt; 0 exports only at the end."""
     trackers: list[str] = ["tensorboard"]
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, trackio."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak of one device in 10^12 operations a second, for MFU; null takes the known GPU's, and none on CPU."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of which each process writes a profiler trace into the run folder."""
 
     @model_validator(mode="after")
     def _rates_fit(self) -> TrainConfig:
         if self.lr_min > self.lr:
             raise ValueError(f"train.lr_min {self.lr_min} is above train.lr {self.lr}")
+        return self
+
+    @model_validator(mode="after")
+    def _profile_fits(self) -> TrainConfig:
+        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"train.profile_steps {list(self.profile_steps)} must be [first, last] with 1 <= first <= last"
+            )
         return self
 
 

@@ -1,51 +1,163 @@
-"""AdamW and its schedule."""
+"""The optimiser of a run: which parameters share a rate and a decay, and what moves them."""
 
 from __future__ import annotations
 
-import math
+import re
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.config.sections import TrainConfig
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.optim.muon import Muon, hidden_matrices
+from sfumato.optim.schedule import lr_at
+from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import whole_shapes
-from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.shards import local, trainable_parameters
+
+NAMED = 5
+"""Parameters that an error names."""
 
 
-def build_optimizer(module: nn.Module, config: TrainConfig, total_steps: int) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """AdamW over what requires gradients, and the schedule of its rate.
+@dataclass(frozen=True)
+class Role:
+    """What the parameters of one group have in common; the order of its fields is that of the groups."""
 
-    Matrices have weight decay, vectors (norms, biases) have none.
+    is_scaled: bool
+    """Groups at the configured rate come first: the rate that is logged is that of the first group."""
+    is_vector: bool
+    is_hidden: bool
+    """Whether Muon moves it."""
+    lr_scale: float
+    weight_decay: float
+    mesh: DeviceMesh | None
+    """Tensors of two meshes cannot share an update."""
+
+
+def build_optimizer(
+    module: nn.Module, config: TrainConfig, total_steps: int, mesh: Mesh | None = None
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """The optimiser over what requires gradients, and the schedule of its rate.
+
+    Matrices have weight decay, vectors (norms, biases) have none, unless ``train.param_groups`` says otherwise.
 
     Args:
-        module: what is trained.
-        config: rates, betas, decay, schedule.
+        module: what is trained, as ``parallelize`` returned it.
+        config: which optimiser; rates, betas, decay, groups, schedule.
         total_steps: steps over which the schedule is laid.
+        mesh: the ranks; with pipeline parallelism ``train.param_groups`` are looked up in all stages.
+
+    Raises:
+        ConfigError: when an entry of ``train.param_groups`` takes no parameter, or Muon has nothing to do.
+        MissingDependencyError: when adamw8bit is asked for and torchao is not installed.
     """
-    parameters, shapes = trainable_parameters(module), whole_shapes(module)
-    grouped: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
-    for name, each in sorted(parameters.items(), key=lambda item: len(shapes[item[0]]) < 2):
-        mesh = each.device_mesh if isinstance(each, DTensor) else None  # tensors of two meshes cannot share an update
-        grouped.setdefault((len(shapes[name]) >= 2, mesh), []).append(each)
+    parameters = trainable_parameters(module)
+    hidden = hidden_matrices(module) & parameters.keys() if config.optimizer == "muon" else set()
+    taken = match_groups(list(parameters), config)
+    _check_choices(module, config, taken, hidden, mesh)
+
+    shapes = whole_shapes(module)
+    grouped: dict[Role, list[nn.Parameter]] = {}
+    for name, each in parameters.items():
+        role = _role(each, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
+        grouped.setdefault(role, []).append(each)
+    roles = sorted(grouped, key=lambda role: (role.is_scaled, role.is_vector))
     groups = [
-        {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), group in grouped.items()
+        {
+            "params": grouped[role],
+            "lr": config.lr * role.lr_scale,
+            "weight_decay": role.weight_decay,
+            "orthogonal": role.is_hidden,
+        }
+        for role in roles
     ]
-    fused = next(iter(parameters.values())).is_cuda
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    optimizer = _make(groups or [{"params": []}], config, any(each.is_cuda for each in parameters.values()))
     return optimizer, LambdaLR(optimizer, lambda step: lr_at(step, total_steps, config) / config.lr)
 
 
-def lr_at(step: int, total_steps: int, config: TrainConfig) -> float:
-    """Learning rate of a step (0 is the first): linear warm-up, a plateau, then the decay to ``lr_min``."""
-    if step < config.lr_warmup_steps:
-        return config.lr * (step + 1) / config.lr_warmup_steps
-    if config.lr_decay_style == "constant":
-        return config.lr
-    begin = max(config.lr_warmup_steps, round(total_steps * (1 - config.lr_decay_ratio)))
-    progress = min(max((step - begin) / max(total_steps - begin, 1), 0.0), 1.0)
-    factor = 1 - progress if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr_min + (config.lr - config.lr_min) * factor
+def match_groups(names: list[str], config: TrainConfig) -> dict[str, int]:
+    """Which entry of ``train.param_groups`` each parameter follows: the first whose expression its name contains."""
+    found = {}
+    for name in names:
+        matching = (index for index, entry in enumerate(config.param_groups) if re.search(entry.match, name))
+        index = next(matching, None)
+        if index is not None:
+            found[name] = index
+    return found
+
+
+def saved_piece(value: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor of optimiser state as a checkpoint holds it: a plain tensor.
+
+    8-bit state is decompressed to float32. Compressed again, in the same piece, it gives the same bits; the optimiser
+    does that by itself at its next step.
+    """
+    piece = local(value)
+    return piece if type(piece) is torch.Tensor else piece.dequantize()
+
+
+def _role(parameter: nn.Parameter, is_vector: bool, is_hidden: bool, entry: int | None, config: TrainConfig) -> Role:
+    decay = 0.0 if is_vector else config.weight_decay
+    lr_scale = 1.0
+    if entry is not None:
+        chosen = config.param_groups[entry]
+        lr_scale, decay = chosen.lr_scale, decay if chosen.weight_decay is None else chosen.weight_decay
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return Role(lr_scale != 1.0, is_vector, is_hidden, lr_scale, decay, mesh)
+
+
+def _check_choices(
+    module: nn.Module, config: TrainConfig, taken: dict[str, int], hidden: set[str], mesh: Mesh | None
+) -> None:
+    """Whether every entry of param_groups, and Muon, has something to do, in this or in another pipeline stage."""
+    used, has_hidden = set(taken.values()), bool(hidden)
+    if config.pipeline_parallel_size > 1:
+        if mesh is None:
+            return
+        stages = mesh.gather((used, has_hidden), over="pp")
+        used, has_hidden = set().union(*(each for each, _ in stages)), any(each for _, each in stages)
+    for index, entry in enumerate(config.param_groups):
+        if index not in used:
+            names = list(trainable_parameters(module))
+            matching = [name for name in names if re.search(entry.match, name)]
+            why = f"entries before it take all {len(matching)} that it matches" if matching else "it matches none"
+            raise ConfigError(
+                f"train.param_groups.{index}: {entry.match!r} takes no trained parameter, since {why}; there are "
+                f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}: correct the expression, or leave "
+                "the entry out"
+            )
+    if config.optimizer != "muon":
+        return
+    if isinstance(module, FullyShardedDataParallel):
+        raise ConfigError(
+            "train.optimizer muon needs whole matrices, which the flat pieces of train.data_parallel_mode fsdp1 do not "
+            "tell: take fsdp2"
+        )
+    if not has_hidden:
+        raise ConfigError(
+            f"train.optimizer muon: {type(module).__name__} trains no matrices in a list of layers (adapters of "
+            "model.lora do not count): take adamw"
+        )
+
+
+def _make(groups: list[dict[str, Any]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+    settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.optimizer == "muon":
+        return Muon(groups, fused=fused, **settings)
+    for each in groups:
+        each.pop("orthogonal", None)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, fused=fused, **settings)
+    try:
+        from sfumato.optim.adamw8bit import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "train.optimizer adamw8bit needs torchao: run pip install 'sfumato[low-memory]', or take adamw"
+        ) from error
+    return AdamW8bit(groups, **settings)

@@ -1,5 +1,6 @@
 """Learning-rate schedule, weight-decay groups, and the moving average of weights."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from sfumato.config.dit import DitTrainConfig
+from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.optim.ema import Ema, averaged_weights, ema_decay
-from sfumato.optim.optimizer import build_optimizer, lr_at
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.optim.schedule import lr_at
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "data" / "flow_rl.json").read_text(encoding="utf-8"))[
     "V11_schedulers_samplers_ema"
@@ -106,6 +110,130 @@ def test_matrices_decay_and_vectors_do_not():
     for name, each in module.named_parameters():
         factor = 1 - 0.1 * expected.get(name, 0.0)
         torch.testing.assert_close(each.detach(), before[name] * factor)
+
+
+def test_wsd_falls_by_the_square_root_over_its_last_part():
+    found = rates(20, lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_style="wsd", lr_decay_ratio=0.5)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0], rel=1e-12)
+    assert set(found[3:11]) == {1.0}
+    expected = [0.2 + 0.8 * (1 - ((step - 10) / 10) ** 0.5) for step in range(10, 21)]
+    assert found[10:] == pytest.approx(expected, rel=1e-12)
+    assert found[20] == 0.2
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize(
+    ("total", "warmup", "ratio"), [(1, 0, 1.0), (7, 3, 0.4), (50, 0, 1.0), (50, 20, 0.9), (4, 9, 1)]
+)
+def test_every_style_starts_above_zero_and_never_decays_below_its_minimum(style, total, warmup, ratio):
+    found = rates(total, lr=0.3, lr_min=0.1, lr_warmup_steps=warmup, lr_decay_style=style, lr_decay_ratio=ratio)
+    assert found[0] == pytest.approx(0.3 / max(warmup, 1), rel=1e-12)
+    assert all(earlier >= later for earlier, later in itertools.pairwise(found[warmup:]))
+    assert all(0.1 - 1e-12 <= rate <= 0.3 + 1e-12 for rate in found[warmup:])
+    if total > warmup and style != "constant":
+        assert found[total] == pytest.approx(0.1, rel=1e-12)
+
+
+def four_layers() -> nn.Module:
+    module = nn.Module()
+    module.embed, module.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+    module.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    return module
+
+
+def settings_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    names = {id(each): name for name, each in module.named_parameters()}
+    return {
+        names[id(each)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+
+
+def test_each_parameter_follows_the_first_entry_that_matches_its_name():
+    entries = [
+        {"match": r"^embed", "lr_scale": 0.1},
+        {"match": r"layers\.1\.", "lr_scale": 2.0, "weight_decay": 0.7},
+        {"match": r"^layers", "weight_decay": 0.0},
+    ]
+    module = four_layers()
+    settings = config(lr=0.01, weight_decay=0.5, param_groups=entries, lr_warmup_steps=2)
+    optimizer, schedule = build_optimizer(module, settings, 10)
+    expected = {
+        "embed.weight": (0.001, 0.5),
+        "head.weight": (0.01, 0.5),
+        "head.bias": (0.01, 0.0),
+        "layers.0.weight": (0.01, 0.0),
+        "layers.0.bias": (0.01, 0.0),
+        "layers.1.weight": (0.02, 0.7),
+        "layers.1.bias": (0.02, 0.7),
+    }
+    halved = {name: pytest.approx((rate / 2, decay)) for name, (rate, decay) in expected.items()}
+    assert settings_by_name(module, optimizer) == halved  # the first of two steps of warm-up
+    assert schedule.get_last_lr()[0] == pytest.approx(0.005)  # what is logged is not scaled
+    optimizer.step()
+    schedule.step()
+    assert settings_by_name(module, optimizer) == {name: pytest.approx(each) for name, each in expected.items()}
+
+
+def test_a_parameter_with_a_rate_of_zero_stays():
+    module = four_layers()
+    optimizer, _ = build_optimizer(module, config(lr=0.1, param_groups=[{"match": "head", "lr_scale": 0}]), 1)
+    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    for each in module.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    stayed = {name for name, each in module.named_parameters() if torch.equal(each, before[name])}
+    assert stayed == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_entries_that_take_nothing_are_named(optimizer):
+    module = four_layers()
+    module.embed.requires_grad_(False)
+
+    def build(*matches):
+        build_optimizer(module, config(optimizer=optimizer, param_groups=[{"match": each} for each in matches]), 1)
+
+    with pytest.raises(ConfigError, match=r"param_groups\.1: 'norm' takes no .* it matches none; there are head\.w"):
+        build("head", "norm")
+    with pytest.raises(ConfigError, match=r"param_groups\.0: 'embed' takes no trained parameter"):
+        build("embed")
+    with pytest.raises(ConfigError, match=r"param_groups\.1: 'layers.0' .* entries before it take all 2"):
+        build("layers", "layers.0")
+    with pytest.raises(ValidationError, match=r"'\(' is not a regular expression: missing \)"):
+        build("(")
+
+
+def test_default_settings_are_plain_adamw_bit_for_bit():
+    def trained(make) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        optimizer, schedule = make(module)
+        for step in range(5):
+            module(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return [each.detach() for each in module.parameters()]
+
+    settings = config(lr=0.02, lr_warmup_steps=2, lr_decay_style="cosine", weight_decay=0.1, betas=(0.9, 0.95))
+
+    def plain(module):
+        matrices = [each for each in module.parameters() if each.ndim >= 2]
+        vectors = [each for each in module.parameters() if each.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, 5, settings) / 0.02)
+
+    found = trained(lambda module: build_optimizer(module, settings, 5))
+    assert all(map(torch.equal, found, trained(plain)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+def test_8_bits_need_an_extra():
+    with pytest.raises(MissingDependencyError, match=r"adamw8bit needs torchao: run pip install 'sfumato\[low-memory"):
+        build_optimizer(nn.Linear(2, 2), config(optimizer="adamw8bit"), 1)
 
 
 def test_a_model_of_matrices_alone_has_one_group():

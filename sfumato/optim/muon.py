@@ -1,0 +1,207 @@
+"""Muon: hidden matrices move along the orthogonal factor of their momentum, everything else by AdamW.
+
+As in "Muon is Scalable for LLM Training" (arXiv 2502.16982), where an update has the size of AdamW's, so that AdamW's
+rate and decay can be used:
+
+    M <- momentum M + (1 - momentum) G        W <- W - lr (decay W + 0.2 sqrt(max(rows, cols)) NS(G + momentum (M - G)))
+
+NS are Newton-Schulz steps towards U V^T of a matrix U S V^T, in bf16 on a GPU and in float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from sfumato.parallel.expert import find_experts, has_experts
+from sfumato.parallel.pieces import whole_shapes
+from sfumato.parallel.shards import local, plain_name, ranges_of, whole
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_STEPS = 5
+SMALLEST_NORM = 1e-7
+
+
+def hidden_matrices(module: nn.Module) -> set[str]:
+    """Names of the parameters that Muon moves.
+
+    They are what stands in a list of layers (``nn.ModuleList``) and is the two-dimensional ``weight`` of a module that
+    is no embedding, or a three-dimensional weight of experts. What stands outside of all lists (embeddings, patch and
+    time embeddings, heads, final projections), norms, biases, convolutions and LoRA adapters are left to AdamW. A fused
+    matrix counts as one.
+
+    Args:
+        module: plain, or what ``parallelize`` made of it.
+    """
+    shapes = whole_shapes(module)
+    experts = set(find_experts(module, "").values()) if has_experts(module) else set()
+    lists = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, nn.ModuleList))
+    found = set()
+    for prefix, owner in module.named_modules():
+        if not prefix.startswith(lists) or isinstance(owner, nn.Embedding) or ".lora_" in prefix:
+            continue
+        for key, _ in owner.named_parameters(recurse=False):
+            name = plain_name(f"{prefix}.{key}")
+            ndim = len(shapes[name])
+            if (ndim == 2 and key == "weight") or (ndim == 3 and owner in experts):
+                found.add(name)
+    return found
+
+
+def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz steps: singular values become about 1 (0.7 to 1.2).
+
+    Args:
+        matrices: ``[..., rows, cols]``; the steps run in its dtype.
+
+    Returns:
+        The same shape and dtype.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.mT if is_tall else matrices
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    add = torch.addmm if found.ndim == 2 else torch.baddbmm
+    for _ in range(NUM_STEPS):
+        gram = found @ found.mT
+        found = add(found, add(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.mT if is_tall else found
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for groups with ``orthogonal``, AdamW for the others.
+
+    Matrices may be cut over ranks (DTensor): each is gathered, one rank orthogonalises it while the others do so with
+    others of the same group, and sends it round. Experts ``[experts, rows, cols]`` are matrices of their own: they are
+    gathered only where what is inside of an expert is cut. Matrices that are whole on every rank (ddp) are computed by
+    each. State is one tensor for each matrix, ``momentum_buffer``, of its shape and placement.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, compute_dtype: torch.dtype | None = None, **adamw: Any) -> None:
+        """Takes groups of parameters and AdamW's settings.
+
+        Args:
+            groups: as for AdamW, each with ``orthogonal``; its parameters are two- or three-dimensional and lie on one
+                mesh.
+            compute_dtype: of the Newton-Schulz steps; None is bf16 on a GPU and float32 on a CPU.
+            adamw: ``lr``, ``betas``, ``eps``, ``fused`` of AdamW; ``lr`` is Muon's too.
+        """
+        self.compute_dtype = compute_dtype
+        super().__init__(groups, **adamw)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; gradients are summed over ranks and clipped before. Every rank must call it."""
+        loss = super().step(closure)
+        for group in self.param_groups:
+            if group["orthogonal"]:
+                self._step_orthogonal(group)
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a step in every state
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """What AdamW sees of a group: of matrices nothing."""
+        return False if group["orthogonal"] else super()._init_group(group, *lists)
+
+    def _step_orthogonal(self, group: dict[str, Any]) -> None:
+        by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for each in group["params"]:
+            if each.grad is not None:
+                by_axes.setdefault(_shared_axes(each), []).append(each)
+        for axes, parameters in by_axes.items():
+            sharers = Sharers(parameters[0], axes)
+            for start in range(0, len(parameters), sharers.size):
+                self._step_together(parameters[start : start + sharers.size], sharers, group)
+
+    def _step_together(self, parameters: list[nn.Parameter], sharers: Sharers, group: dict[str, Any]) -> None:
+        """Moves as many matrices as there are ranks that share the work: each rank orthogonalises one."""
+        shapes, mine = [], None
+        for owner, each in enumerate(parameters):
+            gathered = sharers.gather(self._direction(each), each)
+            shapes.append(gathered.shape)
+            if owner == sharers.rank:
+                mine = orthogonalised(gathered.to(self._dtype(gathered)))
+        for owner, (each, shape) in enumerate(zip(parameters, shapes, strict=True)):
+            piece = local(each)
+            is_mine = owner == sharers.rank
+            found = mine if is_mine else torch.empty(shape, dtype=self._dtype(piece), device=piece.device)
+            found = _piece(sharers.send(found, owner), each)
+            piece.mul_(1 - group["lr"] * group["weight_decay"])
+            piece.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
+
+    def _direction(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's piece of the momentum one step ahead (Nesterov)."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
+
+    def _dtype(self, like: torch.Tensor) -> torch.dtype:
+        return self.compute_dtype or (torch.bfloat16 if like.is_cuda else torch.float32)
+
+
+class Sharers:
+    """The ranks that gather matrices together and share the work on them."""
+
+    def __init__(self, parameter: nn.Parameter, axes: tuple[int, ...]) -> None:
+        """The ranks along some axes of the mesh of a parameter; without axes this rank alone."""
+        self.axes = axes
+        self._mesh = parameter.device_mesh if axes else None
+        self._sizes = [self._mesh.size(axis) for axis in axes]
+        self.size = math.prod(self._sizes)
+        self.rank = 0
+        for size, axis in zip(self._sizes, axes, strict=True):
+            self.rank = self.rank * size + self._mesh.get_local_rank(axis)
+
+    def gather(self, piece: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+        """The tensor, whole along these axes, of which this rank has the piece that it has of a parameter."""
+        if not self.axes:
+            return piece
+        placed = DTensor.from_local(
+            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        if len(self.axes) == like.device_mesh.ndim:
+            return whole(placed)
+        kept = [Replicate() if axis in self.axes else each for axis, each in enumerate(like.placements)]
+        return placed.redistribute(placements=kept).to_local()
+
+    def send(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """What the rank with that number has, on all of them: along one axis after the other."""
+        place = []
+        for size in reversed(self._sizes):
+            owner, rank = divmod(owner, size)
+            place.insert(0, rank)
+        tensor = tensor.contiguous()
+        for index, axis in enumerate(self.axes):
+            later = zip(self.axes[index + 1 :], place[index + 1 :], strict=True)
+            if all(self._mesh.get_local_rank(other) == rank for other, rank in later):
+                dist.broadcast(tensor, group=self._mesh.get_group(axis), group_src=place[index])
+        return tensor
+
+
+def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Axes of its mesh over which a matrix must be gathered, or is the same; not those that share whole experts."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    return tuple(
+        axis for axis, each in enumerate(parameter.placements) if not (parameter.ndim == 3 and each.is_shard(0))
+    )
+
+
+def _piece(found: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's piece of what is whole, or cut like the parameter along some dimensions already."""
+    for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
+        if found.shape[dim] != size:
+            found = torch.cat([found.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return found
