@@ -20,7 +20,7 @@ import torch
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
@@ -172,7 +172,7 @@ def save_if_due(actor: Actor) -> None:
 
 def export(actor: Actor, config: DiffusionRLConfig) -> None:
     """Writes the trained pipeline or adapter to ``hf_ckpt``."""
-    export_diffusion_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", actor.mesh)
+    export_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", actor.mesh)
 
 
 def build_scorer(config: DiffusionRLConfig) -> Scorer:

@@ -16,7 +16,7 @@ from torch.nn.functional import l1_loss, mse_loss
 
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.encoded import BadRows, read_pixels
@@ -86,7 +86,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         reconstructed = model.decode(model.encode_pixels(examples[:12])).cpu()
     records = [
         SampleRecord(
-            image=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
+            content=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
             kind="eval",
             prompt=caption,
             seed=config.train.seed,
@@ -96,7 +96,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         for index, (before, after, caption) in enumerate(zip(examples, reconstructed, captions, strict=False))
     ]
     run.save_samples(state.step, records)
-    export_diffusion_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"pipeline with the trained autoencoder: {config.train.output_dir}/hf_ckpt")
     run.close()

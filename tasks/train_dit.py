@@ -16,7 +16,7 @@ import torch
 from sfumato.algorithms.flow_matching import add_noise, draw_sigma, flow_matching_loss
 from sfumato.algorithms.noise import keyed_normal, keyed_uniform
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cache
@@ -24,6 +24,7 @@ from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
@@ -60,12 +61,15 @@ def main(config: TrainDitConfig) -> None:
     state = TrainState(model.denoiser, optimizer, schedule, ema)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
+    image_flops = denoiser_flops(model, config.data.height, config.data.width)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
     for step, index_batches in loader.steps(from_step=state.step):
         with run.timed("data"):
             batches = [encoder.batch(each) for each in index_batches]
-        num_images = mesh.sum(sum(batch.num_images for batch in batches))
+        own_images = sum(batch.num_images for batch in batches)
+        run.count(images=own_images, flops=own_images * image_flops)
+        num_images = mesh.sum(own_images)
         total_loss = 0.0
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
@@ -93,9 +97,9 @@ def main(config: TrainDitConfig) -> None:
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
-            export_diffusion_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+            export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 
-    export_diffusion_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
     run.close()
@@ -129,7 +133,7 @@ def draw_grid(model: DiffusionModel, prompts: list[str], config: TrainDitConfig,
     )
     return [
         SampleRecord(
-            image=image, kind="eval", prompt=prompt, seed=config.train.seed, sample_id=index, policy_version=step
+            content=image, kind="eval", prompt=prompt, seed=config.train.seed, sample_id=index, policy_version=step
         )
         for index, (image, prompt) in enumerate(zip(images, prompts, strict=True))
     ]

@@ -120,6 +120,56 @@ def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     return merge(base, overrides)
 
 
+def tiny_language_description(kind: str = "qwen3") -> dict[str, Any]:
+    """A language model of width 32 with two layers for the tokenizer of bytes.
+
+    Args:
+        kind: llama, qwen2, qwen3, qwen3_moe, deepseek_v2 or deepseek_v3.
+    """
+    base = {
+        "model_type": kind,
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+    }
+    moe = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    if kind in ("qwen3", "qwen3_moe"):
+        base |= {"head_dim": 8}
+    if kind == "qwen3_moe":
+        base |= moe | {"num_experts": 4, "norm_topk_prob": True}
+    if kind.startswith("deepseek"):
+        base |= moe | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "kv_lora_rank": 16}
+        base |= {"q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        base |= {"first_k_dense_replace": 1, "n_group": 2 if kind == "deepseek_v3" else 1, "topk_group": 1}
+    return base
+
+
+def tiny_text_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_text.py`` run of 6 steps of 4 rows of 64 tokens; its folder is ``tmp_path/run``."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    description = write_config(tiny_language_description(kind), tmp_path / f"{kind}.yaml")
+    base = {
+        "model": {"config_path": str(description), "tokenizer_path": "bytes"},
+        "data": {
+            "data_type": "conversation",
+            "synthetic": {"problem": "reverse", "max_length": 4, "num_rows": 200},
+            "max_seq_len": 64,
+        },
+        "train": {**_train(tmp_path), "micro_batch_size": 1, "global_batch_size": 4},
+        "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 1, "max_new_tokens": 4},
+    }
+    return merge(base, overrides)
+
+
 def write_config(config: dict[str, Any], path: Path) -> Path:
     """Writes a configuration as the YAML file that a task reads."""
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

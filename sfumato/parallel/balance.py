@@ -125,7 +125,7 @@ def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[s
     block = experts.rpartition(".")[0]
     while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
         experts, block = block, block.rpartition(".")[0]
-    parent = module.get_submodule(block)
+    parent = dict(module.named_modules())[block]  # get_submodule does not know the stages of a pipeline
     for name, each in parent.named_modules(prefix=block):
         for bias in BIASES:
             if bias in each._buffers and each._buffers[bias].shape == (num_experts,):

@@ -196,8 +196,8 @@ def _is_experts(module: nn.Module) -> bool:
 def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
     if name.split(".")[-1] == "base_layer":
         raise ConfigError(
-            f"{name}: adapters on experts' weights (peft's target_parameters) add whole matrices to them and do not go "
-            "together with expert parallelism: leave the experts out of the adapters' targets, or set "
+            f"{name}: adapters on experts' weights (model.lora.target_parameters) add whole matrices to them and do "
+            "not go together with expert parallelism: leave model.lora.target_parameters empty, or set "
             "train.expert_parallel_size to 1"
         )
     num_experts = experts.down_proj.shape[0]

@@ -246,7 +246,7 @@ class ActivationOffload:
             and tensor.device.type not in self.stay
             and tensor.nbytes >= self.min_bytes
             and tensor.untyped_storage()._cdata not in weights
-            and not _is_converted_weight(tensor)
+            and not is_converted_weight(tensor)
         )
 
     def _pack(self, call: _Call, tensor: torch.Tensor) -> Any:
@@ -364,7 +364,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return local(tensor.detach()).untyped_storage()._cdata
 
 
-def _is_converted_weight(tensor: torch.Tensor) -> bool:
+def is_converted_weight(tensor: torch.Tensor) -> bool:
     """Whether autocast made this tensor from a leaf."""
     base = tensor._base if tensor._is_view() else tensor
     node = base.grad_fn

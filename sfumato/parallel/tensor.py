@@ -334,7 +334,8 @@ def _check_type(module: nn.Module, wanted: type[nn.Module], name: str, kind: str
 def _check_experts(experts: nn.Module, name: str) -> None:
     if hasattr(experts, "base_layer"):
         raise ConfigError(
-            f"{name}: tensor parallelism cannot cut experts with adapters: leave them out of the LoRA targets"
+            f"{name}: tensor parallelism cannot cut experts with adapters: leave model.lora.target_parameters empty, "
+            "or set train.tensor_parallel_size to 1"
         )
 
 

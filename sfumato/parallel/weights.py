@@ -143,7 +143,9 @@ def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mes
             _copy(whole, buffers[name])
 
 
-def whole_weights(module: nn.Module, mesh: Mesh, only_trainable: bool = False) -> dict[str, torch.Tensor]:
+def whole_weights(
+    module: nn.Module, mesh: Mesh, only_trainable: bool = False, share: bool = False
+) -> dict[str, torch.Tensor]:
     """A module's weights as the plain module would have them. Every rank must call it.
 
     They are gathered one at a time. A weight that is tied stands under the first of its names.
@@ -152,6 +154,7 @@ def whole_weights(module: nn.Module, mesh: Mesh, only_trainable: bool = False) -
         module: any that ``parallelize`` returned, adapters included.
         mesh: the ranks.
         only_trainable: parameters that require gradients; otherwise all, and persistent buffers.
+        share: weights that are whole on the CPU are not copied: they change with the module.
 
     Returns:
         On rank 0 whole tensors on the CPU, of all pipeline stages; elsewhere nothing.
@@ -174,7 +177,7 @@ def whole_weights(module: nn.Module, mesh: Mesh, only_trainable: bool = False) -
                 whole = torch.empty(shape, dtype=dtype, device=mesh.device)
                 dist.recv(whole, src=ranks[number], group=mesh.group("pp"))
             if mesh.is_first:
-                found.setdefault(name, whole.detach().to("cpu", copy=True))
+                found.setdefault(name, whole.detach().to("cpu", copy=not share))
     return found
 
 

@@ -57,7 +57,7 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(each[row]) for name, each in self.components.items()}
         return SampleRecord(
-            image=sample.image, prompt=sample.prompt, rewards=rewards, total=float(self.total[row]), **about
+            content=sample.image, prompt=sample.prompt, rewards=rewards, total=float(self.total[row]), **about
         )
 
 

@@ -18,6 +18,7 @@ from sfumato.tracking.progress import format_value
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
 from sfumato.tracking.trackers import read_jsonl, write_atomically
 
+HEADLINES = ("eval/reward", "eval/exact_match", "eval/accuracy")
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
@@ -145,7 +146,7 @@ def _headline(metrics: Series) -> str:
     cards = []
     for name, points in metrics.items():
         values = list(_finite(points).items())
-        if not name.startswith("eval/reward") or not values or name.rsplit("/", 1)[-1] in {"std", "failed"}:
+        if not name.startswith(HEADLINES) or not values or name.rsplit("/", 1)[-1] in {"std", "failed"}:
             continue
         (first_step, first), (last_step, last) = values[0], values[-1]
         best_step, best = max(values, key=lambda item: item[1])
@@ -268,7 +269,7 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
         f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
-    return _section("Same prompts and seeds over training", f"The reward stands under each image{hidden}.", table)
+    return _section("Same prompts and seeds over training", f"The reward stands under each sample{hidden}.", table)
 
 
 def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
@@ -317,7 +318,9 @@ def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips
     if row is None:
         return '<span class="gap">absent</span>'
     path = step_folder(output_dir, step) / str(row.get("file", ""))
-    if path.suffix == ".png" and path.is_file():
+    if "text" in row:
+        image = f'<p class="text">{escape(row["text"])}</p>'
+    elif path.suffix == ".png" and path.is_file():
         uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
         kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
         alt = escape(row.get("prompt", ""))
@@ -390,7 +393,7 @@ img{display:block;width:100%;max-width:256px;height:auto;border-radius:5px;backg
 background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 @media (prefers-color-scheme:dark){.chip{background:hsl(var(--hue) 42% 22%);color:hsl(var(--hue) 70% 80%)}}
 .chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
-.group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}.group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}

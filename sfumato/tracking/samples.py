@@ -1,4 +1,4 @@
-"""The samples of a run, kept as PNG files with their prompts, seeds and rewards, and laid out as grids."""
+"""The samples of a run, images or texts, kept with their prompts, seeds and rewards, and laid out as grids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SampleRecord:
     """One generated sample and what is known about it.
 
     Attributes:
-        image: uint8 [H, W, 3].
+        content: an image, uint8 [H, W, 3], or a text.
         kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training.
         sample_id: unique among the samples of one kind in one step.
         rewards: by reward name; NaN where scoring failed.
@@ -31,7 +31,7 @@ class SampleRecord:
         policy_version: number of finished optimisation steps of the weights that made the sample.
     """
 
-    image: np.ndarray
+    content: np.ndarray | str
     kind: Literal["eval", "train"]
     prompt: str
     seed: int
@@ -44,7 +44,9 @@ class SampleRecord:
     def __post_init__(self) -> None:
         if self.kind not in ("eval", "train"):
             raise ValueError(f'kind must be "eval" or "train", not {self.kind!r}')
-        image = self.image
+        image = self.content
+        if isinstance(image, str):
+            return
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
             raise ValueError(f"image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}")
 
@@ -55,7 +57,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
-    """Writes all samples of one step: PNG files and ``samples.jsonl``. NaN is written as null.
+    """Writes all samples of one step: PNG files and ``samples.jsonl``, which also holds texts. NaN becomes null.
 
     The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces it, so one call
     holds everything that the step shows, both kinds.
@@ -75,7 +77,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     tmp, old = (final.with_name(final.name + suffix) for suffix in (".tmp", ".old"))
     for leftover in (tmp, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    names = [f"{sample.kind}_{sample.sample_id:04d}.png" for sample in samples]
+    names = [f"{sample.kind}_{sample.sample_id:04d}" for sample in samples]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two samples of step {step} would be {name}; sample_id must be unique for each kind")
@@ -83,7 +85,8 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     tmp.mkdir(parents=True)
     with (tmp / "samples.jsonl").open("w", encoding="utf-8", newline="\n") as file:
         for name, sample in zip(names, samples, strict=True):
-            Image.fromarray(np.ascontiguousarray(sample.image)).save(tmp / name)
+            if not isinstance(sample.content, str):
+                Image.fromarray(np.ascontiguousarray(sample.content)).save(tmp / f"{name}.png")
             file.write(strict_json(_row(name, sample)) + "\n")
     # A folder cannot be renamed over a full one. Between the two renames the step is absent, never half there.
     if final.exists():
@@ -96,7 +99,8 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
 def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
     """Reads the rows of every ``samples.jsonl`` of a run folder, by step in ascending order.
 
-    The image of a row is ``step_folder(output_dir, step) / row["file"]``. Unfinished folders are not looked at.
+    The image of a row is ``step_folder(output_dir, step) / row["file"]``; one of a text has ``text`` instead.
+    Unfinished folders are not looked at.
     """
     found = {}
     for folder in (Path(output_dir) / "samples").glob("step_*"):
@@ -201,8 +205,9 @@ def _shorten(text: str, width: int, font: Any) -> str:
 
 
 def _row(name: str, sample: SampleRecord) -> dict[str, Any]:
+    content = {"text": sample.content} if isinstance(sample.content, str) else {"file": f"{name}.png"}
     return {
-        "file": name,
+        **content,
         "kind": sample.kind,
         "prompt": sample.prompt,
         "seed": sample.seed,

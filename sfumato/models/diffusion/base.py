@@ -20,6 +20,7 @@ from torch import nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
+from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
 from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
@@ -187,6 +188,16 @@ class DiffusionModel(ABC):
         """What is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
+    @property
+    def trained(self) -> nn.Module:
+        """What holds the trained parameters."""
+        return self.denoiser
+
+    @property
+    def _adapters(self) -> dict[str, Any]:
+        """The denoiser's LoRA adapters by name, as peft describes them."""
+        return getattr(self.denoiser, "peft_config", None) or {}
+
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the denoiser on a mesh, as configured; everything else stays whole in each process.
 
@@ -213,6 +224,7 @@ class DiffusionModel(ABC):
         if any(each.is_meta for each in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
             load_weights(self.denoiser, self.source / self.denoiser_name, mesh, from_rank0, device=device)
+            start_magnitudes(self.denoiser)
         self.denoiser.to(device)
 
     def dropout_of(self, step: int, sample_ids: Sequence[int]) -> AbstractContextManager[None]:
@@ -229,11 +241,11 @@ class DiffusionModel(ABC):
         finally:
             self.denoiser.train(training)
 
-    def plain_denoiser(self) -> nn.Module:
-        """A module of the denoiser's class, with adapters if it has some, on meta: what wrapping has not changed."""
+    def plain_denoiser(self, adapters: bool = True) -> nn.Module:
+        """A module of the denoiser's class, with its adapters or without, on meta: what wrapping has not changed."""
         with torch.device("meta"):
             plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
-            for name, adapter in (getattr(self.denoiser, "peft_config", None) or {}).items():
+            for name, adapter in self._adapters.items() if adapters else ():
                 plain.add_adapter(adapter, name)
         return plain
 
@@ -336,15 +348,32 @@ class DiffusionModel(ABC):
         finally:
             self.denoiser.enable_adapters()
 
+    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+        """Writes the LoRA adapter if there is one, else, or with ``merge``, the whole pipeline.
+
+        Args:
+            folder: where to.
+            weights: the denoiser's whole weights, by name; of an adapter that is written those alone are enough.
+            merge: write adapters merged into the weights.
+        """
+        if self._adapters and not merge:
+            self.save_adapter(folder, weights)
+        else:
+            self.save_pipeline(folder, weights)
+
     def save_pipeline(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
+
+        Adapters are merged into the weights.
 
         Args:
             folder: where to.
             weights: the denoiser's whole weights and buffers, by name; None takes them from a denoiser that is whole.
         """
         weights = self.denoiser.state_dict() if weights is None else weights
-        plain = self.plain_denoiser()
+        if self._adapters:
+            weights = merge_adapters(self.plain_denoiser(), weights)
+        plain = self.plain_denoiser(adapters=False)
         plain.load_state_dict(weights, assign=True)
         pipeline = copy.copy(self.pipeline)
         setattr(pipeline, self.denoiser_name, plain)

@@ -42,6 +42,21 @@ def find_family(pipeline_class: str, where: str) -> type[DiffusionModel]:
     return known[pipeline_class]
 
 
+def read_family(folder: Path) -> type[DiffusionModel]:
+    """The family of a pipeline folder. Raises ConfigError when it is none, or of an unknown family."""
+    try:
+        pipeline_class = read_pipeline_class(folder)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
+            "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
+            "first (make quickstart runs all of them)"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.model_path {folder}: {error}") from error
+    return find_family(pipeline_class, f"model.model_path {folder}")
+
+
 def build_diffusion_model(
     config: ModelConfig,
     device: torch.device | str = "cpu",
@@ -97,17 +112,7 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
                     component.to(frozen)
         return family, pipeline
     folder = Path(str(config.model_path))
-    try:
-        pipeline_class = read_pipeline_class(folder)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
-            "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
-            "first (make quickstart runs all of them)"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"model.model_path {folder}: {error}") from error
-    family = find_family(pipeline_class, f"model.model_path {folder}")
+    family = read_family(folder)
     import diffusers
 
     dtype = frozen if config.lora else torch.float32
@@ -119,7 +124,7 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
         settings = denoiser.load_config(folder / family.denoiser_name)
         given[family.denoiser_name] = build_on_meta(lambda: denoiser.from_config(settings)).to(dtype)
     try:
-        pipeline = getattr(diffusers, pipeline_class).from_pretrained(
+        pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
             folder, local_files_only=True, dtype=dtypes, **given
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

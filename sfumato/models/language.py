@@ -1,0 +1,347 @@
+"""A transformers language model as a thing that can be trained on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from sfumato.config.sections import TrainConfig
+from sfumato.data.text_batch import TextBatch
+from sfumato.errors import ConfigError
+from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
+from sfumato.models.scores import TokenScores
+from sfumato.parallel.balance import ExpertBalancer
+from sfumato.parallel.data import accumulate
+from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.pipeline import Pipeline, build_pipeline
+from sfumato.parallel.plan import language_plan
+from sfumato.parallel.sequence import shard_sequence
+from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
+
+Tensors = dict[str, torch.Tensor]
+Loss = Callable[[TokenScores, Tensors, TextBatch], torch.Tensor]
+"""From the scores of a micro-batch, its tensors and the batch itself to its part of the loss, a scalar that is divided
+by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
+part of the tokens."""
+
+
+class LanguageModel:
+    """A causal transformers model with its tokenizer. The transformers modules are used as they are."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any,
+        autocast_dtype: torch.dtype | None,
+        build: Callable[[], nn.Module],
+        source: Path | None = None,
+        chunked: bool = False,
+    ) -> None:
+        """Use ``build_language_model``.
+
+        Args:
+            module: the plain model, with adapters if there are any; its weights may be on meta.
+            tokenizer: its tokenizer.
+            autocast_dtype: dtype of the forward pass under autocast; None leaves autocast off.
+            build: makes a plain model with random weights.
+            source: folder that weights on meta are read from; None draws them.
+            chunked: compute logits for some tokens at a time.
+        """
+        self.module, self.tokenizer, self.autocast_dtype = module, tokenizer, autocast_dtype
+        self.balancer: ExpertBalancer | None = None
+        self._source, self._build, self._chunked = source, build, chunked
+        self._pipeline: Pipeline | None = None
+        self._dropout: DropoutKeys | None = None
+        self._mesh: Mesh | None = None
+
+    @property
+    def trained(self) -> nn.Module:
+        """What holds the parameters: for the optimiser, ``reduce_and_clip`` and checkpoints."""
+        return self.module
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where the model was put."""
+        assert self._mesh is not None, "call parallelize first"
+        return self._mesh
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        """Puts the model on a mesh, as configured; weights on meta are read, or drawn, where they are needed.
+
+        Raises:
+            ConfigError: when it cannot be cut so.
+        """
+        self._mesh = mesh
+        check_settings(self.module, mesh, config, self._chunked)
+        self._dropout = keyed_dropout(self.module, config.seed)
+        if self._dropout is not None and mesh.layout.pp > 1:
+            raise ConfigError(
+                "train.pipeline_parallel_size and dropout exclude each other: set model.lora.dropout to 0"
+            )
+        plan, dtype = language_plan(self.module), self.autocast_dtype
+        if mesh.layout.pp > 1:
+            self._pipeline = build_pipeline(self.module, mesh, config, plan, dtype)
+            self.module = self._pipeline.module
+        else:
+            self.module = parallelize(self.module, mesh, config, plan, dtype)
+        device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
+        if any(each.is_meta for each in self.module.parameters()):
+            if self._source is not None:
+                from_rank0 = config.broadcast_model_weights_from_rank0
+                load_weights(self.module, self._source, mesh, from_rank0, device=device)
+            else:
+                initialise_on_meta(self.module, self._build, mesh, config.seed, device)
+            start_magnitudes(self.module)
+        self.module.to(device)
+        self.module.train()
+        if config.expert_bias_rate > 0:
+            self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
+
+    def forward_backward(
+        self, batches: Sequence[TextBatch], loss: Loss, step: int = 0, fields: Sequence[Tensors] | None = None
+    ) -> list[float]:
+        """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
+
+        Args:
+            batches: this rank's micro-batches of a step, as many as on the other ranks.
+            loss: see ``Loss``.
+            step: the optimiser's step, to which dropout belongs.
+            fields: more tensors ``[B, T]`` for each batch, which the loss finds beside those of the batch.
+
+        Returns:
+            The loss of each micro-batch, of this rank's tokens.
+
+        Raises:
+            ConfigError: when there are too few micro-batches for the pipeline.
+        """
+        rows = _with_fields(batches, fields)
+        if self._pipeline is not None:
+            given = [self._to_device(row | {"batch": torch.tensor(index)}) for index, row in enumerate(rows)]
+            with self._autocast():
+                return self._pipeline.train_step(
+                    given, lambda logits, row: loss(_scores(logits), row, batches[int(row["batch"])])
+                )
+        losses = []
+        for index, row in accumulate(self.module, list(enumerate(rows))):
+            with self._dropout_of(step, batches[index], row):
+                part = loss(*self._score(row), batches[index])
+                part.backward()
+            losses.append(part.detach())
+        return torch.stack(losses).double().tolist() if losses else []
+
+    @torch.no_grad()
+    def score(
+        self, batches: Sequence[TextBatch], fields: Sequence[Tensors] | None = None
+    ) -> Iterator[tuple[int, TokenScores, Tensors]]:
+        """Scores of micro-batches without gradients; nothing is dropped out.
+
+        Args:
+            batches: as many on each rank.
+            fields: see ``forward_backward``.
+
+        Yields:
+            Number of the micro-batch, its scores and its tensors, of this rank's part of the tokens. With pipeline
+            parallelism on the ranks of the last stage only.
+        """
+        rows = _with_fields(batches, fields)
+        with self._evaluating():
+            if self._pipeline is None:
+                for index, row in enumerate(rows):
+                    yield index, *self._score(row)
+                return
+            rows = [self._to_device(each) for each in rows]
+            with self._autocast():
+                found = self._pipeline.forward(rows)
+            for index, logits in enumerate(found or []):
+                yield index, _scores(logits), shard_sequence(rows[index], self.mesh)
+
+    @torch.no_grad()
+    def token_log_probs(self, batches: Sequence[TextBatch], reference: bool = False) -> list[torch.Tensor]:
+        """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
+
+        Args:
+            batches: as many on each rank.
+            reference: with the adapters switched off.
+        """
+        found: dict[int, torch.Tensor] = {}
+        with self.without_adapter() if reference else nullcontext():
+            for index, scores, row in self.score(self._numbered(batches)):
+                found[index] = self._join(scores.log_probs(row["labels"]), row.get("number"), batches[index])
+        if self._pipeline is not None:
+            parts = self.mesh.gather({index: each.cpu() for index, each in found.items()}, over="pp")
+            found = {index: each.to(self.mesh.device) for part in parts for index, each in part.items()}
+        return [found[index] for index in range(len(batches))]
+
+    def predictions(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
+        """The likeliest next token after each token of whole micro-batches, int64 ``[B, T]`` on the CPU."""
+        found: dict[int, torch.Tensor] = {}
+        for index, scores, row in self.score(self._numbered(batches, every_token=True)):
+            found[index] = self._join(scores.predictions(), row["number"], batches[index]).cpu()
+        if self._pipeline is not None:
+            found = {index: each for part in self.mesh.gather(found, over="pp") for index, each in part.items()}
+        return [found[index] for index in range(len(batches))]
+
+    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+        """Writes model and tokenizer as transformers loads them by itself, or adapters as peft does.
+
+        Trained under bf16, whole weights are written in bf16, as the forward passes saw them. Biases that a balancer
+        gave to routers without a place for them go into a file of their own, ``expert_biases.safetensors``.
+
+        Args:
+            folder: where to.
+            weights: whole weights by the names of the plain module, adapters included; emptied.
+            merge: write merged weights instead of adapters.
+        """
+        adapters = next((each.peft_config for each in self.module.modules() if hasattr(each, "peft_config")), None)
+        self.tokenizer.save_pretrained(folder)
+        if adapters and not merge:
+            save_adapter(self.module, weights, folder, None if self._source is None else str(self._source))
+            return
+        plain = build_on_meta(self._build)
+        if adapters:
+            with_adapters = build_on_meta(self._build)
+            for name, adapter in adapters.items():
+                with_adapters.add_adapter(adapter, name)
+            weights = merge_adapters(with_adapters, weights)
+        known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+        biases = {name: weights.pop(name) for name in [*weights] if name not in known}
+        if biases:
+            save_file(biases, folder / "expert_biases.safetensors")
+        for name in weights:
+            if self.autocast_dtype is not None and weights[name].dtype == torch.float32:
+                weights[name] = weights[name].to(self.autocast_dtype)
+        plain.load_state_dict(weights, strict=False, assign=True)
+        plain.tie_weights()
+        on_meta = [name for name, each in plain.named_parameters() if each.is_meta]
+        assert not on_meta, f"weights of {on_meta[:3]} were not gathered"
+        plain.config.dtype = self.autocast_dtype or torch.float32
+        plain.save_pretrained(folder)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside, the LoRA adapters are switched off: the model is its own reference."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [each for each in self.module.modules() if isinstance(each, BaseTunerLayer)]
+        for each in layers:
+            each.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for each in layers:
+                each.enable_adapters(True)
+
+    def balance_experts(self) -> dict[str, float]:
+        """Moves the routing biases, if there are any, after the optimiser's step. Returns metrics."""
+        return {} if self.balancer is None else self.balancer.update()
+
+    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks that share a sequence; gradients go to each rank's own part."""
+        return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"))
+
+    def _score(self, tensors: Tensors) -> tuple[TokenScores, Tensors]:
+        row = shard_sequence(self._to_device(tensors), self.mesh)
+        kept = None
+        if "number" not in tensors and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
+            learned = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
+            if len(learned) < tensors["labels"].shape[1] - 1:
+                kept = (learned if len(learned) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
+        more = {} if kept is None else {"logits_to_keep": kept}
+        head = self._head() if self._chunked else None
+        with self._autocast():
+            output = self.module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **more)
+        return TokenScores(output.logits, tuple(row["input_ids"].shape), kept, head), row
+
+    def _head(self) -> nn.Linear:
+        """The output layer, which hands hidden states through: ``TokenScores`` does its work."""
+        head = self.module.get_output_embeddings()
+        head.forward = lambda hidden: hidden
+        return head
+
+    def _to_device(self, tensors: Tensors) -> Tensors:
+        return {name: each.to(self.mesh.device, non_blocking=True) for name, each in tensors.items()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        kind, dtype = self.mesh.device.type, self.autocast_dtype
+        return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _dropout_of(self, step: int, batch: TextBatch, row: Tensors) -> AbstractContextManager[None]:
+        """What is dropped belongs to (seed, step, sample, position), not to the row that a sample is packed into."""
+        if self._dropout is None:
+            return nullcontext()
+        count = max(len(batch.lengths) // max(len(batch.sample_ids), 1), 1)
+        owners = [each * count + part for each in batch.sample_ids for part in range(count)] or [0]
+        owner = torch.tensor(owners)[row["documents"].clamp(max=len(owners) - 1)]
+        tokens = shard_sequence({"input_ids": row["input_ids"], "keys": owner * 2**24 + row["position_ids"]}, self.mesh)
+        return self._dropout.batch(step, [0] * len(owner), tokens["keys"])
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+
+    def _numbered(self, batches: Sequence[TextBatch], every_token: bool = False) -> list[TextBatch]:
+        """Batches whose tokens know their column, so that parts of a sequence can be joined again."""
+        found = []
+        for each in batches:
+            columns = torch.arange(each.tensors["input_ids"].shape[1]).expand_as(each.tensors["input_ids"])
+            more = {"number": columns} if every_token or self.mesh.layout.cp > 1 else {}
+            found.append(TextBatch(each.tensors | more, each.lengths, each.sample_ids))
+        return found
+
+    def _join(self, part: torch.Tensor, columns: torch.Tensor | None, batch: TextBatch) -> torch.Tensor:
+        """The whole ``[B, T]`` of the parts that the ranks of a sequence have."""
+        if self.mesh.layout.cp == 1:
+            return part
+        whole = part.new_zeros(batch.tensors["input_ids"].shape)
+        whole[:, columns[0]] = part
+        dist.all_reduce(whole, group=self.mesh.group("cp"))
+        return whole
+
+
+class _SequenceSum(torch.autograd.Function):
+    """Every rank computes the same from the sum; the gradients of all ranks' parts are those of one loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None) -> list[Tensors]:
+    if fields is None:
+        return [each.tensors for each in batches]
+    return [batch.tensors | more for batch, more in zip(batches, fields, strict=True)]
+
+
+def _scores(logits: torch.Tensor) -> TokenScores:
+    return TokenScores(logits, (logits.shape[0], logits.shape[1]))
+
+
+def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:
+    """Raises ConfigError for settings that this model cannot be trained with."""
+    if mesh.layout.cfg > 1:
+        raise ConfigError("train.cfg_parallel_size is for diffusion models; a language model has no guidance")
+    if chunked and (mesh.layout.tp > 1 or mesh.layout.pp > 1):
+        field = "tensor_parallel_size" if mesh.layout.tp > 1 else "pipeline_parallel_size"
+        raise ConfigError(f"train.chunked_loss needs the whole output layer in each process: set train.{field} to 1")
+    if chunked and not isinstance(module.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"train.chunked_loss needs a linear output layer, which {type(module).__name__} has not")

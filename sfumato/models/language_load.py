@@ -1,0 +1,173 @@
+"""From a transformers folder, or a description, to a language model that can be trained."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from sfumato.config.load import read_yaml, suggest
+from sfumato.config.sections import TrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.byte_tokenizer import BYTES, build_byte_tokenizer
+from sfumato.models.language import LanguageModel
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.packed_attention import register_packed_attention
+from sfumato.parallel.weights import build_on_meta
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
+
+OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
+"""Keys of config.json files that some configurations' classes have no field for."""
+
+
+def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool = False) -> LanguageModel:
+    """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
+    ``LanguageModel.parallelize``.
+
+    Trained weights are float32; what is frozen has ``config.dtype``.
+
+    Args:
+        config: the model section.
+        train: the train section: seed of random weights, precision, ``init_device``, ``chunked_loss``.
+        frozen: make a reference: without adapters, nothing trained.
+
+    Raises:
+        ConfigError: when the folder or description is missing, broken or of an unknown kind.
+    """
+    described = read_model_config(config)
+    train_base = config.lora is None and not frozen
+    dtype = torch.float32 if train_base else DTYPES[config.dtype]
+    attention = _attention(config, train)
+    source = None if config.model_path is None else Path(config.model_path)
+
+    def make() -> nn.Module:
+        return _make(copy.deepcopy(described), attention, dtype, config.trust_remote_code)
+
+    if train.init_device == "meta":
+        module = build_on_meta(make)
+    elif source is not None:
+        module = _load(source, described, attention, dtype, config.trust_remote_code)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(train.seed)
+            module = make()
+    tokenizer = build_tokenizer(config)
+    size = module.get_input_embeddings().num_embeddings
+    if len(tokenizer) > size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: they do not match"
+        )
+    model = LanguageModel(module, tokenizer, DTYPES[train.mixed_precision], make, source, train.chunked_loss)
+    if not train_base:
+        module.requires_grad_(False)
+    if config.lora is not None and not frozen:
+        add_lora(module, config.lora, language_targets(module), train.seed)
+    return model
+
+
+def read_model_config(config: LanguageModelConfig) -> Any:
+    """The transformers configuration of a folder or a description. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.config_path is None:
+        folder = Path(str(config.model_path))
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.model_path {folder} is not a model folder: {folder / 'config.json'} does not exist. Give a "
+                "folder that transformers' save_pretrained wrote"
+            )
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
+    fields = read_yaml(config.config_path)
+    where, kind = config.config_path, fields.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"[:600])
+    cls = CONFIG_MAPPING[kind]
+    known = {each.name for each in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
+    wrong = [str(each) for each in fields if each not in known]
+    if wrong:
+        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(known))}")
+    try:
+        return cls(**{name: value for name, value in fields.items() if name != "model_type"})
+    except Exception as error:  # transformers raises kinds of its own for values that it refuses
+        raise ConfigError(f"{where}: transformers refuses it: {error}") from error
+
+
+def build_tokenizer(config: LanguageModelConfig) -> Any:
+    """The tokenizer, with a padding token. Raises ConfigError when there is none in the folder."""
+    from transformers import AutoTokenizer
+
+    if config.tokenizer_path == BYTES:
+        return build_byte_tokenizer()
+    folder = Path(str(config.tokenizer_path or config.model_path))
+    option = "model.tokenizer_path" if config.tokenizer_path else "model.model_path"
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: {folder} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{option} {folder}: the tokenizer has no eos_token: nothing would end a text")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _make(described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust
+    )
+
+
+def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(described),
+            attn_implementation=attention,
+            dtype=dtype,
+            trust_remote_code=trust,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.model_path {folder}: transformers cannot load it: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        wrong = sorted(map(str, report.get(kind) or ()))
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{more}")
+    return module
+
+
+def _attention(config: LanguageModelConfig, train: TrainConfig) -> str:
+    """transformers' name of the attention."""
+    if config.attention == "packed":
+        return register_packed_attention()
+    if config.attention == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
+
+        if not is_flash_attn_2_available():
+            raise MissingDependencyError(
+                "model.attention flash_attention_2 needs a CUDA GPU and the package flash-attn: "
+                "pip install flash-attn --no-build-isolation; or take packed, which needs neither"
+            )
+    return config.attention

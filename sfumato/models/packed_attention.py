@@ -1,0 +1,139 @@
+"""Causal attention of packed rows: within each document only, so that a row of many costs what they cost alone.
+
+It plugs in at transformers' attention interface. Where documents begin follows from the position ids, which models
+hand down to their attention; no mask is made. On CUDA in half precision it is one call of torch's flash kernel for
+sequences of different lengths, elsewhere torch's attention for each run of documents of one length.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sfumato.errors import ConfigError
+
+ATTENTION = "sfumato_packed"
+"""Name in transformers' registries."""
+
+REFUSED = ("softcap", "s_aux", "position_bias")
+"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
+
+OTHERS = "set model.attention to sdpa"
+
+
+def register_packed_attention() -> str:
+    """Makes the attention known to transformers. Returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    return ATTENTION
+
+
+class _Rows:
+    """The documents of a batch of rows, worked out once for all layers."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        width = position_ids.shape[1]
+        starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
+        bounds = [[*each.nonzero().flatten().tolist(), width] for each in starts]
+        rows = [[stop - start for start, stop in pairwise(each)] for each in bounds]
+        self.whole = all(row == [width] for row in rows)
+        """Whether each row is one document."""
+        lengths = [length for row in rows for length in row]
+        self.runs = [(length, len([*same])) for length, same in groupby(lengths)]
+        """Lengths of neighbouring documents over all rows, and how many there are of each."""
+        self.longest = max(lengths)
+        self.starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.starts = self.starts.to(position_ids.device)
+
+
+_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [B, H, S, D] to [B, S, H, Dv]."""
+    name = type(module).__name__
+    wrong = [each for each in REFUSED if kwargs.get(each) is not None]
+    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+    wrong += ["is_causal=False"] * (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True))
+    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+    window = kwargs.get("sliding_window")
+    wrong += ["sliding_window"] * (window is not None and window < query.shape[2])
+    if wrong:
+        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to the attention of packed rows: {OTHERS}")
+    if position_ids is None or position_ids.ndim != 2:
+        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {OTHERS}")
+    rows = _rows.get(position_ids)
+    if rows is None:
+        rows = _rows[position_ids] = _Rows(position_ids)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if rows.whole and len(position_ids) == len(query):
+        out = functional.scaled_dot_product_attention(
+            query, *_repeated(key, value, query.shape[1]), is_causal=True, scale=scale
+        )
+        return out.transpose(1, 2), None
+    joined = [each.transpose(0, 1).flatten(1, 2) for each in (query, key, value)]  # [H, B S, D]
+    attend = _flash if _has_flash(query) else _in_turn
+    return attend(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
+
+
+def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
+    """Each run of documents of one length is a batch. Returns [T, H, Dv]."""
+    key, value = _repeated(key[None], value[None], len(query))
+    found, start = [], 0
+    for length, count in rows.runs:
+        stop = start + length * count
+        parts = [
+            each[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for each in (query, key[0], value[0])
+        ]
+        out = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale)  # [count, H, length, Dv]
+        found.append(out.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(found)
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
+    """All documents in one call of a CUDA kernel. Returns [T, H, Dv]."""
+    width, own = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    width += -width % 8
+    inputs = [functional.pad(each.transpose(0, 1), (0, width - each.shape[-1])) for each in (query, key, value)]
+    longest = rows.longest
+    out = torch.ops.aten._flash_attention_forward(
+        *inputs, rows.starts, rows.starts, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out[0][..., :own]
+
+
+def _has_flash(query: torch.Tensor) -> bool:
+    if query.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _repeated(key: torch.Tensor, value: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with as many heads as queries: with fewer, torch's CPU kernel is not taken."""
+    count = heads // key.shape[1]
+    return (key, value) if count == 1 else (key.repeat_interleave(count, 1), value.repeat_interleave(count, 1))
+
+
+def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """transformers' mask function: there is no mask, documents follow from position ids."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ConfigError("packed rows have no padding mask: padding stands at the end of rows, with labels -100")

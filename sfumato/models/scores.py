@@ -1,0 +1,88 @@
+"""What a language model says about the tokens of a batch: log-probabilities and predictions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sfumato.parallel.loss import IGNORED, token_log_probs, token_log_probs_and_entropy
+
+
+class TokenScores:
+    """The model's output for a batch of ``[B, T]`` tokens, for all of them or for those that ``kept`` names.
+
+    It holds logits, or the last hidden states from which logits are computed for some tokens at a time.
+    """
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        shape: tuple[int, int],
+        kept: torch.Tensor | None = None,
+        head: nn.Linear | None = None,
+    ) -> None:
+        """Made by ``LanguageModel``.
+
+        Args:
+            output: logits ``[1 or B, K, V]``, or with a head hidden states ``[1 or B, K, H]``.
+            shape: B and T.
+            kept: int64 ``[K]``, the tokens of a single row that the output is for; None for all.
+            head: the layer that makes logits from the output.
+        """
+        self._output, self._shape, self._kept, self._head = output, shape, kept, head
+
+    def log_probs(self, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """``log p(label)`` of each token in nats.
+
+        Args:
+            labels: int64 ``[B, T]``, already shifted; -100 gives 0.
+            temperature: divides the logits.
+
+        Returns:
+            float32 ``[B, T]``.
+        """
+        picked = self._pick(labels)
+        if self._head is not None:
+            found = token_log_probs(self._output, self._head.weight, picked, temperature, self._head.bias)
+        else:
+            logits = self._output.flatten(0, 1).float()
+            logits = logits if temperature == 1.0 else logits / temperature
+            found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
+        return self._spread(found.view(picked.shape))
+
+    def log_probs_and_entropy(
+        self, labels: torch.Tensor, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``log_probs``, and the entropy in nats of each token's distribution; 0 where the label is -100."""
+        picked = self._pick(labels)
+        if self._head is not None:
+            weight, bias = self._head.weight, self._head.bias
+            found, entropy = token_log_probs_and_entropy(self._output, weight, picked, temperature, bias)
+        else:
+            log_p = (self._output.float() / temperature).log_softmax(-1)
+            counted = picked != IGNORED
+            found = log_p.gather(-1, picked.masked_fill(~counted, 0)[..., None])[..., 0] * counted
+            entropy = -(log_p.exp() * log_p).sum(-1) * counted
+        return self._spread(found), self._spread(entropy)
+
+    @torch.no_grad()
+    def predictions(self) -> torch.Tensor:
+        """The likeliest next token after each token, int64 ``[B, T]``; -100 where there is no output."""
+        logits = self._output
+        if self._head is None:
+            return self._spread(logits.argmax(-1), IGNORED)
+        weight = self._head.weight
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        parts = self._output.flatten(0, 1).split(1024)
+        best = [functional.linear(each, weight.to(each.dtype), self._head.bias).argmax(-1) for each in parts]
+        return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
+
+    def _pick(self, labels: torch.Tensor) -> torch.Tensor:
+        return labels if self._kept is None else labels[:, self._kept]
+
+    def _spread(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """Values of the kept tokens at their places among all."""
+        if self._kept is None:
+            return values
+        return values.new_full(self._shape, fill).index_copy(1, self._kept, values)

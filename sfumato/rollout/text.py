@@ -1,0 +1,49 @@
+"""Answers of a language model, by the training engine itself: whatever the mesh, the same weights and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from sfumato.data.text import Document, Sample
+from sfumato.data.text_batch import TextBatch, make_batch, placeholder_tokens
+from sfumato.models.language import LanguageModel
+
+
+def answer_greedily(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Iterable[int]
+) -> list[list[int]]:
+    """The likeliest next token, again and again. All ranks must call it with the same prompts.
+
+    Nothing is cached: each token costs a pass over all prompts. It is for a look at a few samples on any mesh; rollout
+    engines are for many.
+
+    Args:
+        model: put on its mesh.
+        prompts: token ids, at least one in each.
+        max_new_tokens: longest answer.
+        stop: tokens that end an answer; they are part of it.
+
+    Returns:
+        The answers' token ids.
+    """
+    stop = set(stop)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for _ in range(max_new_tokens):
+        open_ones = [index for index, each in enumerate(answers) if not (each and each[-1] in stop)]
+        if not open_ones:
+            break
+        batch = _packed([[*prompts[index], *answers[index]] for index in open_ones], model)
+        predicted = model.predictions([batch])[0][0]
+        end = -1
+        for index, length in zip(open_ones, batch.lengths, strict=True):
+            end += length
+            answers[index].append(int(predicted[end]))
+    return answers
+
+
+def _packed(texts: Sequence[Sequence[int]], model: LanguageModel) -> TextBatch:
+    samples = [Sample((Document(np.array(each, np.int32), np.zeros(len(each), bool)),)) for each in texts]
+    pad = model.tokenizer.pad_token_id
+    return make_batch(samples, list(range(len(texts))), [0] * len(texts), True, pad, placeholder_tokens(model.mesh))

@@ -1,0 +1,177 @@
+"""Pretraining and fine-tuning of language models.
+
+    bash train.sh tasks/train_text.py configs/quickstart/text_sft.yaml --train.lr 1e-4
+
+Plain text or conversations become tokens and packed rows without padding. The loss is the mean over the learned tokens
+of the whole step, on any mesh. A step's samples follow from the data, the seed and one integer, so a run does not
+depend on the number of processes, on the micro-batch size, or on having been interrupted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextConfig
+from sfumato.data.sources import open_sources, open_validation
+from sfumato.data.text import build_transform
+from sfumato.data.text_batch import TextBatch
+from sfumato.data.text_loader import build_text_loader
+from sfumato.data.validation import Validation, build_validation
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language_load import build_language_model
+from sfumato.models.scores import TokenScores
+from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.rollout.text import answer_greedily
+from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.samples import SampleRecord
+from sfumato.tracking.source_losses import SourceLosses
+
+
+def main(config: TrainTextConfig) -> None:
+    if config.model.made_by is not None and not Path(str(config.model.model_path)).exists():
+        main(load_config(TrainTextConfig, config.model.made_by))
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_text")
+
+    model = build_language_model(config.model, config.train)
+    flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
+    transform = build_transform(config.data, model.tokenizer)
+    loader = build_text_loader(
+        config.data,
+        config.train,
+        pad,
+        transform,
+        open_sources(config.data),
+        mesh,
+        run.say,
+        run.watch("tokenise"),
+        cost=lambda length: flops.training([length]),
+    )
+    held_out = open_validation(config.data)
+    validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
+
+    model.parallelize(mesh, config.train)
+    optimizer, schedule = build_optimizer(model.trained, config.train, loader.total_steps, mesh)
+    ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    state = TrainState(model.trained, optimizer, schedule, ema, balancer=model.balancer, data=loader.state())
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    loader.restore(state.data)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and validation is not None:
+        run.log(0, evaluate(model, validation, mesh), show={})
+        run.save_samples(0, answer_prompts(model, validation, config, 0))
+
+    for step, batches in loader.steps(from_step=state.step):
+        num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))
+        by_source = SourceLosses(loader.source_names)
+        losses = model.forward_backward(batches, partial(mean_loss, num_tokens=num_tokens, by_source=by_source), step)
+        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        balance = model.balance_experts()
+        if ema is not None:
+            ema.update()
+        state.step, state.data = step + 1, loader.state()
+
+        metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr, "tokens": num_tokens}
+        metrics |= by_source.means(mesh) | balance
+        every = config.eval.every_steps
+        if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
+            with run.timed("eval"), averaged_weights(ema):
+                metrics |= evaluate(model, validation, mesh)
+                run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
+        run.count(
+            tokens=sum(sum(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths) for batch in batches),
+        )
+        run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
+        checkpointer.after_step(state)
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.close()
+
+
+def mean_loss(
+    scores: TokenScores, row: Tensors, batch: TextBatch, num_tokens: float, by_source: SourceLosses
+) -> torch.Tensor:
+    """This micro-batch's part of the mean cross entropy over the learned tokens of the step."""
+    del batch
+    losses = -scores.log_probs(row["labels"])
+    by_source.add(losses.detach(), row)
+    return losses.sum() / max(num_tokens, 1)
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[str, float]:
+    """Loss over the learned tokens of the validation set, and how much of it is predicted.
+
+    ``exact_match`` is the share of samples all of whose learned tokens are the likeliest ones, so that greedy decoding
+    would give just them.
+    """
+    sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0, "exact": 0.0, "documents": 0.0}
+    for index, scores, row in model.score(validation.batches):
+        labels, num_documents = row["labels"], len(validation.batches[index].lengths)
+        learned = labels != IGNORED
+        wrong = learned & (scores.predictions() != labels)
+        mistakes = torch.zeros(2, num_documents + 1, device=labels.device)
+        mistakes[0].index_add_(0, row["documents"].flatten(), wrong.flatten().float())
+        mistakes[1].index_add_(0, row["documents"].flatten(), learned.flatten().float())
+        mistakes = model.sum_over_sequence(mistakes)
+        counted = mistakes[1] > 0
+        sums["loss"] -= float(scores.log_probs(labels).double().sum())
+        sums["tokens"] += float(learned.sum())
+        sums["right"] += float((learned & ~wrong).sum())
+        sums["exact"] += float((counted & (mistakes[0] == 0)).sum()) / mesh.layout.cp
+        sums["documents"] += float(counted.sum()) / mesh.layout.cp
+    totals = mesh.sum_dict(mesh.sum_dict(sums, over="loss"), over="pp")  # stages but the last have counted nothing
+    return {
+        "eval/loss": totals["loss"] / totals["tokens"],
+        "eval/accuracy": totals["right"] / totals["tokens"],
+        "eval/exact_match": totals["exact"] / totals["documents"],
+    }
+
+
+def answer_prompts(
+    model: LanguageModel, validation: Validation, config: TrainTextConfig, step: int
+) -> list[SampleRecord]:
+    """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
+    tokenizer, prompts = model.tokenizer, validation.prompts
+    stop = {tokenizer.eos_token_id} | {each.answer[-1] for each in prompts if config.data.data_type == "conversation"}
+    answers = answer_greedily(model, [each.input_ids for each in prompts], config.eval.max_new_tokens, stop)
+    return [
+        SampleRecord(
+            content=tokenizer.decode(answer),
+            kind="eval",
+            prompt=tokenizer.decode(prompt.input_ids),
+            seed=config.train.seed,
+            sample_id=index,
+            rewards={"exact_match": float(answer == prompt.answer)},
+            total=float(answer == prompt.answer),
+            policy_version=step,
+        )
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+if __name__ == "__main__":
+    run_task(main, TrainTextConfig)

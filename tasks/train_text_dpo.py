@@ -1,0 +1,194 @@
+"""Preference training of language models from existing pairs: DPO (arXiv 2305.18290), IPO, SLiC.
+
+    bash train.sh tasks/train_text_dpo.py configs/text/qwen3_8b_dpo.yaml --dpo.beta 0.05
+
+Both answers of a pair go through the model in one packed row. The reference is the model before training: with LoRA the
+model itself without its adapters, otherwise a frozen copy that is sharded like the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.preference import preference_loss
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.text import DpoConfig, TrainTextDpoConfig
+from sfumato.data.sources import open_sources, open_validation
+from sfumato.data.text import build_transform
+from sfumato.data.text_batch import TextBatch
+from sfumato.data.text_loader import build_text_loader
+from sfumato.data.validation import build_validation
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language_load import build_language_model
+from sfumato.models.scores import TokenScores
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.tracking.run import run_task, start_run
+
+
+def main(config: TrainTextDpoConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_text_dpo")
+
+    model = build_language_model(config.model, config.train)
+    reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
+    flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
+    transform = build_transform(config.data, model.tokenizer)
+    loader = build_text_loader(
+        config.data,
+        config.train,
+        pad,
+        transform,
+        open_sources(config.data),
+        mesh,
+        run.say,
+        run.watch("tokenise"),
+        cost=lambda length: flops.training([length]),
+    )
+    held_out = open_validation(config.data)
+    validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
+
+    model.parallelize(mesh, config.train)
+    if reference is not None:
+        reference.parallelize(mesh, config.train)
+    optimizer, schedule = build_optimizer(model.trained, config.train, loader.total_steps, mesh)
+    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, data=loader.state())
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    loader.restore(state.data)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and validation is not None:
+        run.log(0, evaluate(model, reference, validation.batches, config.dpo, mesh), show={})
+
+    for step, batches in loader.steps(from_step=state.step):
+        with run.timed("reference"):
+            fields = reference_fields(model, reference, batches)
+        num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
+        num_chosen = mesh.sum(sum(chosen_tokens(batch) for batch in batches))
+        seen = PairSums()
+        loss = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
+        losses = model.forward_backward(batches, loss, step, fields)
+        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        balance = model.balance_experts()
+        state.step, state.data = step + 1, loader.state()
+
+        metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs}
+        metrics |= seen.means(mesh) | balance
+        every = config.eval.every_steps
+        if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
+            with run.timed("eval"):
+                metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
+        run.count(
+            tokens=sum(sum(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths) + flops.forward(batch.lengths) for batch in batches),
+        )
+        run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
+        checkpointer.after_step(state)
+
+    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.close()
+
+
+class PairSums:
+    """What the pairs of a step looked like: sums over this rank's pairs."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+    def add(self, losses: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> None:
+        """Counts pairs: their losses, and log-ratios of policy and reference, ``[P]`` each."""
+        found = {
+            "count": len(losses),
+            "loss": losses.sum(),
+            "reward_chosen": beta * chosen.sum(),
+            "reward_rejected": beta * rejected.sum(),
+            "accuracy": (chosen > rejected).sum(),
+        }
+        for name, value in found.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def means(self, mesh: Mesh, prefix: str = "pairs/") -> dict[str, float]:
+        """Means over all pairs: implicit rewards beta log p / p_reference, and how often the better one's is higher."""
+        total = mesh.sum_dict(mesh.sum_dict(self.sums), over="pp")  # stages but the last have seen nothing
+        count = total.pop("count")
+        means = {f"{prefix}{name}": value / count for name, value in total.items()}
+        return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}
+
+
+def dpo_loss(
+    scores: TokenScores,
+    row: Tensors,
+    batch: TextBatch,
+    model: LanguageModel,
+    dpo: DpoConfig,
+    num_pairs: float,
+    num_chosen: float,
+    seen: PairSums,
+) -> torch.Tensor:
+    """This micro-batch's part of the mean loss over the pairs of the step."""
+    log_probs = scores.log_probs(row["labels"])
+    per_document = torch.stack(
+        [
+            sum_documents(each, row["documents"], max(len(batch.lengths), 2))
+            for each in (log_probs, log_probs - row["reference"], (row["labels"] != IGNORED).to(log_probs))
+        ]
+    )
+    policy, ratio, lengths = model.sum_over_sequence(per_document)
+    chosen, rejected = ratio[0::2], ratio[1::2]
+    if not batch.lengths:
+        return policy.sum() * 0.0  # a placeholder: its gradients are zero
+    losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, (lengths[0::2], lengths[1::2]))
+    seen.add(losses.detach(), chosen.detach(), rejected.detach(), dpo.beta)
+    return losses.sum() / num_pairs - dpo.sft_coef * policy[0::2].sum() / max(num_chosen, 1)
+
+
+def sum_documents(values: torch.Tensor, documents: torch.Tensor, count: int) -> torch.Tensor:
+    """Sums of token values ``[B, T]`` over each of ``count`` documents: ``[count]``."""
+    return values.new_zeros(count).index_add(0, documents.flatten(), values.flatten())
+
+
+def chosen_tokens(batch: TextBatch) -> int:
+    """Learned tokens of the better answers of a batch."""
+    return int(((batch.tensors["labels"] != IGNORED) & (batch.tensors["documents"] % 2 == 0)).sum())
+
+
+def reference_fields(
+    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TextBatch]
+) -> list[Tensors]:
+    """The reference's log-probabilities of the labels of each micro-batch, ``[B, T]``."""
+    own = reference is None
+    found = model.token_log_probs(batches, reference=True) if own else reference.token_log_probs(batches)
+    return [{"reference": each} for each in found]
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel, reference: LanguageModel | None, batches: list[TextBatch], dpo: DpoConfig, mesh: Mesh
+) -> dict[str, float]:
+    """Loss, implicit rewards and accuracy on the validation pairs."""
+    seen = PairSums()
+    loss = partial(dpo_loss, model=model, dpo=dpo, num_pairs=1, num_chosen=1, seen=seen)
+    given = reference_fields(model, reference, batches)
+    for index, scores, row in model.score(batches, given):
+        loss(scores, row, batches[index])
+    return seen.means(mesh, "eval/")
+
+
+if __name__ == "__main__":
+    run_task(main, TrainTextDpoConfig)

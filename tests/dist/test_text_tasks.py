@@ -1,0 +1,92 @@
+"""Training of language models on several ranks, chosen by configuration only, against the same task in one process."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from sfumato.config.load import merge
+from tests.dist.test_tasks import PLAIN, STEPS, assert_equal_runs, run_rank
+from tests.tiny import run_task_here, tiny_text_config
+
+NO_CUTS = {**PLAIN, "expert_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
+LORA = {"rank": 4, "alpha": 8, "init_weights": "default"}
+
+TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "ddp": (2, "llama", {"data_parallel_mode": "ddp"}, {}),
+    "fsdp2": (2, "qwen3", {"ema_decay": 0.9}, {}),
+    "fsdp2, padded rows": (2, "qwen2", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
+    "hsdp, chunked loss": (4, "qwen3", {"data_parallel_replicate_size": 2, "chunked_loss": True}, {}),
+    "ulysses": (2, "qwen3", {"ulysses_parallel_size": 2}, {}),
+    "fsdp2 x ring, chunked loss": (4, "qwen3", {"context_parallel_size": 2, "chunked_loss": True}, {}),
+    "tp + sequence parallel": (2, "qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+    "fsdp2 x ep, balanced": (4, "qwen3_moe", {"expert_parallel_size": 2, "expert_bias_rate": 0.01}, {}),
+    "fsdp2 x ep, deepseek": (2, "deepseek_v3", {"expert_parallel_size": 2}, {}),
+    "pp": (2, "qwen3", {"pipeline_parallel_size": 2}, {}),
+    "meta": (2, "qwen3", {"init_device": "meta"}, {}),
+    "recompute": (2, "qwen3", {"activation_checkpointing": "full"}, {}),
+    "adapters with dropout": (2, "qwen3", {}, {"model": {"lora": LORA | {"dropout": 0.3}}}),
+    "adapters with dropout, ulysses": (
+        2,
+        "qwen3",
+        {"ulysses_parallel_size": 2},
+        {"model": {"lora": LORA | {"dropout": 0.3}}},
+    ),
+    "several sources": (2, "qwen3", {}, {"data": {"datasets_type": "iterable"}}),
+    "plain text, muon": (2, "qwen3", {"optimizer": "muon"}, {"data": {"data_type": "plaintext"}}),
+}
+DPO: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "fsdp2": (2, "qwen3", {"chunked_loss": True}, {}),
+    "ulysses": (2, "qwen3", {"ulysses_parallel_size": 2}, {}),
+    "pp, ipo": (2, "qwen3", {"pipeline_parallel_size": 2}, {"dpo": {"loss": "ipo", "sft_coef": 0.1}}),
+    "adapters": (2, "qwen3", {}, {"model": {"lora": LORA}}),
+}
+
+
+NEAR_ZERO = ("margin", "reward_chosen", "reward_rejected")
+"""Differences of log-probabilities that begin at 0."""
+
+
+def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any, **base: Any) -> None:
+    num_ranks, kind, train, settings = cases[name]
+    config = tiny_text_config(
+        tmp_path, kind, train={"max_steps": STEPS, "eps": 1.0e-4, **train}, eval={"every_steps": 2}, **base
+    )
+    config = merge(config, settings)
+    if name == "several sources":
+        config = merge(config, {"data": sources(tmp_path)})
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, task), merge(config, many))
+    run_task_here(task, merge(merge(config, {"train": NO_CUTS}), one))
+    near_zero = [f"{kind}/{name}" for kind in ("pairs", "eval") for name in NEAR_ZERO]
+    tolerance = {"grad_norm": 1e-7, "loss": 1e-7, **dict.fromkeys(near_zero, 2e-6)}
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, tolerance)
+
+
+def sources(tmp_path: Any) -> dict[str, Any]:
+    """Two files, mixed two to one by tokens."""
+    import json
+
+    from sfumato.config.text import SyntheticTextConfig
+    from sfumato.data.synthetic_text import SyntheticRows
+
+    for number, problem in enumerate(("reverse", "add")):
+        rows = SyntheticRows(SyntheticTextConfig(problem=problem, max_length=4), seed=number, held_out=False)
+        lines = [json.dumps({"messages": rows[index]["messages"]}) for index in range(40)]
+        (tmp_path / f"{problem}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "sources.yaml").write_text(
+        "sources: [reverse.jsonl, add.jsonl]\nnames: [reverse, add]\nlevel: token\n"
+        "schedule: [{schedule_type: const, weights: [2, 1]}]\nstopping_strategy: all_exhausted\n"
+    )
+    path = str(tmp_path / "sources.yaml")
+    return {"synthetic": None, "train_path": path, "eval_path": path, "shuffle_buffer": 16}
+
+
+@pytest.mark.parametrize("mode", TEXT)
+def test_text(mode, ranks, tmp_path):
+    both("train_text", mode, TEXT, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("mode", DPO)
+def test_dpo(mode, ranks, tmp_path):
+    both("train_text_dpo", mode, DPO, ranks, tmp_path, data={"data_type": "preference"})

@@ -1,0 +1,262 @@
+"""Language models from folders and descriptions; packed rows against the same samples one by one."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sfumato.config.load import load_config
+from sfumato.config.text import LanguageModelConfig, TextTrainConfig
+from sfumato.data.text import Document, Sample
+from sfumato.data.text_batch import make_batch
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.byte_tokenizer import build_byte_tokenizer
+from sfumato.models.language_load import build_language_model
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.weights import whole_weights
+from sfumato.rollout.text import answer_greedily
+from tests.tiny import tiny_language_description
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
+
+
+def describe(tmp_path, kind="qwen3", **changes):
+    path = tmp_path / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(tiny_language_description(kind) | changes))
+    return {"config_path": str(path), "tokenizer_path": "bytes"}
+
+
+def build(model, **train):
+    given = {"output_dir": "unused", "num_threads": 1, **train}
+    config = load_config(TextTrainConfig, overrides=given)
+    built = build_language_model(LanguageModelConfig(**model), config)
+    built.parallelize(Mesh(Layout(), torch.device("cpu")), config)
+    return built
+
+
+def samples(learned=0.6):
+    found = []
+    for index, length in enumerate(LENGTHS):
+        generator = np.random.default_rng(index)
+        ids = generator.integers(3, 259, length).astype(np.int32)
+        mask = generator.random(length) < learned
+        mask[0], mask[-1] = False, True
+        found.append(Sample((Document(ids, mask),)))
+    return found
+
+
+def batch(chosen, packed=True):
+    return make_batch(chosen, list(range(len(chosen))), [0] * len(chosen), packed, 0, 2)
+
+
+def sum_of_losses(scores, row, _):
+    return -scores.log_probs(row["labels"]).sum()
+
+
+def gradients(model):
+    found = {name: each.grad.clone() for name, each in trainable_parameters(model.trained).items()}
+    model.trained.zero_grad()
+    return found
+
+
+def relative(left, right):
+    return float((left - right).norm() / right.norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_packed_rows_are_those_of_the_samples_one_by_one(tmp_path, kind):
+    packed, alone = build(describe(tmp_path, kind)), build(describe(tmp_path, kind) | {"attention": "eager"})
+    given = samples()
+    found = packed.token_log_probs([batch(given)])[0][0].split(LENGTHS)
+    for log_probs, sample in zip(found, given, strict=True):
+        expected = alone.token_log_probs([batch([sample])])[0][0]
+        torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)
+    total = packed.forward_backward([batch(given)], sum_of_losses)[0]
+    each = alone.forward_backward([batch([sample]) for sample in given], sum_of_losses)
+    assert total == pytest.approx(sum(each), rel=1e-6)
+    ours, theirs = gradients(packed), gradients(alone)
+    assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attentions_of_transformers_see_documents_too(tmp_path, attention):
+    given = [batch(samples())]
+    ours, theirs = (build(describe(tmp_path) | {"attention": each}) for each in ("packed", attention))
+    torch.testing.assert_close(ours.token_log_probs(given), theirs.token_log_probs(given), rtol=1e-5, atol=2e-6)
+
+
+def test_padded_rows_are_the_packed_ones(tmp_path):
+    model, given = build(describe(tmp_path)), samples()
+    packed = model.forward_backward([batch(given)], sum_of_losses)[0]
+    expected = gradients(model)
+    assert model.forward_backward([batch(given, packed=False)], sum_of_losses)[0] == pytest.approx(packed, rel=1e-6)
+    found = gradients(model)
+    assert max(relative(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunked_loss_is_the_loss(tmp_path, tied):
+    source = describe(tmp_path, tie_word_embeddings=tied)
+    plain, chunked = build(source), build(source, chunked_loss=True)
+    given = [batch(samples()[:4]), batch(samples(learned=1.1)[4:])]
+    assert chunked.forward_backward(given, sum_of_losses) == pytest.approx(
+        plain.forward_backward(given, sum_of_losses), rel=1e-6
+    )
+    found, expected = gradients(chunked), gradients(plain)
+    assert max(relative(found[name], expected[name]) for name in expected) < 1e-5
+    assert torch.equal(chunked.predictions(given)[1], plain.predictions(given)[1])
+    for index, scores, row in chunked.score(given):
+        labels = row["labels"]
+        ours = scores.log_probs_and_entropy(labels, 0.7)
+        theirs = next(s.log_probs_and_entropy(labels, 0.7) for number, s, _ in plain.score(given) if number == index)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_made_for_learned_tokens_only(tmp_path):
+    model = build(describe(tmp_path))
+    seen = []
+    model.module.get_output_embeddings().register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
+    given = batch(samples())
+    model.forward_backward([given, batch([])], sum_of_losses)
+    assert seen == [given.num_tokens, 1]
+
+
+def test_a_placeholder_gives_zero_gradients_to_everything(tmp_path):
+    model = build(describe(tmp_path, "qwen3_moe"))
+    assert model.forward_backward([batch([])], sum_of_losses) == [0.0]
+    assert all(not each.any() for each in gradients(model).values())
+
+
+def test_greedy_answers_are_those_of_transformers(tmp_path):
+    model = build(describe(tmp_path))
+    prompts = [[5, 9, 30], [77, 4, 8, 120, 33], [3]]
+    answers = answer_greedily(model, prompts, 6, {2})
+    plain = build(describe(tmp_path) | {"attention": "sdpa"}).module.eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = plain.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=2)
+        assert answer == expected[0, len(prompt) :].tolist()
+
+
+def test_meta_gives_the_weights_of_the_cpu(tmp_path):
+    one, other = build(describe(tmp_path)), build(describe(tmp_path), init_device="meta")
+    for name, each in one.module.state_dict().items():
+        assert torch.equal(each, other.module.state_dict()[name]), name
+
+
+def saved(tmp_path, **changes):
+    folder = tmp_path / "model"
+    build(describe(tmp_path, **changes)).module.save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_a_folder_is_loaded(tmp_path, init_device):
+    folder = saved(tmp_path)
+    model = build({"model_path": str(folder)}, init_device=init_device)
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 9, 30]])
+    found = model.module(input_ids=ids, position_ids=torch.arange(3)[None]).logits
+    torch.testing.assert_close(found, expected(ids).logits, rtol=1e-5, atol=1e-6)
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(model.tokenizer) == 259
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_a_folder_with_wrong_weights_is_refused(tmp_path, init_device):
+    folder = saved(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(ConfigError, match=r"model\.layers\.2"):
+        build({"model_path": str(folder)}, init_device=init_device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_sise": 3}, "hidden_sise: unknown key; did you mean 'hidden_size'"),
+        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
+        ({"num_attention_heads": "four"}, "transformers refuses it"),
+        ({"vocab_size": 100}, "the tokenizer has 259 tokens, the model's vocabulary 100"),
+    ],
+)
+def test_a_wrong_description_is_named(tmp_path, changes, reason):
+    with pytest.raises(ConfigError) as caught:
+        build(describe(tmp_path, **changes))
+    assert reason in str(caught.value)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        build({"model_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .*nowhere does not exist"):
+        build(describe(tmp_path) | {"tokenizer_path": str(tmp_path / "nowhere")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="finds no tokenizer"):
+        build(describe(tmp_path) | {"tokenizer_path": str(tmp_path / "empty")})
+    with pytest.raises(MissingDependencyError, match="pip install flash-attn"):
+        build(describe(tmp_path) | {"attention": "flash_attention_2"})
+
+
+def test_what_packed_attention_cannot_do_is_refused(tmp_path):
+    model = build(describe(tmp_path))
+    ids = torch.tensor([[5, 9, 30, 7]])
+    with pytest.raises(ConfigError, match="no padding mask"):
+        model.module(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    cache = model.module(input_ids=ids, position_ids=torch.arange(4)[None], use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="a cache of keys and values"):
+        model.module(input_ids=ids[:, :1], position_ids=torch.tensor([[4]]), past_key_values=cache)
+
+
+def exported(model, folder, merge=False):
+    folder.mkdir()
+    model.save_export(folder, dict(whole_weights(model.trained, model.mesh)), merge)
+    return folder
+
+
+def logits_of(module):
+    ids = torch.tensor([[5, 9, 30, 201, 7]])
+    with torch.no_grad():
+        return module.eval()(input_ids=ids, position_ids=torch.arange(5)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_the_model(tmp_path, kind):
+    model = build(describe(tmp_path, kind, tie_word_embeddings=kind == "qwen2"))
+    folder = exported(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits_of(loaded), logits_of(model.module), rtol=1e-5, atol=1e-6)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == model.tokenizer.chat_template
+    again = build({"model_path": str(folder)}, init_device="meta")
+    assert torch.equal(logits_of(again.module), logits_of(model.module))
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+def test_an_exported_adapter_is_the_model(tmp_path, variant):
+    base = saved(tmp_path)
+    lora = {"rank": 4, "alpha": 8, "variant": variant, "init_weights": "default"}
+    model = build({"model_path": str(base), "lora": lora})
+    for name, each in model.module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    expected = logits_of(model.module)
+    with model.without_adapter():
+        assert not torch.allclose(logits_of(model.module), expected)
+    adapter = exported(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(adapter)), expected)
+    merged = exported(model, tmp_path / "merged", merge=True)
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_is_exported_as_the_forward_pass_saw_it(tmp_path):
+    model = build(describe(tmp_path), mixed_precision="bf16")
+    folder = exported(model, tmp_path / "out")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
