@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-import sfumato
 from sfumato.config.text import TextDataConfig
 from sfumato.data.chat import ChatTemplate, Encoded, build_chat_template, check_fast
 from sfumato.data.rows import text_field
@@ -23,6 +22,10 @@ DEFAULT_KEYS = {
 }
 
 Messages = list[dict[str, Any]]
+
+
+VERSION = 1
+"""Raise it when the same rows become other tokens, so that stored tokens are not used any more."""
 
 
 @dataclass(frozen=True)
@@ -278,5 +281,5 @@ def _fingerprint(config: TextDataConfig, tokenizer: Any, templates: list[str]) -
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}  # states of use
     settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
-    parts = [sfumato.__version__, backend, tokenizer.special_tokens_map, templates, settings]
+    parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

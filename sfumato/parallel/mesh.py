@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -137,12 +138,22 @@ class Mesh:
 
     @contextmanager
     def first_rank_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the others: it makes what they then only read."""
+        """Rank 0 runs the block before the others: it makes what they then only read.
+
+        The others wait at the store, however long it takes: a collective would give up after some minutes.
+        """
+        if self.size == 1:
+            yield
+            return
+        store = distributed_c10d._get_default_store()
+        key = f"sfumato/first/{store.add(f'sfumato/turns/{self.rank}', 1)}"
         if not self.is_first:
-            self.barrier()
-        yield
-        if self.is_first:
-            self.barrier()
+            store.wait([key], timedelta(days=365))
+        try:
+            yield
+        finally:
+            if self.is_first:
+                store.set(key, "done")
 
 
 def build_mesh(config: TrainConfig) -> Mesh:
