@@ -202,17 +202,17 @@ class LanguageModel:
             weights: whole weights by the names of the plain module, adapters included; emptied.
             merge: write merged weights instead of adapters.
         """
-        adapters = next((each.peft_config for each in self.module.modules() if hasattr(each, "peft_config")), None)
+        adapters = next((each.peft_config for each in self.module.modules() if hasattr(each, "peft_config")), {})
         self.tokenizer.save_pretrained(folder)
-        if adapters and not merge:
-            save_adapter(self.module, weights, folder, None if self._source is None else str(self._source))
-            return
         plain = build_on_meta(self._build)
         if adapters:
-            with_adapters = build_on_meta(self._build)
+            whole = build_on_meta(self._build)  # a stage of a pipeline does not know the others' layers
             for name, adapter in adapters.items():
-                with_adapters.add_adapter(adapter, name)
-            weights = merge_adapters(with_adapters, weights)
+                whole.add_adapter(adapter, name)
+            if not merge:
+                save_adapter(whole, weights, folder, None if self._source is None else str(self._source))
+                return
+            weights = merge_adapters(whole, weights)
         known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
         biases = {name: weights.pop(name) for name in [*weights] if name not in known}
         if biases:

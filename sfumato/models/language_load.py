@@ -41,6 +41,10 @@ def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool =
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
     """
+    if train.init_device == "meta" and config.config_path is not None and config.lora is not None:
+        raise ConfigError(
+            "train.init_device meta draws no random weights under adapters: with model.config_path take cpu"
+        )
     described = read_model_config(config)
     train_base = config.lora is None and not frozen
     dtype = torch.float32 if train_base else DTYPES[config.dtype]

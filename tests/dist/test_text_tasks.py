@@ -32,6 +32,7 @@ TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {"ulysses_parallel_size": 2},
         {"model": {"lora": LORA | {"dropout": 0.3}}},
     ),
+    "adapters, pp": (2, "qwen3", {"pipeline_parallel_size": 2}, {"model": {"lora": LORA}}),
     "several sources": (2, "qwen3", {}, {"data": {"datasets_type": "iterable"}}),
     "plain text, muon": (2, "qwen3", {"optimizer": "muon"}, {"data": {"data_type": "plaintext"}}),
 }
