@@ -44,6 +44,9 @@ class ParallelConfig(Section):
     """Only rank 0 reads weight files, the others receive them; for slow shared disks."""
     enable_reshard_after_forward: bool = True
     """fsdp1, fsdp2: free the gathered weights after the forward pass and gather them again in the backward pass."""
+    enable_reduce_every_micro_batch: bool = False
+    """fsdp2: reduce gradients after each micro-batch, so that no rank keeps whole ones until the last; HSDP sums over
+    its copies with the last all the same."""
     enable_fsdp_offload: bool = False
     """fsdp1, fsdp2: keep sharded weights, gradients and optimiser state in CPU memory."""
     enable_forward_prefetch: bool = False

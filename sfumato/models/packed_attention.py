@@ -83,14 +83,21 @@ def _attention(
     if rows is None:
         rows = _rows[position_ids] = _Rows(position_ids)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's own attention does
+        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
     if rows.whole and len(position_ids) == len(query):
-        out = functional.scaled_dot_product_attention(
-            query, *_repeated(key, value, query.shape[1]), is_causal=True, scale=scale
-        )
-        return out.transpose(1, 2), None
+        return _attend(query, *_repeated(key, value, query.shape[1]), scale).transpose(1, 2), None
     joined = [each.transpose(0, 1).flatten(1, 2) for each in (query, key, value)]  # [H, B S, D]
-    attend = _flash if _has_flash(query) else _in_turn
-    return attend(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
+    compute = _flash if _has_flash(query) else _in_turn
+    return compute(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of [B, H, S, D]. Values as wide as keys: with others torch keeps whole score matrices."""
+    own = value.shape[-1]
+    value = functional.pad(value, (0, query.shape[-1] - own))
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :own]
 
 
 def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
@@ -102,8 +109,7 @@ def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: 
         parts = [
             each[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for each in (query, key[0], value[0])
         ]
-        out = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scale)  # [count, H, length, Dv]
-        found.append(out.transpose(1, 2).flatten(0, 1))
+        found.append(_attend(*parts, scale).transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(found)
 

@@ -72,12 +72,15 @@ def shard_data_parallel(
 def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
     """Yields micro-batches; only the backward pass of the last reduces gradients over ranks.
 
-    Each batch's backward pass must be over when the next one is asked for.
+    With ``enable_reduce_every_micro_batch`` all reduce them, and only the last sums them over copies (HSDP). Each
+    batch's backward pass must be over when the next one is asked for.
     """
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last)
+            every = module.reduces_every_micro_batch
+            module.set_requires_gradient_sync(last or every)
+            module.set_requires_all_reduce(last)
         no_sync = isinstance(module, FullyShardedDataParallel) and not last
         with module.no_sync() if no_sync else nullcontext():
             yield batch
@@ -118,6 +121,7 @@ def _apply_fsdp2(
     for each in blocks.values():
         fully_shard(each, mesh=weights, shard_placement_fn=placement, **settings)
     fully_shard(module, mesh=weights, shard_placement_fn=placement, **settings)
+    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)

@@ -31,11 +31,13 @@ def parallelize(
     """
     layout = mesh.layout
     blocks = find_blocks(module, plan)
+    parts = [module.get_submodule(name) for name in plan.parts] or [module]
     experts: dict[str, nn.Module] = {}
     if layout.tp > 1:
         from sfumato.parallel.tensor import apply_tensor_parallel
 
-        apply_tensor_parallel(module, mesh, plan, config.sequence_parallel)
+        for part in parts:
+            apply_tensor_parallel(part, mesh, plan, config.sequence_parallel)
     if layout.ep > 1:
         from sfumato.parallel.expert import apply_expert_parallel, has_experts
 
@@ -44,7 +46,8 @@ def parallelize(
     if layout.cp > 1:
         from sfumato.parallel.sequence import apply_sequence_parallel
 
-        apply_sequence_parallel(module, mesh, plan)
+        for part in parts:
+            apply_sequence_parallel(part, mesh, plan)
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compile:
         from sfumato.parallel.memory import apply_memory_savings
 

@@ -41,6 +41,8 @@ class ParallelPlan:
     whose output is joined again."""
     replicated_context: tuple[str, ...] = ()
     """Attention modules whose keys and values come from a whole, uncut text: cross-attention."""
+    parts: tuple[str, ...] = ()
+    """Submodules that are models of their own, called one without the other; patterns are names inside of each."""
 
 
 def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:

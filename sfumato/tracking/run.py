@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -27,9 +26,11 @@ from sfumato.config.base import Section
 from sfumato.config.load import dump_config, parse_config
 from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfCheckError, UserError
 from sfumato.parallel.mesh import Mesh, close_mesh
+from sfumato.tracking.meters import PAUSES, Meter, memory_in_use, peak_flops
+from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
-from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl
+from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -41,11 +42,18 @@ class Run:
     machine took for it.
     """
 
-    def __init__(self, output_dir: Path, label: str, mesh: Mesh) -> None:
+    def __init__(self, output_dir: Path, label: str, mesh: Mesh, config: Section | None = None) -> None:
         """Use ``start_run``."""
         self.output_dir, self.label, self.mesh = output_dir, label, mesh
         self.stop_requested = False
         self.is_open = False
+        self._config = {} if config is None else config.model_dump(mode="json")
+        self._meter, self._profiler = Meter(mesh), None
+        if config is not None:
+            train = config.train  # type: ignore[attr-defined]
+            self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
+            if train.profile_steps is not None:
+                self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
         self._timings: dict[str, float] = {}
         self._step_started = time.perf_counter()
 
@@ -58,37 +66,51 @@ class Run:
             keep = from_step if from_step > 0 else None
             self._metrics = JsonLines(self.output_dir / "metrics.jsonl", keep_until_step=keep)
             self._times = JsonLines(self.output_dir / "timings.jsonl", keep_until_step=keep)
-            self._trackers = build_trackers(trackers, self.output_dir, from_step + 1 if from_step > 0 else None)
+            purge_step = from_step + 1 if from_step > 0 else None
+            self._trackers = build_trackers(trackers, self.output_dir, purge_step, self._config)
         self.is_open = True
+        if self._profiler is not None:
+            self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
 
+    def count(self, **amounts: float) -> None:
+        """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""
+        self._meter.count(**amounts)
+
     def log(self, step: int, metrics: dict[str, float], show: Mapping[str, str]) -> None:
-        """Writes one line of metrics, and one of the timings since the last call.
+        """Writes one line of metrics, and one of the timings, rates and memory since the last call. All ranks call it.
 
         Args:
             step: finished steps.
             metrics: deterministic numbers by name.
             show: what stands beside the progress bar, as label and metric name.
         """
-        now = time.perf_counter()
-        timings = {**self._timings, "time/step_s": now - self._step_started, **memory_peaks()}
-        self._timings, self._step_started = {}, now
+        seconds = time.perf_counter() - self._step_started
+        rates = self._meter.rates(seconds - sum(self._timings.get(name, 0.0) for name in PAUSES))
+        timings = {**self._timings, "time/step_s": seconds, **rates, **memory_in_use()}
+        self._timings, self._step_started = {}, self._step_started + seconds
+        if self._profiler is not None and self._profiler.after_step(step):
+            self.say(f"profile of steps {self._profiler.first} to {self._profiler.last}: {self._profiler.folder}")
+            self._step_started = time.perf_counter()  # writing the trace belongs to no step
         if not self._enabled:
             return
         self._metrics.write({"step": step, **metrics})
         self._times.write({"step": step, **timings})
         for tracker in self._trackers:
             tracker.log(step, {**metrics, **timings})
-        self._progress.update(step, **{label: metrics[name] for label, name in show.items() if name in metrics})
+        shown = {label: metrics[name] for label, name in show.items() if name in metrics}
+        if "throughput/tokens_per_s" in rates:
+            shown["tokens/s"] = rates["throughput/tokens_per_s"]
+        self._progress.update(step, **shown)
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes images with their prompts and rewards and a grid of each kind, and gives the trackers a look."""
+        """Writes samples with their prompts and rewards, for images a grid too, and gives the trackers a look."""
         if not self._enabled or not records:
             return
         folder = save_samples(self.output_dir, step, records)
         for kind in dict.fromkeys(each.kind for each in records):
-            shown = [each for each in records if each.kind == kind][:16]
-            images = [each.image for each in shown]
+            shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:16]
+            images = [each.content for each in shown]
             if len({image.shape for image in images}) == 1:
                 image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
                 for tracker in self._trackers:
@@ -153,6 +175,8 @@ class Run:
         if not self.is_open:
             return
         self.is_open = False
+        if self._profiler is not None:
+            self._profiler.close()
         self._progress.close()
         if self._enabled:
             self._metrics.close()
@@ -169,22 +193,28 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     Args:
         config: the task's configuration; its ``train`` section names folder and seed.
         mesh: the processes of the run.
-        label: shown beside the progress bar.
+        label: name of the task; shown beside the progress bar.
+
+    Raises:
+        UserError: when a tracker is unknown or not installed.
     """
     train = config.train  # type: ignore[attr-defined]
     output_dir = Path(train.output_dir)
+    check_trackers(train.trackers)
     quiet_libraries()
     if mesh.is_first:
         if train.load_checkpoint_path is None:
             _move_aside(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         dump_config(config, output_dir / "config.yaml")
-        (output_dir / "environment.json").write_text(json.dumps(_environment(mesh), indent=1), encoding="utf-8")
+        (output_dir / "environment.json").write_text(
+            json.dumps({"task": label, **_environment(mesh)}, indent=1), encoding="utf-8"
+        )
     mesh.barrier()
     random.seed(train.seed)
     np.random.seed(train.seed % 2**32)
     torch.manual_seed(train.seed)
-    run = Run(output_dir, label, mesh)
+    run = Run(output_dir, label, mesh, config)
     _listen(run)
     return run
 
@@ -228,15 +258,6 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
-
-
-def memory_peaks() -> dict[str, float]:
-    """Peak memory of this process so far in MiB, and of its GPU since the last call."""
-    peaks = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-    if torch.cuda.is_available():
-        peaks["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        torch.cuda.reset_peak_memory_stats()
-    return peaks
 
 
 def _move_aside(output_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import numbers
@@ -13,15 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from sfumato.errors import ConfigError, DataError
+from sfumato.tracking.services import SERVICES, missing
 
-KNOWN_TRACKERS = ("tensorboard",)
+KNOWN_TRACKERS = ("tensorboard", *SERVICES)
 
 
 class Tracker(Protocol):
     """What a run needs from a tracker. All steps are numbers of finished optimisation steps."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records named scalars of one step."""
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Records named scalars of one step; those that are None are left out."""
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         """Records images, uint8 [N, H, W, 3], under one name."""
@@ -45,9 +47,10 @@ class TensorBoardTracker:
 
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+            if value is not None:
+                self._writer.add_scalar(name, float(value), step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
@@ -59,23 +62,44 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-def build_trackers(names: Sequence[str], output_dir: Path, purge_step: int | None = None) -> list[Tracker]:
+def check_trackers(names: Sequence[str]) -> None:
+    """Whether there are trackers with these names, without loading any.
+
+    Raises:
+        ConfigError: a name is unknown or stands twice.
+        MissingDependencyError: a tracker's package is not installed.
+    """
+    for name in names:
+        if name not in KNOWN_TRACKERS:
+            raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
+        if name in SERVICES and importlib.util.find_spec(name) is None:
+            raise missing(name)
+    if len(set(names)) != len(names):
+        raise ConfigError(f"a tracker stands twice in {list(names)}; name each one once")
+
+
+def build_trackers(
+    names: Sequence[str], output_dir: Path, purge_step: int | None = None, config: Mapping[str, Any] | None = None
+) -> list[Tracker]:
     """Builds the trackers with these names.
 
     Args:
         names: from ``KNOWN_TRACKERS``; may be empty.
         output_dir: the run folder; each tracker writes into a folder of its own below it.
         purge_step: see ``TensorBoardTracker``.
+        config: the resolved configuration, which services show beside the curves.
 
     Raises:
-        ConfigError: a name is unknown or stands twice. Nothing has been built then.
+        UserError: as ``check_trackers``. Nothing has been built then.
     """
-    for name in names:
-        if name not in KNOWN_TRACKERS:
-            raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
-    if len(set(names)) != len(names):
-        raise ConfigError(f"a tracker stands twice in {list(names)}; name each one once")
-    return [TensorBoardTracker(Path(output_dir) / name, purge_step) for name in names]
+    check_trackers(names)
+    folder = Path(output_dir)
+    return [
+        TensorBoardTracker(folder / name, purge_step)
+        if name == "tensorboard"
+        else SERVICES[name](folder, purge_step is not None, config or {})
+        for name in names
+    ]
 
 
 class JsonLines:

@@ -42,6 +42,7 @@ MODES = {
     "fsdp1": Mode(2, {"data_parallel_mode": "fsdp1"}),
     "fsdp1, hybrid": Mode(4, {"data_parallel_mode": "fsdp1", "data_parallel_replicate_size": 2}),
     "fsdp2": Mode(4, {}),
+    "fsdp2, reduced every micro-batch": Mode(2, {"enable_reduce_every_micro_batch": True}),
     "hsdp": Mode(4, {"data_parallel_replicate_size": 2}),
     "tp": Mode(2, {"data_parallel_mode": "ddp", "tensor_parallel_size": 2}),
     "tp 4": Mode(4, {"data_parallel_mode": "ddp", "tensor_parallel_size": 4}),

@@ -19,7 +19,7 @@ GRACE_S = 5.0
 """Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""
 
 COLLECT_EVERY = 10
-"""Runs between two collections of garbage: what is left of models and meshes holds groups, their threads and sockets."""
+"""Runs between two collections of garbage: what is left of models and meshes holds groups, threads and sockets."""
 
 
 class RankError(AssertionError):

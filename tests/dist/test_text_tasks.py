@@ -16,7 +16,17 @@ TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "ddp": (2, "llama", {"data_parallel_mode": "ddp"}, {}),
     "fsdp2": (2, "qwen3", {"ema_decay": 0.9}, {}),
     "fsdp2, padded rows": (2, "qwen2", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
-    "hsdp, chunked loss": (4, "qwen3", {"data_parallel_replicate_size": 2, "chunked_loss": True}, {}),
+    "hsdp, chunked loss, reduced every micro-batch": (
+        4,
+        "qwen3",
+        {
+            "data_parallel_replicate_size": 2,
+            "chunked_loss": True,
+            "enable_reduce_every_micro_batch": True,
+            "global_batch_size": 12,
+        },
+        {},
+    ),
     "ulysses": (2, "qwen3", {"ulysses_parallel_size": 2}, {}),
     "fsdp2 x ring, chunked loss": (4, "qwen3", {"context_parallel_size": 2, "chunked_loss": True}, {}),
     "tp + sequence parallel": (2, "qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),

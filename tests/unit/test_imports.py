@@ -17,6 +17,7 @@ HEAVY = ("torch", "diffusers", "transformers", "peft", "datasets", "ray", "PIL",
 FLOORS = {
     "tasks": 7,
     "cli": 7,
+    "commands": 7,
     "quickstart": 7,
     "runtime": 6,
     "rollout": 5,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.errors import ConfigError, DataError
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl, strict_json, write_atomically
 
 
@@ -163,6 +163,20 @@ def test_unknown_and_doubled_trackers_are_refused_before_anything_is_made(tmp_pa
         build_trackers(["tensorboard", "tensorboard"], tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert build_trackers([], tmp_path) == []
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="pip install wandb"):
+        build_trackers(["tensorboard", "wandb"], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_none_are_left_out(tmp_path):
+    (tracker,) = build_trackers(["tensorboard"], tmp_path)
+    tracker.log(1, {"loss": 0.5, "none": None, "nan": math.nan})
+    tracker.close()
+    assert set(read_scalars(tmp_path / "tensorboard", "loss")[1]["scalars"]) == {"loss", "nan"}
 
 
 def test_importing_the_tracking_modules_loads_nothing_heavy():

@@ -1,0 +1,115 @@
+"""The command line: ``sfumato check | doctor | export | report``. Training starts with ``train.sh``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import sfumato
+from sfumato.errors import DataError, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
+    parser = build_parser()
+    given, rest = parser.parse_known_args(arguments)
+    if rest and given.run is not _check:
+        parser.error(f"unexpected arguments: {' '.join(rest)}")
+    given.overrides = rest
+    try:
+        return given.run(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser("sfumato", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"sfumato {sfumato.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    check = commands.add_parser(
+        "check",
+        help="validate a configuration and its data, predict memory and steps",
+        description="Reads a configuration and some of its data, builds the model without memory, and predicts "
+        "parameters, memory of each process and steps. Exit code: 0 fits, 1 does not fit, 2 something is wrong.",
+        epilog="Any other --section.field VALUE overrides the file, as for a task.",
+        allow_abbrev=False,
+    )
+    check.add_argument("config", help="YAML file of a task")
+    check.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
+    check.add_argument("--ranks", type=_positive, help="processes (default: WORLD_SIZE, or the fewest possible)")
+    check.add_argument("--device-memory", type=float, metavar="GIB", help="memory of one GPU (default: of this one)")
+    check.add_argument("--skip-data", action="store_true", help="do not look at the data")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    check.set_defaults(run=_check)
+
+    doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(run=_doctor)
+
+    export = commands.add_parser("export", help="write the trained weights of a run or checkpoint for other programs")
+    export.add_argument("source", type=Path, help="run folder (its newest checkpoint is taken) or checkpoint folder")
+    export.add_argument("out", type=Path, help="folder to write, which must not exist")
+    export.add_argument("--merge", action="store_true", help="add adapters to the weights they belong to")
+    export.set_defaults(run=_export)
+
+    report = commands.add_parser("report", help="write report.html of a run folder anew")
+    report.add_argument("run_dir", type=Path, help="run folder")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from sfumato.config.load import parse_overrides
+
+    overrides = parse_overrides(given.overrides)  # before the slow imports
+    from rich.console import Console
+
+    from sfumato.commands.check import check_config
+    from sfumato.commands.check_tables import show_findings
+
+    found = check_config(
+        given.config, overrides, given.task, given.ranks, given.device_memory, with_data=not given.skip_data
+    )
+    if given.json:
+        print(found.to_json())
+    else:
+        show_findings(found, Console())
+    return found.exit_code
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from sfumato.commands.doctor import run_doctor
+
+    return run_doctor(as_json=given.json)
+
+
+def _export(given: argparse.Namespace) -> int:
+    from sfumato.checkpoint.offline import export_checkpoint
+
+    print(export_checkpoint(given.source, given.out, given.merge))
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    from sfumato.tracking.report import write_report
+
+    if not (given.run_dir / "config.yaml").is_file():
+        raise DataError(f"{given.run_dir} is no run folder: it has no config.yaml")
+    write_report(given.run_dir)
+    print(f"written: {given.run_dir / 'report.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

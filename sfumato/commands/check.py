@@ -1,0 +1,142 @@
+"""``sfumato check``: what a run will read, build and need, and whether that fits, before it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.commands.check_data import (
+    DataFindings,
+    bad_rows_of,
+    check_image_data,
+    check_prompt_data,
+    check_text_data,
+)
+from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
+from sfumato.commands.find_task import load_for_task
+from sfumato.config.base import Section
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.errors import UserError
+from sfumato.models.language_load import build_tokenizer
+from sfumato.parallel.layout import Layout
+from sfumato.tracking.run import quiet_libraries
+from sfumato.tracking.trackers import check_trackers
+
+FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
+"""Exit codes."""
+
+
+@dataclass
+class Findings:
+    """Everything that was found out about a configuration."""
+
+    config: str
+    task: str
+    layout: Layout
+    device: str
+    device_bytes: int | None
+    """Memory of one rank; None when it is not known."""
+    on_gpu: bool
+    data: DataFindings | None = None
+    model: ModelFindings | None = None
+    problems: list[str] = field(default_factory=list)
+    """What would stop the run."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """What the rank that needs most will need, with what is not predicted."""
+        return None if self.model is None else needed(self.model.largest, self.on_gpu)
+
+    @property
+    def exit_code(self) -> int:
+        """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
+        if self.problems:
+            return WRONG
+        known = self.device_bytes is not None and self.needed_bytes is not None
+        return DOES_NOT_FIT if known and self.needed_bytes > self.device_bytes else FITS
+
+    def to_json(self) -> str:
+        """All of it for machines."""
+        content = dataclasses.asdict(self)
+        content |= {"needed_bytes": self.needed_bytes, "exit_code": self.exit_code}
+        return json.dumps(content, indent=1)
+
+
+def check_config(
+    path: str | Path,
+    overrides: dict[str, Any] | None = None,
+    task: str | None = None,
+    num_ranks: int | None = None,
+    device_gib: float | None = None,
+    with_data: bool = True,
+) -> Findings:
+    """Checks a configuration without starting anything.
+
+    Args:
+        path: the YAML file.
+        overrides: laid over it.
+        task: which task it is for; None finds out.
+        num_ranks: processes; None takes WORLD_SIZE, or the fewest that the sizes allow.
+        device_gib: memory of one GPU; None looks at this machine.
+        with_data: look at the data.
+
+    Raises:
+        ConfigError: when the configuration itself is wrong. What is wrong with data or model is in the findings.
+    """
+    quiet_libraries()
+    overrides = overrides or {}
+    name, config = load_for_task(path, overrides, task, num_ranks)
+    ranks = num_ranks or int(os.environ.get("WORLD_SIZE", "0")) or smallest_number_of_ranks(config.train)
+    name, config = load_for_task(path, overrides, name, ranks)
+    layout = Layout.of(config.train, ranks)
+    found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
+    if with_data:
+        _look_at_data(found, config)
+    try:
+        check_trackers(config.train.trackers)
+    except UserError as error:
+        found.problems.append(str(error))
+    try:
+        found.model = check_model(config, layout, found.on_gpu, found.device_bytes)
+    except UserError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _look_at_data(found: Findings, config: Section) -> None:
+    try:
+        if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+            tokenizer = build_tokenizer(made_model(config.model))
+            found.data = check_text_data(config, tokenizer, found.layout)
+        elif isinstance(config, DiffusionRLConfig):
+            found.data = check_prompt_data(config)
+        else:
+            found.data = check_image_data(config, found.layout)
+    except UserError as error:
+        found.problems.append(str(error))
+        return
+    limit = getattr(config.data, "max_bad_rows", 0)
+    for part in (found.data.training, found.data.validation):
+        lines, stops = bad_rows_of(part, limit)
+        (found.problems if stops else found.notes).extend(lines)
+
+
+def _device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
+    """Name and memory of one rank's device, and whether it is a GPU."""
+    if gib is not None:
+        return f"GPU with {gib:g} GiB", round(gib * 2**30), True
+    if torch.cuda.is_available() and wanted != "cpu":
+        properties = torch.cuda.get_device_properties(0)
+        return properties.name, properties.total_memory, True
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted == "cpu" or num_ranks <= (os.cpu_count() or 1):
+        return f"CPU, memory shared by {num_ranks} processes" if num_ranks > 1 else "CPU", total // num_ranks, False
+    return "unknown: give --device-memory", None, True

@@ -1,0 +1,196 @@
+"""Looks at the data of a configuration as the task will: opens files, reads and transforms some rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.data.image_text import open_image_text
+from sfumato.data.loader import IndexLoader
+from sfumato.data.prompts import check_prompts, load_prompts
+from sfumato.data.rows import Rows
+from sfumato.data.sources import Sources, open_sources, open_validation
+from sfumato.data.text import TextTransform, build_transform
+from sfumato.data.text_loader import build_text_loader
+from sfumato.data.token_store import find_token_store
+from sfumato.errors import DataError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.pretend import pretended_mesh
+
+FIRST_ROWS = 64
+"""Rows that are looked at from the beginning of each source, and as many spread over the rest."""
+
+NAMED = 5
+"""Bad rows that are named."""
+
+
+@dataclass
+class SourceFindings:
+    """What was seen of one source."""
+
+    name: str
+    num_rows: int
+    num_looked_at: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    is_fatal: bool = False
+    """Whether one of them stops the run however many may be left out."""
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_learned: int = 0
+    longest: int = 0
+    """Tokens of the longest sample that was seen."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the whole source, estimated from the rows that were looked at."""
+        return self.num_tokens / max(self.num_looked_at, 1) * self.num_rows
+
+    @property
+    def samples(self) -> float:
+        """Samples of the whole source, estimated likewise."""
+        return self.num_samples / max(self.num_looked_at, 1) * self.num_rows
+
+
+@dataclass
+class DataFindings:
+    """What was seen of the data."""
+
+    training: list[SourceFindings] = field(default_factory=list)
+    validation: list[SourceFindings] = field(default_factory=list)
+    num_steps: int | None = None
+    steps_are_exact: bool = True
+    """Whether the steps are given or counted, and not estimated."""
+    tokens: float | None = None
+    """Tokens of one pass over the data."""
+    tokens_are_exact: bool = False
+    """Whether they are counted, which they are when the data has been tokenised before."""
+    tokens_per_step: int | None = None
+    """Most tokens of one step."""
+    images_per_step: int | None = None
+
+
+def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any, layout: Layout) -> DataFindings:
+    """Looks at text.
+
+    Steps and tokens are counted when the data has been tokenised already, and else estimated.
+
+    Raises:
+        UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
+    """
+    data, train = config.data, config.train
+    transform = build_transform(data, tokenizer)
+    sources, validation = open_sources(data), open_validation(data)
+    found = DataFindings([_look_at_text(*each, transform) for each in _tables(sources)])
+    found.validation = [_look_at_text(*each, transform) for each in _tables(validation)]
+    global_batch = train.global_batch_size or train.micro_batch_size * layout.data
+    per_sample = data.max_seq_len * transform.documents_per_sample
+    found.tokens_per_step = global_batch * per_sample
+    store = None
+    if data.datasets_type == "mapping":
+        folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
+        store = find_token_store(sources, transform, folder) if folder.exists() else None
+    if store is not None:
+        with pretended_mesh(layout) as mesh:
+            loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None, _unwatched)
+        found.num_steps, found.tokens = loader.total_steps, loader.tokens_per_epoch
+        found.tokens_are_exact = True
+        return found
+    found.tokens = sum(each.tokens for each in found.training)
+    samples = max(sum(each.samples for each in found.training), 1)
+    per_step = found.tokens_per_step if train.dyn_bsz else global_batch * found.tokens / samples
+    found.steps_are_exact = train.max_steps is not None
+    wanted = data.train_size or train.num_train_epochs * found.tokens
+    found.num_steps = train.max_steps or max(round(wanted / max(per_step, 1)), 1)
+    return found
+
+
+def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
+    """Looks at images with captions. Raises as ``check_text_data``."""
+    dataset = open_image_text(config.data, config.train.seed)
+
+    def look(index: int, findings: SourceFindings) -> None:
+        dataset.caption(index)
+        dataset.pixels(index)
+
+    found = DataFindings([_look_at(config.data.train_path or "glyphs", dataset, look)])
+    with pretended_mesh(layout) as mesh:
+        loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    found.num_steps, found.images_per_step = loader.total_steps, loader.global_batch_size
+    return found
+
+
+def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
+    """Looks at all prompts, as the rewards do. Raises as ``check_text_data``."""
+    found = DataFindings(num_steps=config.train.max_steps)
+    found.images_per_step = config.rollout.num_prompts * config.rollout.n
+    for split, listed in (("train", found.training), ("eval", found.validation)):
+        prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
+        check_prompts(prompts, [each.check_row for each in config.reward.rewards])
+        path = config.data.train_path if split == "train" else config.data.eval_path
+        listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
+    return found
+
+
+def sampled_rows(count: int) -> list[int]:
+    """The first rows, and as many spread evenly over the rest, the last one among them."""
+    first = min(count, FIRST_ROWS)
+    spread = np.linspace(first, count - 1, min(FIRST_ROWS, count - first)).round().astype(int) if count > first else []
+    return [*range(first), *dict.fromkeys(map(int, spread))]
+
+
+def _tables(sources: Sources | None) -> list[tuple[str, Rows]]:
+    return [] if sources is None else list(zip(sources.names, sources.rows, strict=True))
+
+
+def _look_at_text(name: str, rows: Rows, transform: TextTransform) -> SourceFindings:
+    def look(index: int, findings: SourceFindings) -> None:
+        for sample in transform(rows[index], rows.describe(index)):
+            findings.num_samples += 1
+            findings.num_tokens += sample.num_tokens
+            findings.longest = max(findings.longest, *(len(each.input_ids) for each in sample.documents))
+            findings.num_learned += sum(int(each.learned.sum()) for each in sample.documents)
+
+    return _look_at(name, rows, look)
+
+
+def _look_at(name: str, rows: Any, look: Callable[[int, SourceFindings], None]) -> SourceFindings:
+    findings = SourceFindings(name, len(rows))
+    for index in sampled_rows(len(rows)):
+        findings.num_looked_at += 1
+        try:
+            look(index, findings)
+        except DataError as error:
+            findings.bad_rows.append(str(error))
+            findings.is_fatal |= error.fatal
+    return findings
+
+
+def bad_rows_of(findings: list[SourceFindings], max_bad_rows: int) -> tuple[list[str], bool]:
+    """Lines about bad rows, and whether they stop the run.
+
+    Args:
+        findings: of all sources.
+        max_bad_rows: how many may be left out.
+    """
+    bad = [each for source in findings for each in source.bad_rows]
+    if not bad:
+        return [], False
+    looked_at = sum(each.num_looked_at for each in findings)
+    lines = bad[:NAMED]
+    if len(bad) > NAMED or max_bad_rows:
+        lines.append(
+            f"{len(bad)} of the {looked_at} rows that were looked at are bad; data.max_bad_rows {max_bad_rows}"
+        )
+    return lines, len(bad) > max_bad_rows or any(each.is_fatal for each in findings)
+
+
+def _unwatched(items: Any, count: int) -> Any:
+    del count
+    return iter(items)

@@ -1,0 +1,211 @@
+"""What a configuration's model is, and what of it each rank will hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sfumato.config.base import Section
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.dit import TrainAutoencoderConfig
+from sfumato.config.load import load_config
+from sfumato.config.parallel import ParallelConfig
+from sfumato.config.sections import LoraConfig, TrainConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig
+from sfumato.errors import ConfigError, UserError
+from sfumato.models.flops import FlopCount
+from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
+from sfumato.models.planned import (
+    diffusion_model_on_meta,
+    plan_autoencoder,
+    plan_diffusion_model,
+    plan_language_model,
+)
+from sfumato.parallel.layout import Layout
+
+MOST_RANKS = 4096
+"""Most ranks that are tried when none are given."""
+
+CONTEXT_BYTES = 2**30
+"""CUDA context, NCCL and kernels' workspaces of one process: an estimate."""
+
+FRAGMENTED = 0.05
+"""Share of memory that is lost between allocations: an estimate."""
+
+
+NOTABLY_LESS = 0.95
+"""Share of what is needed now under which a change is worth mentioning."""
+
+
+@dataclass
+class ModelFindings:
+    """What was found out about the model."""
+
+    kind: str = ""
+    num_parameters: int = 0
+    num_trained: int = 0
+    num_active: int | None = None
+    """Parameters of matrices that a token meets; None for diffusion models."""
+    flops_per_token: float | None = None
+    """Of training, in documents of data.max_seq_len tokens."""
+    ranks: list[RankMemory] = field(default_factory=list)
+    """The first rank of each pipeline stage."""
+    advice: list[tuple[str, int]] = field(default_factory=list)
+    """Settings that would help, and the bytes that are needed with them."""
+
+    @property
+    def largest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda each: each.total)
+
+
+def smallest_number_of_ranks(config: ParallelConfig) -> int:
+    """The fewest processes on which the configured sizes are possible.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    error: ConfigError | None = None
+    for count in range(config.ranks_per_sample, MOST_RANKS + 1, config.ranks_per_sample):
+        try:
+            Layout.of(config, count)
+        except ConfigError as found:
+            error = found
+            continue
+        return count
+    raise error or ConfigError(f"train: the sizes need more than {MOST_RANKS} processes")
+
+
+def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None) -> ModelFindings:
+    """Builds the model on meta and predicts memory.
+
+    Args:
+        config: of any task.
+        layout: the mesh.
+        on_gpu: whether it will run on GPUs.
+        limit: bytes that a rank may take; when it takes more, other settings are tried. None compares nothing.
+
+    Raises:
+        UserError: when it cannot be built or cut as configured.
+    """
+    planned = planned_of(config, layout, on_gpu)
+    module = planned.build()
+    found = ModelFindings(type(module).__name__)
+    found.num_parameters = sum(each.numel() for each in module.parameters())
+    found.num_trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+        flops, length = FlopCount(module), config.data.max_seq_len
+        found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
+    found.ranks = plan_memory(planned, _used(config), layout.size)
+    if limit is not None and needed(found.largest, on_gpu) > limit:
+        tried = _what_helps(config, layout, on_gpu, limit)
+        found.advice = [each for each in tried if each[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
+    return found
+
+
+def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
+    """The model of a configuration, for ``plan_memory``."""
+    train = config.train
+    if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+        reference = isinstance(config, TrainTextDpoConfig)
+        return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
+    model = diffusion_model_on_meta(config.model, train.mixed_precision)
+    if isinstance(config, TrainAutoencoderConfig):
+        return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    settings: dict[str, Any] = {
+        "rows": train.micro_batch_size,
+        "size": (config.data.height, config.data.width) if not isinstance(config, DiffusionRLConfig) else None,
+        "keep_encoders": config.model.keep_encoders,
+    }
+    if isinstance(config, DiffusionRLConfig):
+        rollout = config.rollout
+        per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
+        window = config.algorithm.window.steps(rollout.num_inference_steps, train.seed, 0)
+        settings |= {
+            "rows": train.micro_batch_size * len(window),
+            "size": (rollout.height, rollout.width),
+            "guidance_scale": rollout.guidance_scale,
+            "has_reference": config.algorithm.kl.type != "none",
+        }
+    passes = math.ceil(per_rank / train.micro_batch_size)
+    return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)
+
+
+def made_model(model: LanguageModelConfig) -> LanguageModelConfig:
+    """The model section, or when its folder is still to be made, that of the configuration that makes it."""
+    if model.made_by is None or Path(str(model.model_path)).exists():
+        return model
+    maker = made_model(load_config(TrainTextConfig, model.made_by).model)
+    return maker.model_copy(update={"lora": model.lora, "dtype": model.dtype, "attention": model.attention})
+
+
+def needed(memory: RankMemory, on_gpu: bool) -> int:
+    """Bytes that a rank needs on its device, with estimates of what is not predicted."""
+    return round(memory.total * (1 + FRAGMENTED)) + CONTEXT_BYTES if on_gpu else memory.total
+
+
+def _used(config: Section) -> TrainConfig:
+    """The train section as its task uses it: autoencoders are whole in each process and compute nothing again."""
+    if not isinstance(config, TrainAutoencoderConfig):
+        return config.train
+    return config.train.model_copy(update={"data_parallel_mode": "ddp", "activation_checkpointing": "none"})
+
+
+def _what_helps(config: Section, layout: Layout, on_gpu: bool, limit: int) -> Iterator[tuple[str, int]]:
+    """Changes, each alone, those that go together, and more processes, with the bytes that are needed then."""
+    together: dict[str, Any] = {}
+    for name, changes, is_combined in _changes(config, layout):
+        together |= changes if is_combined else {}
+        try:
+            yield name, _with(config, changes, layout, on_gpu)
+        except UserError:  # a change that this model does not allow is no advice
+            continue
+    if len(together) > 1:
+        yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu)
+    if config.train.data_parallel_mode == "ddp":
+        return
+    for times in (2, 4, 8):
+        more = Layout.of(config.train, layout.size * times)
+        yield f"{more.size} processes instead of {layout.size}", (size := _with(config, {}, more, on_gpu))
+        if size <= limit:
+            return
+
+
+def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Settings of ``train`` that take less memory, and whether they are tried together."""
+    train, is_text = config.train, isinstance(config, (TrainTextConfig, TrainTextDpoConfig))
+    modes = ("none", "selective", "full")
+    for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
+        yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
+    if is_text and not train.chunked_loss and layout.tp == layout.pp == 1:
+        yield "train.chunked_loss true", {"chunked_loss": True}, True
+    if train.micro_batch_size > 1:
+        yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True
+    if is_text and train.dyn_bsz and layout.data > 1 and train.data_parallel_mode != "ddp":
+        batch = train.micro_batch_size * layout.data  # one micro-batch a step: no gradients are added up
+        changes = {"dyn_bsz": False, "global_batch_size": batch}
+        yield f"train.dyn_bsz false and train.global_batch_size {batch}", changes, False
+    if train.data_parallel_mode == "ddp" and layout.data > 1:
+        yield "train.data_parallel_mode fsdp2", {"data_parallel_mode": "fsdp2"}, True
+    if train.optimizer == "adamw":
+        yield "train.optimizer adamw8bit", {"optimizer": "adamw8bit"}, False
+    if layout.size > 1 and not train.enable_fsdp_offload and train.data_parallel_mode != "ddp":
+        yield "train.enable_fsdp_offload true", {"enable_fsdp_offload": True}, False
+    if config.model.lora is None:
+        yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False
+
+
+def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool) -> int:
+    """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
+    changes, model = dict(changes), config.model
+    if (lora := changes.pop("model.lora", None)) is not None:
+        model = model.model_copy(update={"lora": lora, "dtype": "bf16"})
+    train = config.train.model_copy(update=changes)
+    changed = config.model_copy(update={"train": train, "model": model})
+    layout = Layout.of(train, layout.size)
+    ranks = plan_memory(planned_of(changed, layout, on_gpu), _used(changed), layout.size)
+    return max(needed(each, on_gpu) for each in ranks)

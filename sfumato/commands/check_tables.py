@@ -1,0 +1,126 @@
+"""What ``sfumato check`` has found, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from sfumato.commands.check import DOES_NOT_FIT, WRONG, Findings
+from sfumato.commands.check_data import DataFindings, SourceFindings
+from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
+
+
+def show_findings(found: Findings, console: Console) -> None:
+    """Prints everything, the verdict last."""
+    layout = found.layout
+    axes = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp", "ep")
+    sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
+    _print(console, f"{found.config}: tasks/{found.task}.py on {_plural(layout.size, 'process')}" + _in(sizes))
+    if found.data is not None:
+        _show_data(found.data, console)
+    if found.model is not None:
+        _show_model(found, console)
+        _show_memory(found, console)
+    for note in found.notes:
+        _print(console, f"note: {note}")
+    for problem in found.problems:
+        _print(console, f"error: {problem}")
+    _print(console, _verdict(found))
+
+
+def _verdict(found: Findings) -> str:
+    if found.exit_code == WRONG:
+        return f"{_plural(len(found.problems), 'problem')}: the run would stop"
+    if found.exit_code == DOES_NOT_FIT:
+        return f"does not fit: {_gib(found.needed_bytes)} needed, {_gib(found.device_bytes)} there ({found.device})"
+    if found.device_bytes is None:
+        return f"nothing is wrong; {_gib(found.needed_bytes)} needed on each device; memory {found.device}"
+    share = found.needed_bytes / found.device_bytes
+    return f"fits: {_gib(found.needed_bytes)} needed, {share:.0%} of {_gib(found.device_bytes)} ({found.device})"
+
+
+def _show_data(data: DataFindings, console: Console) -> None:
+    is_text = data.tokens is not None
+    titles = ["tokens", "learned", "longest"] if is_text else []
+    table = Table("data", "rows", "looked at", "bad", *titles, title_justify="left")
+    for kind, sources in (("", data.training), ("validation: ", data.validation)):
+        for each in sources:
+            cells = [f"{each.num_rows:,}", f"{each.num_looked_at:,}", f"{len(each.bad_rows):,}"]
+            table.add_row(f"{kind}{each.name}", *cells, *(_about_tokens(each) if is_text else ()))
+    console.print(table)
+    parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
+    if is_text:
+        parts.append(f"at most {data.tokens_per_step:,} tokens in each")
+        how = "" if data.tokens_are_exact else "about (from the rows looked at) "
+        parts.append(f"{how}{_short(data.tokens)} tokens in one pass over the data")
+    if data.images_per_step:
+        parts.append(f"{data.images_per_step:,} images in each")
+    _print(console, "; ".join(parts))
+
+
+def _about_tokens(each: SourceFindings) -> list[str]:
+    if not each.num_tokens:
+        return []
+    return [_short(each.tokens), f"{each.num_learned / each.num_tokens:.0%}", f"{each.longest:,}"]
+
+
+def _show_model(found: Findings, console: Console) -> None:
+    model = found.model
+    parts = [f"{model.kind}: {_short(model.num_parameters)} parameters, {_short(model.num_trained)} trained"]
+    if model.num_active is not None:
+        parts.append(f"{_short(model.num_active)} met by each token")
+        parts.append(f"{_short(model.flops_per_token)} operations for each token of a full row")
+    _print(console, "; ".join(parts))
+
+
+def _show_memory(found: Findings, console: Console) -> None:
+    ranks = found.model.ranks
+    unit, name = (2**30, "GiB") if found.model.largest.total >= 2**30 else (2**20, "MiB")
+
+    def cells(sizes: Iterable[float]) -> list[str]:
+        return [f"{each / unit:,.2f}" if each else "" for each in sizes]
+
+    titles = ["one rank"] if len(ranks) == 1 else [f"stage {index}" for index in range(len(ranks))]
+    table = Table(f"memory in {name}", *titles, title_justify="left")
+    for part in dict.fromkeys(part for each in ranks for part, size in each.parts.items() if size):
+        table.add_row(part, *cells(each.parts.get(part, 0) for each in ranks))
+    table.add_section()
+    table.add_row("all of it at once", *cells(each.total for each in ranks))
+    if found.on_gpu:
+        context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
+        table.add_row(context, *cells(needed(each, on_gpu=True) for each in ranks))
+    table.add_section()
+    for part in dict.fromkeys(part for each in ranks for part in each.host):
+        table.add_row(f"in CPU memory: {part}", *cells(each.host.get(part, 0) for each in ranks))
+    console.print(table)
+    if found.model.advice:
+        advice = Table("what would help", f"{name} needed", "", title_justify="left")
+        for change, size in found.model.advice:
+            advice.add_row(change, *cells([size]), "fits" if size <= (found.device_bytes or 0) else "")
+        console.print(advice)
+
+
+def _gib(num_bytes: int | None) -> str:
+    size = num_bytes or 0
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _short(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2f} {name}"
+    return f"{value:.0f}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+
+
+def _in(sizes: str) -> str:
+    return f" ({sizes})" if sizes else ""
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,256 @@
+"""``sfumato doctor``: what is installed, which devices work, and how to get what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+
+import sfumato
+
+State = Literal["ok", "missing", "broken"]
+
+EXTRAS = {
+    "rapidocr": ("the OCR reward", "pip install rapidocr onnxruntime"),
+    "wandb": ("train.trackers: wandb", "pip install wandb"),
+    "swanlab": ("train.trackers: swanlab", "pip install swanlab"),
+    "mlflow": ("train.trackers: mlflow", "pip install mlflow"),
+    "trackio": ("train.trackers: trackio", "pip install trackio"),
+    "torchao": ("train.optimizer: adamw8bit", "pip install torchao"),
+    "flash-attn": ("model.attention: flash_attention_2", "pip install flash-attn --no-build-isolation"),
+    "ray": ("several pools of processes", "pip install ray"),
+    "vllm": ("vLLM as rollout engine", "pip install vllm"),
+}
+"""Packages that something optional needs, what that is, and how to install it."""
+
+SLOW = ("vllm",)
+"""Extras that take so long to import that it is not tried."""
+
+SMALL_DISK_GIB = 10
+SMALL_SHARED_MIB = 512
+"""Less than this is said to be little."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    group: str
+    name: str
+    state: State
+    detail: str
+    """Version, size, or what is wrong."""
+    remedy: str = ""
+    is_needed: bool = False
+    """Whether nothing works without it."""
+
+
+def run_doctor(as_json: bool = False) -> int:
+    """Prints what it finds.
+
+    Returns:
+        1 when something that is needed is missing or broken, else 0.
+    """
+    findings = list(examine())
+    if as_json:
+        print(json.dumps([asdict(each) for each in findings], indent=1))
+    else:
+        _show(findings)
+    return int(any(each.is_needed and each.state != "ok" for each in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in order."""
+    yield from _platform()
+    yield from _packages()
+    yield from _devices()
+    yield from _groups()
+    yield from _extras()
+    yield from _storage()
+
+
+def _platform() -> Iterator[Finding]:
+    version = platform.python_version()
+    fits = sys.version_info >= (3, 11)
+    yield Finding(
+        "platform", "python", "ok" if fits else "broken", version, "" if fits else "install 3.11 or newer", True
+    )
+    yield Finding("platform", "sfumato", "ok", sfumato.__version__)
+    yield Finding("platform", "system", "ok", platform.platform())
+
+
+def _packages() -> Iterator[Finding]:
+    """Each package that sfumato requires, against the range it asks for, and whether it can be imported."""
+    try:
+        wanted = importlib.metadata.requires("sfumato") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("packages", "sfumato", "broken", "run from its folder, not installed", "pip install -e .", True)
+        return
+    for text in wanted:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        yield _package(requirement)
+
+
+def _package(requirement: Requirement) -> Finding:
+    name, wanted = requirement.name, str(requirement.specifier)
+    remedy = f"pip install '{requirement}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", name, "missing", f"needed: {wanted}", remedy, True)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding("packages", name, "broken", f"{version}, needed: {wanted}", remedy, True)
+    imported = _imports(name)
+    if imported:
+        return Finding("packages", name, "broken", f"{version}, cannot be imported: {imported}", remedy, True)
+    return Finding("packages", name, "ok", version, is_needed=True)
+
+
+def _imports(package: str) -> str:
+    """What goes wrong when a package is imported; empty when nothing does."""
+    names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn"}
+    return _attempt(lambda: importlib.import_module(names.get(package, package)))
+
+
+def _attempt(action: Callable[[], Any]) -> str:
+    """What goes wrong; empty when nothing does. A doctor must survive whatever it finds."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _devices() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError:
+        return  # it stands among the packages
+    kinds = (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip))
+    built = " ".join(f"{kind} {version}" for kind, version in kinds if version)
+    detail = f"built for {built or 'CPUs only'}, {torch.get_num_threads()} CPU threads"
+    yield Finding("devices", "build of torch", "ok", detail)
+    yield _works("CPU", partial(_multiply, torch.device("cpu")), "float32 and bf16 products are right", needed=True)
+    if built and not torch.cuda.is_available():
+        yield Finding(
+            "devices", "GPU", "missing", "torch was built for GPUs but finds none", "check driver and nvidia-smi"
+        )
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        detail = f"{properties.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; bf16 products are right"
+        yield _works(f"GPU {index}", partial(_multiply, torch.device("cuda", index)), detail, needed=True)
+
+
+def _multiply(device: Any) -> None:
+    """Multiplies matrices in float32 and bf16 and compares with float64."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    for dtype, tolerance in ((torch.float32, 0.05), (torch.bfloat16, 0.5)):
+        found = (left.to(device, dtype) @ right.to(device, dtype)).double().cpu()
+        if (error := float((found - left @ right).abs().max())) > tolerance:
+            raise RuntimeError(f"a product of {dtype} matrices is wrong by {error:g}")
+
+
+def _groups() -> Iterator[Finding]:
+    """Process groups of one rank, really made and used, in processes of their own: a broken backend may hang."""
+    import torch
+    import torch.distributed as dist
+
+    backends = [("gloo", "cpu")] if dist.is_gloo_available() else []
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backends.append(("nccl", "cuda"))
+    for backend, device in backends:
+        yield _works(
+            f"process group {backend}", lambda b=backend, d=device: _one_rank(b, d), "one rank works", needed=True
+        )
+    if not backends:
+        yield Finding(
+            "devices", "process group", "broken", "torch was built without gloo", "install torch from PyPI", True
+        )
+
+
+def _one_rank(backend: str, device: str) -> None:
+    code = (
+        "import sys, torch, torch.distributed as dist\n"
+        "backend, device, folder = sys.argv[1:]\n"
+        "dist.init_process_group(backend, store=dist.FileStore(folder + '/store', 1), rank=0, world_size=1)\n"
+        "value = torch.ones(2, device=device)\n"
+        "dist.all_reduce(value)\n"
+        "assert value.tolist() == [1, 1]\n"
+        "dist.destroy_process_group()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, backend, device, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+
+
+def _works(name: str, action: Callable[[], None], detail: str, needed: bool = False) -> Finding:
+    wrong = _attempt(action)
+    if wrong:
+        return Finding("devices", name, "broken", wrong, "reinstall torch for this machine: pytorch.org", needed)
+    return Finding("devices", name, "ok", detail, is_needed=needed)
+
+
+def _extras() -> Iterator[Finding]:
+    for name, (use, remedy) in EXTRAS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("extras", name, "missing", use, remedy)
+            continue
+        wrong = "" if name in SLOW else _imports(name)
+        if wrong:
+            yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", remedy)
+        else:
+            yield Finding("extras", name, "ok", f"{version}: {use}")
+    found = shutil.which("tesseract")
+    remedy = "" if found else "apt-get install tesseract-ocr"
+    yield Finding("extras", "tesseract", "ok" if found else "missing", found or "the program, for OCR", remedy)
+
+
+def _storage() -> Iterator[Finding]:
+    free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    little = free_gib < SMALL_DISK_GIB
+    yield Finding("storage", "disk", "ok", f"{free_gib:.1f} GiB free in {Path.cwd()}{': little' if little else ''}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size_mib = shutil.disk_usage(shared).total / 2**20
+        remedy = "docker run --shm-size 8g" if size_mib < SMALL_SHARED_MIB else ""
+        detail = f"{size_mib:,.0f} MiB{': little for NCCL and data workers' if remedy else ''}"
+        yield Finding("storage", "shared memory", "ok", detail, remedy)
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+    table = Table("", "", Column(overflow="fold"), Column("what to do", overflow="fold"))
+    for index, each in enumerate(findings):
+        if index and each.group != findings[index - 1].group:
+            table.add_section()
+        state = each.state if each.state == "ok" or each.is_needed else f"({each.state})"
+        detail = each.detail.replace("[", r"\[")
+        table.add_row(each.name, f"[{colours[each.state]}]{state}[/]", detail, each.remedy.replace("[", r"\["))
+    console = Console()
+    console.print(table)
+    wrong = [each.name for each in findings if each.is_needed and each.state != "ok"]
+    console.print(f"not usable: {', '.join(wrong)}" if wrong else "everything that is needed works", highlight=False)

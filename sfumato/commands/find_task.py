@@ -1,0 +1,74 @@
+"""Which task a configuration file is for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sfumato.config.base import Section
+from sfumato.config.load import load_config, suggest
+from sfumato.errors import ConfigError
+
+TASKS = {
+    "train_text": ("sfumato.config.text", "TrainTextConfig"),
+    "train_text_dpo": ("sfumato.config.text", "TrainTextDpoConfig"),
+    "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
+    "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),
+    "rl_diffusion": ("sfumato.config.diffusion_rl", "DiffusionRLConfig"),
+}
+"""Modules and names of the tasks' configurations, in the order in which they are tried."""
+
+
+def load_for_task(
+    path: str | Path, overrides: dict[str, Any], task: str | None = None, num_ranks: int | None = None
+) -> tuple[str, Section]:
+    """Reads a configuration with the schema of its task.
+
+    Args:
+        path: the YAML file.
+        overrides: laid over it.
+        task: a name in ``TASKS``; None takes the first task without a mistake.
+        num_ranks: processes that it must fit; None takes WORLD_SIZE, or one.
+
+    Returns:
+        The task's name, and the configuration.
+
+    Raises:
+        ConfigError: when no task fits: the mistakes for the one with the fewest.
+    """
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"--task {task}: there is no such task{suggest(task, list(TASKS))}")
+    mistakes: dict[str, ConfigError] = {}
+    with _world_size(num_ranks):
+        for name in TASKS if task is None else [task]:
+            try:
+                return name, load_config(schema_of(name), path, overrides)
+            except ConfigError as error:
+                mistakes[name] = error
+    best = min(mistakes, key=lambda name: len(str(mistakes[name]).splitlines()))
+    raise ConfigError(f"as a configuration of tasks/{best}.py:\n{mistakes[best]}") from mistakes[best]
+
+
+def schema_of(task: str) -> type[Section]:
+    """The configuration's class of a task."""
+    module, name = TASKS[task]
+    return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def _world_size(num_ranks: int | None) -> Iterator[None]:
+    """Inside, configurations are checked for so many processes."""
+    before = os.environ.get("WORLD_SIZE")
+    if num_ranks is not None:
+        os.environ["WORLD_SIZE"] = str(num_ranks)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("WORLD_SIZE", None)
+        else:
+            os.environ["WORLD_SIZE"] = before

@@ -1,0 +1,246 @@
+"""Prediction of the memory of each rank before a run, without any weights.
+
+Weights, gradients and optimiser state are those of the real engine: the model is put, on meta, on a mesh whose other
+ranks do not exist, and its pieces are measured. Activations are counted by a forward pass on tensors without memory
+(``saved_bytes``). What is left out: the CUDA context (about 0.5 to 1 GiB), fragmentation, buffers of kernels and NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sfumato.config.sections import TrainConfig
+from sfumato.models.saved_bytes import SavedBytes, count_saved, fake_tensors, make_fake
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.pipeline import build_pipeline
+from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.pretend import pretended_mesh
+from sfumato.parallel.shards import local
+from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
+
+FULL_PRECISION = 4
+"""Bytes of a trained weight, a gradient, an element of optimiser state."""
+
+QUANTISED_FROM = 4096
+"""Elements from which torchao keeps optimiser state in 8 bits."""
+
+
+@dataclass
+class Planned:
+    """A model that is to be trained, as far as its memory goes."""
+
+    build: Callable[[], nn.Module]
+    """Makes it, with adapters, on meta."""
+    plan: ParallelPlan
+    dtype: torch.dtype | None
+    """Autocast's; None is none."""
+    run: Callable[[nn.Module], Any]
+    """Forward pass with the loss of one rank's micro-batch, on fake tensors."""
+    loss_bytes: int
+    """What the loss takes on top of what it saves."""
+    num_micro_batches: int = 1
+    """In a step, of one data-parallel rank; more than one adds gradients up."""
+    reference: torch.dtype | None = None
+    """Precision of a frozen copy; None when there is none."""
+    frozen_bytes: dict[str, int] = field(default_factory=dict)
+    """What else lies whole in each rank, by name."""
+    shares_samples: int = 1
+    """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
+
+
+@dataclass
+class RankMemory:
+    """Bytes of one rank by what they hold."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    """On the device."""
+    host: dict[str, int] = field(default_factory=dict)
+    """In CPU memory, when something is offloaded."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device, if all were there at once."""
+        return sum(self.parts.values())
+
+
+def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[RankMemory]:
+    """Predicts the memory of the first rank of each pipeline stage, which has the largest pieces of its stage.
+
+    Args:
+        planned: the model.
+        train: how it is trained.
+        num_ranks: processes.
+
+    Raises:
+        ConfigError: when the model cannot be cut as configured.
+    """
+    layout = Layout.of(train, num_ranks)
+    saved = count_activations(planned, train, layout)
+    found = []
+    for stage in range(layout.pp):
+        memory = RankMemory()
+        with pretended_mesh(layout, stage * layout.size // layout.pp) as mesh:
+            _add_weights(memory, planned, train, mesh)
+        _add_activations(memory, saved, planned, train, layout, stage)
+        memory.parts |= planned.frozen_bytes
+        found.append(memory)
+    return found
+
+
+def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
+    """What one micro-batch of one rank saves, under the layout's tensor parallelism."""
+    module = planned.build()
+    within = ("sequence_parallel", "tensor_parallel_size")
+    config = type(train).model_construct(**dict(train)).model_copy(update=_nothing_else(train, within))
+    gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
+    with pretended_mesh(Layout(tp=layout.tp)) as mesh, fake_tensors():
+        make_fake(module, planned.dtype if gathers_low else None)
+        blocks = find_blocks(module, planned.plan)
+        if layout.tp > 1:
+            module = parallelize(module, mesh, config, planned.plan)
+        return count_saved(module, blocks, lambda: planned.run(module))
+
+
+def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings that switch parallelism and memory savings off, but those that are kept."""
+    off = {
+        "data_parallel_mode": "ddp",
+        "tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "activation_checkpointing": "none",
+        "enable_activation_offload": False,
+        "compile": False,
+    }
+    return {name: value for name, value in off.items() if name not in kept}
+
+
+def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh: Mesh) -> None:
+    """Weights, what is gathered of them, gradients, optimiser state, averages, and a frozen copy."""
+    module = planned.build()
+    blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
+    fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
+    plain = _nothing_else(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
+    if train.data_parallel_mode == "fsdp1":
+        plain["data_parallel_mode"] = "ddp"  # its flat pieces cannot be made on meta: counted below
+    config = train.model_copy(update=plain)
+    if mesh.layout.pp > 1:
+        module = build_pipeline(module, mesh, config, planned.plan, planned.dtype).module
+    else:
+        module = parallelize(module, mesh, config, planned.plan, planned.dtype)
+    optimizer, _ = build_optimizer(module, train, total_steps=1, mesh=mesh)
+    ranks = mesh.layout.fsdp if fsdp and train.data_parallel_mode == "fsdp1" else 1
+
+    parameters = list(module.parameters())
+    trained = sum(_pieces(each, ranks) for each in parameters if each.requires_grad)
+    copied = sum(_pieces(each, ranks) for each in parameters) if planned.reference is not None else 0
+    weights = sum(_pieces(each, ranks) * each.itemsize for each in parameters)
+    sizes = {
+        "weights": weights + sum(each.nbytes for each in module.buffers()),
+        "gradients": trained * FULL_PRECISION,
+        "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
+        "moving average": trained * FULL_PRECISION if train.ema_decay else 0,
+        "frozen reference": copied * planned.reference.itemsize if copied else 0,
+    }
+    target = memory.host if fsdp and train.enable_fsdp_offload else memory.parts
+    target |= {name: size for name, size in sizes.items() if size}
+    if fsdp:
+        memory.parts |= _gathered(module, blocks, planned, train, mesh, ranks)
+
+
+def _pieces(parameter: nn.Parameter, ranks: int) -> int:
+    """Elements of this rank's piece; ``ranks`` share it once more (fsdp1)."""
+    return math.ceil(local(parameter).numel() / ranks)
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) -> int:
+    total = 0
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            count = _pieces(each, ranks)
+            if group.get("orthogonal"):
+                total += count * FULL_PRECISION
+            elif kind == "adamw8bit" and count >= QUANTISED_FROM:
+                total += 2 * (count + count // 256 * FULL_PRECISION)
+            else:
+                total += 2 * count * FULL_PRECISION + FULL_PRECISION  # two averages and the number of the step
+    return total
+
+
+def _gathered(
+    module: nn.Module, blocks: list[str], planned: Planned, train: TrainConfig, mesh: Mesh, ranks: int
+) -> dict[str, int]:
+    """What fsdp has out beside the pieces: gathered weights, and gradients before they are summed over ranks."""
+    units: dict[str, tuple[int, int]] = {}
+    for name, each in module.named_parameters():
+        whole = _whole_numel(each, ranks, mesh)
+        itemsize = planned.dtype.itemsize if planned.dtype is not None else each.itemsize
+        unit = next((block for block in blocks if name.startswith(block)), "")
+        weights, gradients = units.get(unit, (0, 0))
+        units[unit] = weights + whole * itemsize, gradients + whole * each.requires_grad
+    root, *others = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
+    largest = others[0][0] if others else 0
+    keeps_all = mesh.layout.pp > 1 or not train.enable_reshard_after_forward
+    out = sum(weights for weights, _ in others) if keeps_all else 2 * largest  # this block and the next
+    found = {"gathered weights": root[0] + out + largest}  # a gather arrives in a buffer of its own
+    keeps_whole = planned.num_micro_batches > 1 and not train.enable_reduce_every_micro_batch
+    if keeps_whole or mesh.layout.pp > 1:
+        found["whole gradients"] = sum(count for _, count in (root, *others)) * FULL_PRECISION
+    else:
+        found["whole gradients"] = max(count for _, count in (root, *others)) * FULL_PRECISION
+    return found
+
+
+def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
+    """Elements of a parameter when fsdp has gathered it; tensor and expert parallelism still share it."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    shards = math.prod(mesh.size_of(name) for name in names or () if name in ("fsdp", "efsdp"))
+    return _pieces(parameter, ranks) * shards * ranks
+
+
+def _add_activations(
+    memory: RankMemory, saved: SavedBytes, planned: Planned, train: TrainConfig, layout: Layout, stage: int
+) -> None:
+    mode, share = train.activation_checkpointing, planned.shares_samples
+    owners = ranks_of_stages(train)
+    ends = [index for index, rank in enumerate(owners) if rank == stage]
+    sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    mine = [block for each in ends for block in range(starts[each], starts[each] + sizes[each])]
+    kept = [saved.kept(mode)[block] for block in mine]
+    waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
+
+    blocks = sum(kept) * waiting // share
+    if train.enable_activation_offload:
+        memory.host["activations"] = blocks
+        blocks = 2 * max(kept) // share  # two blocks' copies are under way
+    memory.parts["activations of blocks"] = blocks
+    if mode != "none":
+        again = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in mine)
+        memory.parts["one block computed again"] = max(again, 0) // share
+    if saved.copies:
+        memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
+    outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
+    memory.parts["activations outside blocks"] = outside // share
+    if len(owners) - 1 in ends:
+        memory.parts["loss"] = planned.loss_bytes // share
+
+
+def _micro_batches_waiting(train: TrainConfig, num_micro_batches: int, stage: int) -> int:
+    """Micro-batches whose activations a pipeline stage holds at most; without a pipeline one."""
+    size, schedule = train.pipeline_parallel_size, train.pipeline_schedule
+    if size == 1:
+        return 1
+    if schedule == "gpipe":
+        return num_micro_batches
+    waiting = size - stage if schedule == "1f1b" else size  # two stages of a rank: about one of each for every rank
+    return min(waiting + (stage < size - 1 and schedule in TWO_STAGES), max(num_micro_batches, 1))

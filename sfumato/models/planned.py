@@ -1,0 +1,272 @@
+"""Language models and diffusion models on meta, for predictions of their memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfumato.algorithms.flow_matching import flow_matching_loss
+from sfumato.config.load import read_yaml
+from sfumato.config.sections import ModelConfig
+from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.load import DTYPES, find_family, read_family
+from sfumato.models.flops import meta_denoiser, with_denoiser
+from sfumato.models.language import check_settings
+from sfumato.models.language_load import read_model_config
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.memory_plan import Planned
+from sfumato.models.saved_bytes import autocast, register_stand_in
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import ParallelPlan, language_plan
+from sfumato.parallel.weights import build_on_meta
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are in memory at a time under ``train.chunked_loss``."""
+
+
+def language_model_on_meta(config: LanguageModelConfig, on_gpu: bool) -> nn.Module:
+    """The model with its adapters on meta. Its attention is a stand-in for ``saved_bytes``.
+
+    Args:
+        config: the model section.
+        on_gpu: whether it will run on a GPU, where attention does not repeat keys and values.
+
+    Raises:
+        ConfigError: when the folder or description is missing or wrong.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention = register_stand_in(on_gpu, scores=config.attention == "eager")
+    described = read_model_config(config)
+    dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
+    settings = {"attn_implementation": attention, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
+        module = AutoModelForCausalLM.from_config(described, **settings)
+        if config.lora is not None:
+            module.requires_grad_(False)
+            add_lora(module, config.lora, language_targets(module), seed=0)
+    return module.train()
+
+
+def plan_language_model(
+    model: LanguageModelConfig,
+    data: TextDataConfig,
+    train: TextTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool = False,
+) -> Planned:
+    """What is to be known of a language model's memory.
+
+    Every token counts as one that is learned, which makes the most logits.
+
+    Args:
+        model, data, train: the task's sections.
+        layout: the mesh.
+        on_gpu: see ``language_model_on_meta``.
+        has_reference: preference training; with adapters the model is its own reference.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    module = language_model_on_meta(model, on_gpu)
+    check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
+    documents = 2 if data.data_type == "preference" else 1
+    rows, length = train.micro_batch_size * documents, data.max_seq_len
+    if train.rmpad_with_pos_ids:
+        rows, length = 1, rows * length
+    dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
+
+    def run(module: nn.Module) -> torch.Tensor:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        positions = torch.arange(length).expand(rows, length)
+        head = module.get_output_embeddings()
+        if chunked:
+            head.forward = lambda hidden: hidden
+        with autocast(dtype):
+            output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+            if chunked:
+                return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
+            return cross_entropy_sum(output, ids)
+
+    vocabulary, width = module.get_output_embeddings().weight.shape
+    loss_bytes = 2 * rows * length * vocabulary * 4  # gradients of log-probabilities and of logits
+    if chunked:
+        chunk = min(CHUNK_TOKENS, rows * length)
+        loss_bytes = 4 * vocabulary * (3 * chunk + width)
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
+    return Planned(
+        build=lambda: language_model_on_meta(model, on_gpu),
+        plan=language_plan(module),
+        dtype=dtype,
+        run=run,
+        loss_bytes=loss_bytes,
+        num_micro_batches=-int(-per_rank // train.micro_batch_size) + fills,
+        reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
+        shares_samples=layout.cp,
+    )
+
+
+def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> DiffusionModel:
+    """A pipeline whose networks are all on meta; tokenizers and scheduler are real.
+
+    Raises:
+        ConfigError: when the folder or description is missing or of an unknown family.
+    """
+    dtype = DTYPES[config.dtype]
+    if config.config_path is not None:
+        description = read_yaml(config.config_path)
+        family = find_family(str(description.get("pipeline")), f"{config.config_path}: pipeline")
+        try:
+            pipeline = build_on_meta(lambda: family.build(description, seed=0))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
+    else:
+        folder = Path(str(config.model_path))
+        family = read_family(folder)
+        pipeline = _pipeline_on_meta(folder, family)
+    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
+    model.device = torch.device("meta")
+    for name, each in model.components.items():
+        each.to(torch.float32 if name == family.denoiser_name and config.lora is None else dtype)
+        for module in each.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to("meta")
+    if config.lora is not None:
+        add_lora(model.denoiser, config.lora, model.lora_targets, seed=0)
+    else:
+        model.denoiser.requires_grad_(True)
+    return model
+
+
+def plan_diffusion_model(
+    model: DiffusionModel,
+    layout: Layout,
+    rows: int,
+    size: tuple[int, int],
+    guidance_scale: float = 1.0,
+    num_micro_batches: int = 1,
+    has_reference: bool = False,
+    keep_encoders: bool = True,
+) -> Planned:
+    """What is to be known of a diffusion model's memory.
+
+    Args:
+        model: of ``diffusion_model_on_meta``.
+        layout: the mesh.
+        rows: samples (RL: and trained steps of each) in one forward pass.
+        size: height and width of the images in pixels.
+        guidance_scale: other than 1 runs two branches.
+        num_micro_batches: in a step, of one data-parallel rank.
+        has_reference: RL with a KL penalty; with adapters the model is its own reference.
+        keep_encoders: ``model.keep_encoders``.
+
+    Raises:
+        ConfigError: when the size does not fit the model.
+    """
+    try:
+        shape = (rows, *model.latent_shape(*size))
+    except ValueError as error:
+        raise ConfigError(f"height and width: {error}") from error
+    embeddings = {name: (each.shape[1:], each.dtype) for name, each in model.embed_prompts([""]).items()}
+    is_guided = guidance_scale != 1.0 and layout.cfg == 1
+
+    def run(module: nn.Module) -> torch.Tensor:
+        shadow = with_denoiser(model, module)
+        shadow.device, shadow.mesh = torch.device("cpu"), None
+        tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
+        negative = {name: each[:1] for name, each in tensors.items()}
+        scale = guidance_scale if is_guided else 1.0
+        velocity = shadow.predict_velocity(
+            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative), scale
+        )
+        return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
+
+    encoders = model.encoder_names if keep_encoders else ()
+    frozen = {
+        name: num_bytes(each)
+        for name, each in model.components.items()
+        if name != model.denoiser_name and (name in encoders or name not in model.encoder_names)
+    }
+    return Planned(
+        build=lambda: meta_denoiser(model),
+        plan=model.parallel_plan,
+        dtype=model.autocast_dtype,
+        run=run,
+        loss_bytes=0,
+        num_micro_batches=num_micro_batches,
+        reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
+        frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+        shares_samples=layout.cp,
+    )
+
+
+def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) -> Planned:
+    """What is to be known of the memory of an image autoencoder that is trained, whole in each process.
+
+    Args:
+        model: of ``diffusion_model_on_meta``.
+        rows: images in one forward pass.
+        size: height and width of the images in pixels.
+    """
+    vae = model.pipeline.vae.float().requires_grad_(True)
+
+    def run(module: nn.Module) -> torch.Tensor:
+        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
+        noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
+        return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
+
+    frozen = {name: num_bytes(each) for name, each in model.components.items() if name != "vae"}
+    return Planned(
+        build=lambda: copy.deepcopy(vae),
+        plan=ParallelPlan(blocks=(type(vae).__name__,)),
+        dtype=None,
+        run=run,
+        loss_bytes=0,
+        frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+    )
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights and buffers."""
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
+    import diffusers
+
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    given: dict[str, Any] = {}
+    for name, value in index.items():
+        if value == [None, None]:
+            given[name] = None
+        elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
+            given[name] = build_on_meta(make)
+    try:
+        return getattr(diffusers, family.pipeline_class).from_pretrained(folder, local_files_only=True, **given)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
+
+
+def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Module] | None:
+    """What makes a component from its configuration; None for tokenizers and schedulers."""
+    import diffusers
+    import transformers
+
+    cls = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        return None
+    if library == "diffusers":
+        return lambda: cls.from_config(cls.load_config(folder))
+    return lambda: cls(cls.config_class.from_pretrained(folder))

@@ -1,0 +1,229 @@
+"""How many bytes wait for the backward pass, found out by running a model on tensors without memory.
+
+The model runs whole, on torch's fake tensors: shapes, dtypes, views and what autograd saves are real, numbers are not.
+What is saved is counted once for each storage, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight
+from sfumato.parallel.shards import local
+
+STAND_IN = "sfumato_stand_in"
+"""Name of the attention that takes the place of the real one."""
+
+
+@dataclass
+class BlockBytes:
+    """What one block keeps in each mode of ``train.activation_checkpointing``."""
+
+    none: int = 0
+    selective: int = 0
+    full: int = 0
+    """What it is given."""
+
+
+@dataclass
+class SavedBytes:
+    """What a micro-batch keeps until its backward pass."""
+
+    blocks: list[BlockBytes] = field(default_factory=list)
+    """In order."""
+    before: int = 0
+    """Saved before the first block: the embedding."""
+    after: int = 0
+    """Saved after the last block: the last norm, logits, the loss."""
+    copies: int = 0
+    """Weights that autocast has converted and that wait too."""
+
+    def kept(self, mode: str) -> list[int]:
+        """Bytes of each block in a mode."""
+        return [getattr(each, mode) for each in self.blocks]
+
+
+def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> SavedBytes:
+    """Runs a forward pass and counts what autograd saves. Inside ``FakeTensorMode``, after ``make_fake``.
+
+    Args:
+        module: what holds the weights, which do not count.
+        blocks: its repeated blocks, in the order in which they run.
+        run: the forward pass with the loss.
+    """
+    counter = _Counter(module, len(blocks))
+    hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed), counter:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.found
+
+
+def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Gives a module weights without memory that look as if they lay on the CPU. Inside ``FakeTensorMode``.
+
+    Args:
+        module: with weights on meta or anywhere.
+        dtype: of all weights, as fsdp gathers them; None keeps theirs.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for key, each in owner._parameters.items():
+            if each is not None:
+                if id(each) not in made:
+                    empty = torch.empty(each.shape, dtype=dtype or each.dtype)
+                    made[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad)
+                owner._parameters[key] = made[id(each)]
+        for key, each in owner._buffers.items():
+            if each is not None and each.is_meta:
+                owner._buffers[key] = torch.empty(each.shape, dtype=each.dtype)
+
+
+def fake_tensors() -> FakeTensorMode:
+    """The mode in which tensors have no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def register_stand_in(on_gpu: bool, scores: bool) -> str:
+    """Makes an attention known to transformers that saves what flash attention does: no score matrix.
+
+    Args:
+        on_gpu: false repeats keys and values to as many heads as queries, and keeps the scores of latent attention,
+            whose widths differ, as torch's kernels for CPUs do.
+        scores: keep the scores: eager attention.
+
+    Returns:
+        Its name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        times = query.shape[1] // key.shape[1]
+        if not on_gpu and times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        keeps = scores or (not on_gpu and query.shape[-1] != value.shape[-1])
+        return _StandIn.apply(query, key, value, keeps).transpose(1, 2), None
+
+    AttentionInterface.register(STAND_IN, attention)
+    AttentionMaskInterface.register(STAND_IN, lambda *args, **kwargs: None)
+    return STAND_IN
+
+
+class _StandIn(torch.autograd.Function):
+    """Saves query, key, value, result and the log-sum-exp of the scores; of the numbers it computes none."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: bool) -> torch.Tensor:
+        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        if scores:
+            matrix = query.new_empty(*query.shape[:3], key.shape[2])
+            ctx.save_for_backward(query, key, value, matrix.float(), matrix)
+        else:
+            ctx.save_for_backward(query, key, value, out, lse)
+        if (counter := _Counter.active) is not None:
+            counter.keep(out.nbytes + lse.nbytes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        raise NotImplementedError("it stands in for an attention in forward passes only")
+
+
+class _Counter(TorchDispatchMode):
+    """Counts saved storages by block, and the results that selective recomputation keeps."""
+
+    active: _Counter | None = None
+
+    def __init__(self, module: nn.Module, num_blocks: int) -> None:
+        super().__init__()
+        self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
+        self._seen = {_storage(each): None for each in module.parameters()}
+        self._given: dict[int, torch.Tensor] = {}
+        self._block: int | None = None
+        self._products = 0
+        self._is_over = False
+
+    def __enter__(self) -> _Counter:
+        _Counter.active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _Counter.active = None
+        super().__exit__(*exception)
+
+    def watch(self, block: nn.Module, index: int) -> list[Any]:
+        """Hooks that say when a block runs."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._block, self._products = index, 0
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor) and _storage(each) not in self._given:
+                    self._given[_storage(each)] = each  # kept, so that no other storage gets its address
+                    self.found.blocks[index].full += each.untyped_storage().nbytes()
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._block, self._is_over = None, index == len(self.found.blocks) - 1
+            self.found.blocks[index].selective += self.found.blocks[index].full
+
+        return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called by autograd for each tensor that it saves."""
+        plain = local(tensor.detach())
+        if (storage := _storage(plain)) in self._seen:
+            return plain
+        self._seen[storage] = plain
+        num_bytes = plain.untyped_storage().nbytes()
+        if is_converted_weight(tensor):
+            self.found.copies += num_bytes
+        elif self._block is not None:
+            self.found.blocks[self._block].none += num_bytes
+        elif self._is_over:
+            self.found.after += num_bytes
+        else:
+            self.found.before += num_bytes
+        return plain
+
+    def keep(self, num_bytes: int) -> None:
+        """Counts what selective recomputation keeps of this block."""
+        if self._block is not None:
+            self.found.blocks[self._block].selective += num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:  # torch knows the shape of its result for bf16 only
+            result = args[0].new_empty(len(args[0]), args[1].shape[-1])
+        else:
+            result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in MATMUL:
+            self._products += 1
+        if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
+            self.keep(sum(each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor)))
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor.detach()).untyped_storage()._cdata
+
+
+def autocast(dtype: torch.dtype | None) -> Any:
+    """Autocast of fake tensors."""
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)

@@ -1,0 +1,151 @@
+"""What a step took and got through: tokens and images a second, model FLOPs utilisation (MFU), memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sfumato.parallel.mesh import Mesh
+
+COUNTED = ("tokens", "images", "flops")
+"""What can be counted."""
+
+PAUSES = ("time/sample_s", "time/evaluate_s", "time/save_s")
+"""Parts of a step that are no training: rates are over the rest."""
+
+PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "A10": (125, 62.5, 31.2),
+    "L40S": (362, 183, 91.6),
+    "L4": (121, 60, 30.3),
+    "H100 PCIe": (756, 378, 51.2),
+    "H100 NVL": (835.5, 417.7, 60),
+    "H100": (989.4, 494.7, 66.9),
+    "H800": (989.4, 494.7, 66.9),
+    "H200": (989.4, 494.7, 66.9),
+    "GH200": (989.4, 494.7, 66.9),
+    "B200": (2250, 1100, 75),
+    "GB200": (2500, 1250, 80),
+    "RTX 3090": (71, 35.6, 35.6),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "V100": (None, None, 15.7),
+    "MI250X": (383, None, 47.9),
+    "MI300X": (1307.4, 653.7, 163.4),
+    "MI325X": (1307.4, 653.7, 163.4),
+    "MI355X": (2516.6, None, 157.3),
+}
+"""Dense peaks in 10^12 operations a second: bf16 and TF32 on matrix units, and float32 without them; None is none.
+
+From the makers' data sheets, without sparsity (NVIDIA prints twice the dense rate for some): NVIDIA A100, A40, A10, L4,
+L40S, H100, H200 and HGX B200 data sheets, the Ada and Blackwell GPU architecture papers for GeForce (bf16 with float32
+accumulation), and the AMD Instinct MI250X, MI300X, MI325X and MI355X data sheets.
+"""
+
+
+class Meter:
+    """Adds up what a step processes and turns it into rates.
+
+    MFU is the share of the devices' peak that the model's own operations make up (arXiv 2204.02311): what is computed
+    twice to save memory does not count.
+    """
+
+    def __init__(self, mesh: Mesh, peak_flops: float | None = None) -> None:
+        """
+        Args:
+            mesh: the ranks whose amounts are added.
+            peak_flops: operations a second of one device; None reports no MFU.
+        """
+        self.mesh, self.peak_flops = mesh, peak_flops
+        self._amounts: dict[str, float] = {}
+
+    def count(self, **amounts: float) -> None:
+        """Adds amounts of this data-parallel rank: ranks that share its samples count the same ones.
+
+        Every rank must count the same names in a step, zeros too: they are summed over ranks.
+
+        Raises:
+            TypeError: for a name that is not in ``COUNTED``.
+        """
+        for name, amount in amounts.items():
+            if name not in COUNTED:
+                raise TypeError(f"{name!r} cannot be counted; known: {', '.join(COUNTED)}")
+            self._amounts[name] = self._amounts.get(name, 0.0) + float(amount)
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Rates over all ranks since the last call, by metric name; a collective where something was counted.
+
+        Args:
+            seconds: that training took.
+        """
+        amounts, self._amounts = self._amounts, {}
+        if not amounts:
+            return {}
+        per_second = {name: amount / max(seconds, 1e-9) for name, amount in self._over_ranks(amounts).items()}
+        rates = {f"throughput/{name}_per_s": rate for name, rate in per_second.items()}
+        if "tokens" in per_second:
+            rates["throughput/tokens_per_s_per_device"] = per_second["tokens"] / self.mesh.size
+        if "flops" in per_second and self.peak_flops is not None:
+            rates["throughput/mfu"] = per_second["flops"] / (self.mesh.size * self.peak_flops)
+        return rates
+
+    def _over_ranks(self, amounts: dict[str, float]) -> dict[str, float]:
+        if self.mesh.data_size == 1:
+            return amounts
+        sums = torch.tensor(list(amounts.values()), dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(sums, group=self.mesh.group("data"))
+        return dict(zip(amounts, sums.tolist(), strict=True))
+
+
+def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float | None = None) -> float | None:
+    """Peak operations a second of one device.
+
+    Args:
+        device: where a rank computes.
+        mixed_precision: "bf16", or "no" for float32, with TF32 where torch is allowed to use it.
+        given_tflops: ``train.peak_tflops``, which wins.
+
+    Returns:
+        None on a CPU or an unknown GPU when nothing is given.
+    """
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    found = known_peaks(torch.cuda.get_device_name(device))
+    if found is None:
+        return None
+    bf16, tf32, fp32 = found
+    if mixed_precision != "bf16" and torch.get_float32_matmul_precision() == "highest":
+        peak: float | None = fp32
+    else:
+        peak = bf16 if mixed_precision == "bf16" else tf32
+    return None if peak is None else peak * 1e12
+
+
+def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
+    """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest that fits."""
+    words = f" {name.replace('-', ' ')} ".lower()
+    fitting = [each for each in PEAK_TFLOPS if all(f" {word} " in words for word in each.lower().split())]
+    return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
+
+
+def memory_in_use() -> dict[str, float]:
+    """Memory of this process in MiB, now and at its peak so far; of its GPU now and at its peak since the last call."""
+    found = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        found["memory/process_mib"] = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    if torch.cuda.is_available():
+        found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        found["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
+        found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20
+        torch.cuda.reset_peak_memory_stats()
+    return found

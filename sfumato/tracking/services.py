@@ -1,0 +1,194 @@
+"""Trackers of other makers as sinks for the numbers and images of a run.
+
+Each is imported when it is asked for, takes its settings (project, server, offline mode) from its own environment
+variables, and keeps the run's id in ``<output_dir>/<tracker>/run_id``, so that a resumed run goes on in the same curve.
+A project that no variable names is called sfumato; the run is called after its folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.errors import MissingDependencyError
+
+PROJECT = "sfumato"
+
+
+class WandbTracker:
+    """Weights & Biases. ``WANDB_MODE=offline`` needs no network; what it writes lies below ``output_dir/wandb``.
+
+    Offline, a resumed run is a second folder with the same id: ``wandb sync --append`` joins them.
+    """
+
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+        self._wandb = _import("wandb")
+        known = _known_id(output_dir / "wandb", resumed)
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", _name(output_dir)),
+            dir=str(output_dir),
+            id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
+            resume="allow" if known else "never",
+            config=dict(config),
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._run.log(finite(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        self._run.log({name: [self._wandb.Image(each) for each in images]}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanlabTracker:
+    """SwanLab. ``SWANLAB_MODE=local`` or ``offline`` needs no network; files lie in ``output_dir/swanlab``."""
+
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+        self._swanlab = _import("swanlab")
+        folder = output_dir / "swanlab"
+        known = _known_id(folder, resumed)
+        self._run = self._swanlab.init(
+            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
+            name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
+            log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
+            id=known or _keep_id(folder, secrets.token_hex(8)),
+            resume="allow" if known else "never",
+            mode=os.environ.get("SWANLAB_MODE"),
+            config=dict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._run.log(finite(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        self._run.log({name: [self._swanlab.Image(each) for each in images]}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow: the server of ``MLFLOW_TRACKING_URI``, else a database in ``output_dir/mlflow``.
+
+    The database is shown by ``mlflow ui --backend-store-uri sqlite:///output_dir/mlflow/mlflow.db``.
+    """
+
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+        mlflow = _import("mlflow")
+        from mlflow.entities import Metric, Param
+
+        folder = (output_dir / "mlflow").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._metric = Metric
+        self._client = mlflow.MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        where = None if server else (folder / "artifacts").as_uri()
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, where)
+        self._id = _known_id(folder, resumed)
+        if self._id is not None:
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_name(output_dir)).info.run_id)
+        params = [Param(key, str(value)[:6000]) for key, value in _flat(config).items()]
+        for start in range(0, len(params), 100):  # most that one request may hold
+            self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [self._metric(key, each, now, step) for key, each in finite(metrics).items()])
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        for index, each in enumerate(images):
+            self._client.log_image(self._id, each, artifact_file=f"{name}/step_{step:06d}_{index}.png")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class TrackioTracker:
+    """trackio, which keeps runs on this machine; ``TRACKIO_DIR`` says where, ``trackio show`` shows them."""
+
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+        self._trackio = _import("trackio")
+        known = _known_id(output_dir / "trackio", resumed)
+        # its runs are told apart by their names, and many folders are called alike
+        fresh = f"{_name(output_dir)}-{secrets.token_hex(3)}"
+        self._run = self._trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=known or _keep_id(output_dir / "trackio", fresh),
+            config=dict(config),
+            resume="allow" if known else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._run.log(finite(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        self._run.log({f"{name}/{index}": self._trackio.Image(each) for index, each in enumerate(images)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
+
+
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The metrics that are numbers and finite, as Python floats: services refuse, or draw, the others in their ways."""
+    numbers = {name: float(value) for name, value in metrics.items() if value is not None}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def missing(name: str) -> MissingDependencyError:
+    """The error for a tracker that is not installed."""
+    return MissingDependencyError(
+        f"train.trackers: {name} is not installed: pip install {name}, or take it off the list"
+    )
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing(name) from error
+
+
+def _name(output_dir: Path) -> str:
+    return output_dir.resolve().name
+
+
+def _known_id(folder: Path, resumed: bool) -> str | None:
+    """The id of the run that is resumed, if it was kept."""
+    known = folder / "run_id"
+    return known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None
+
+
+def _keep_id(folder: Path, run_id: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run_id").write_text(run_id, encoding="utf-8")
+    return run_id
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat

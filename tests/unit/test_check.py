@@ -1,0 +1,238 @@
+"""``sfumato check``: what it reads, predicts and says, on configurations of every task."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from sfumato.commands.check import DOES_NOT_FIT, FITS, WRONG, Findings, check_config
+from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
+from sfumato.commands.check_model import smallest_number_of_ranks
+from sfumato.commands.check_tables import show_findings
+from sfumato.commands.find_task import load_for_task
+from sfumato.config.load import load_config, read_yaml
+from sfumato.config.parallel import ParallelConfig
+from sfumato.config.text import TrainTextConfig
+from sfumato.data.sources import open_sources
+from sfumato.data.text import build_transform
+from sfumato.data.text_loader import build_text_loader
+from sfumato.errors import ConfigError
+from sfumato.models.language_load import build_tokenizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.pretend import pretended_mesh
+from tests.tiny import ROOT, tiny_dit_config, tiny_rl_config, write_config
+from tests.unit.test_flops import KINDS
+
+CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "train" in read_yaml(path)]
+
+
+def text_config(tmp_path: Path, kind: str = "qwen3", rows: list[Any] | None = None, **more: Any) -> Path:
+    """A run of the tiny model of ``test_flops`` on conversations."""
+    described = {"model_type": kind, **KINDS[kind], "vocab_size": 300}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(described))
+    if rows is None:
+        rows = [conversation("hello", "world" * (index % 7 + 1)) for index in range(200)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    config = {
+        "model": {"config_path": str(tmp_path / "model.yaml"), "tokenizer_path": "bytes"},
+        "data": {"train_path": str(tmp_path / "rows.jsonl"), "max_seq_len": 128, **more.pop("data", {})},
+        "train": {"output_dir": str(tmp_path / "run"), "device": "cpu", **more.pop("train", {})},
+    }
+    return write_config(config, tmp_path / "run.yaml")
+
+
+def conversation(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def shown(found: Findings) -> str:
+    text = io.StringIO()
+    show_findings(found, Console(file=text, width=200))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_configurations_find_their_task(path: Path) -> None:
+    task, config = load_for_task(path, {})
+    text = path.read_text()
+    expected = next((name for name in ("rl_diffusion", "train_autoencoder") if name in text), task)
+    assert task == expected or f"tasks/{task}.py" in text or "tasks/" not in text
+    assert config == load_config(type(config), path)
+
+
+def test_a_mistake_is_described_for_the_task_that_fits_best(tmp_path: Path) -> None:
+    path = write_config(tiny_dit_config(tmp_path, flow={"shfit": 2.0}), tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"tasks/train_dit\.py:\n.*flow\.shfit: unknown key; did you mean 'shift'"):
+        check_config(path)
+    with pytest.raises(ConfigError, match=r"tasks/rl_diffusion\.py"):
+        check_config(path, task="rl_diffusion")
+    with pytest.raises(ConfigError, match="did you mean 'train_dit'"):
+        check_config(path, task="train_dti")
+
+
+def test_rows_are_counted_and_tokens_estimated(tmp_path: Path) -> None:
+    path = text_config(tmp_path, train={"global_batch_size": 2})
+    found = check_config(path)
+    (source,) = found.data.training
+    assert (source.num_rows, source.num_looked_at, source.bad_rows) == (200, 128, [])
+    assert found.exit_code == FITS and not found.data.steps_are_exact and not found.data.tokens_are_exact
+
+    config = load_config(TrainTextConfig, path)
+    tokenizer = build_tokenizer(config.model)
+    transform, sources = build_transform(config.data, tokenizer), open_sources(config.data)
+    with pretended_mesh(Layout()) as mesh:
+        loader = build_text_loader(
+            config.data, config.train, 0, transform, sources, mesh, print, lambda items, count: iter(items)
+        )
+    assert found.data.tokens == pytest.approx(loader.tokens_per_epoch, rel=0.1)
+    assert found.data.num_steps == pytest.approx(loader.total_steps, rel=0.15)
+    again = check_config(path)
+    assert again.data.steps_are_exact and again.data.tokens_are_exact, "the tokens lie in the run folder now"
+    assert (again.data.num_steps, again.data.tokens) == (loader.total_steps, loader.tokens_per_epoch)
+    assert "about" in shown(found).split("steps")[0] and "about" not in shown(again).split("Qwen3")[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"messages": []}, "line 3"),
+        ({"text": "no conversation"}, "line 3"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
+        (conversation("long", "x" * 500), "line 3"),
+    ],
+)
+def test_bad_rows_are_named_and_stop_it_or_not(tmp_path: Path, bad: dict[str, Any], message: str) -> None:
+    rows = [conversation("a", "b") for _ in range(5)]
+    rows[2] = bad
+    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip"}))
+    assert found.exit_code == WRONG
+    assert len(found.problems) == 1 and "rows.jsonl" in found.problems[0] and message in found.problems[0]
+    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip", "max_bad_rows": 1}))
+    assert found.exit_code == FITS and message in found.notes[0]
+    assert "1 of the 5 rows that were looked at are bad" in shown(found)
+
+
+def test_a_row_that_is_too_long_stops_it_unless_it_may_be_left_out(tmp_path: Path) -> None:
+    rows = [conversation("a", "b"), conversation("long", "x" * 500)]
+    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "stop", "max_bad_rows": 5}))
+    assert found.exit_code == WRONG and "128" in found.problems[0]
+
+
+def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) -> None:
+    overrides = {
+        "model": {"model_path": str(tmp_path / "none"), "config_path": None, "tokenizer_path": "bytes"},
+        "data": {"train_path": "nowhere.jsonl"},
+    }
+    found = check_config(text_config(tmp_path), overrides)
+    assert found.exit_code == WRONG and len(found.problems) == 2
+    assert "nowhere.jsonl" in found.problems[0] and "is not a model folder" in found.problems[1]
+    found = check_config(text_config(tmp_path), {"train": {"trackers": ["tensorbord"]}})
+    assert found.exit_code == WRONG and "unknown tracker 'tensorbord'" in found.problems[0]
+    found = check_config(text_config(tmp_path), overrides, with_data=False)
+    assert len(found.problems) == 1 and found.data is None
+
+
+def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path) -> None:
+    path = text_config(tmp_path)
+    path.write_text(path.read_text().replace("max_seq_len: 128", "max_seq_len: 100000"))
+    enough = check_config(path, device_gib=100)
+    total = enough.model.largest.total
+    assert enough.exit_code == FITS and not enough.model.advice and enough.needed_bytes > total
+    found = check_config(path, device_gib=0.6 * total / 2**30)
+    assert found.exit_code == DOES_NOT_FIT
+    advice = dict(found.model.advice)
+    assert advice["train.activation_checkpointing full"] < 0.8 * found.needed_bytes
+    assert "these together: activation_checkpointing, chunked_loss" in advice
+    full = check_config(path, {"train": {"activation_checkpointing": "full"}}, device_gib=100)
+    assert advice["train.activation_checkpointing full"] == full.needed_bytes
+    text = shown(found)
+    assert "does not fit" in text and "what would help" in text and "chunked_loss true" in text
+
+
+def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
+    found = check_config(text_config(tmp_path, kind="qwen3_moe"))
+    model = found.model
+    assert model.num_trained == model.num_parameters and model.num_active < model.num_parameters
+    lora = check_config(text_config(tmp_path), {"model": {"lora": {"rank": 4}}}).model
+    assert lora.num_trained < lora.num_parameters / 2
+
+
+def test_ranks_are_the_fewest_that_are_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert smallest_number_of_ranks(ParallelConfig(tensor_parallel_size=2, data_parallel_replicate_size=3)) == 6
+    assert smallest_number_of_ranks(ParallelConfig(expert_parallel_size=4, ulysses_parallel_size=2)) == 4
+    with pytest.raises(ConfigError, match="tensor parallelism"):
+        smallest_number_of_ranks(ParallelConfig(tensor_parallel_size=2, expert_parallel_size=2))
+    path = text_config(tmp_path, train={"tensor_parallel_size": 2})
+    assert check_config(path, with_data=False).layout == Layout(tp=2)
+    assert check_config(path, num_ranks=8, with_data=False).layout == Layout(tp=2, dp_shard=4)
+    with pytest.raises(ConfigError, match="does not divide 3 processes"):
+        check_config(path, num_ranks=3)
+
+
+def test_a_model_that_cannot_be_cut_is_a_problem_as_in_the_run(tmp_path: Path) -> None:
+    found = check_config(text_config(tmp_path, train={"tensor_parallel_size": 3}), num_ranks=3, with_data=False)
+    assert found.exit_code == WRONG and "heads" in found.problems[0]
+    found = check_config(text_config(tmp_path, train={"expert_parallel_size": 2}), num_ranks=2, with_data=False)
+    assert found.exit_code == WRONG and "no experts" in found.problems[0]
+    settings = {"tensor_parallel_size": 2, "chunked_loss": True}
+    found = check_config(text_config(tmp_path, train=settings), num_ranks=2, with_data=False)
+    assert found.exit_code == WRONG and "chunked_loss" in found.problems[0]
+
+
+def test_stages_are_shown_side_by_side(tmp_path: Path) -> None:
+    path = text_config(tmp_path, train={"pipeline_parallel_size": 3, "global_batch_size": 6})
+    found = check_config(path, num_ranks=3, device_gib=1, with_data=False)
+    assert len(found.model.ranks) == 3 and "stage 2" in shown(found)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("fp32", 1.0), ("bf16", 0.5)])
+def test_preference_training_has_a_reference(tmp_path: Path, dtype: str, share: float) -> None:
+    pair = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
+    path = text_config(tmp_path, rows=[pair] * 9, data={"data_type": "preference"})
+    found = check_config(path, {"model": {"dtype": dtype}})
+    parts = found.model.largest.parts
+    assert (found.task, found.exit_code) == ("train_text_dpo", FITS)
+    assert parts["frozen reference"] == share * parts["gradients"]
+    lora = check_config(path, {"model": {"dtype": dtype, "lora": {"rank": 2}}})
+    assert "frozen reference" not in lora.model.largest.parts
+
+
+@pytest.mark.parametrize("task", ["train_dit", "rl_diffusion"])
+def test_diffusion_tasks(tmp_path: Path, task: str) -> None:
+    with_kl = {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.1}}}
+    config = tiny_dit_config(tmp_path) if task == "train_dit" else tiny_rl_config(tmp_path, **with_kl)
+    found = check_config(write_config(config, tmp_path / "run.yaml"))
+    assert (found.task, found.exit_code, found.data.num_steps) == (task, FITS, 6)
+    assert found.data.images_per_step == (4 if task == "train_dit" else 16)
+    parts = found.model.largest.parts
+    assert parts.get("frozen reference", 0) == (parts["gradients"] if task == "rl_diffusion" else 0)
+    assert parts["frozen vae"] > 0 and "SD3Transformer2DModel" in shown(found)
+
+
+def test_a_model_that_is_made_first_is_predicted_from_what_makes_it(tmp_path: Path) -> None:
+    maker = text_config(tmp_path)
+    config = yaml.safe_load(maker.read_text())
+    config["model"] = {"model_path": str(tmp_path / "later"), "made_by": str(maker)}
+    found = check_config(write_config(config, tmp_path / "second.yaml"))
+    assert found.exit_code == FITS and found.model.num_parameters == check_config(maker).model.num_parameters
+
+
+def test_findings_are_json(tmp_path: Path) -> None:
+    found = check_config(text_config(tmp_path), device_gib=10)
+    content = json.loads(found.to_json())
+    assert content["exit_code"] == 0 and content["task"] == "train_text"
+    assert content["needed_bytes"] > content["model"]["ranks"][0]["parts"]["weights"] > 0
+
+
+@pytest.mark.parametrize("count", [1, FIRST_ROWS, FIRST_ROWS + 1, 2 * FIRST_ROWS, 10_000])
+def test_rows_are_looked_at_from_the_beginning_and_over_the_rest(count: int) -> None:
+    rows = sampled_rows(count)
+    assert rows == sorted(set(rows)) and rows[0] == 0 and rows[-1] == count - 1
+    assert len(rows) == min(count, 2 * FIRST_ROWS)

@@ -1,0 +1,86 @@
+"""``sfumato doctor`` on this machine, and on ones that lack something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from sfumato.commands import doctor
+from sfumato.commands.doctor import Finding
+
+
+def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run_doctor(as_json=True) == 0
+    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert findings["transformers"]["detail"] == importlib.metadata.version("transformers")
+    assert findings["process group gloo"]["state"] == findings["CPU"]["state"] == "ok"
+    assert findings["disk"]["detail"].split()[1] == "GiB"
+    needed = {Requirement(each).name for each in importlib.metadata.requires("sfumato") if "extra" not in each}
+    assert {name for name, each in findings.items() if each["group"] == "packages"} == needed
+
+
+@pytest.mark.parametrize(
+    ("requirement", "state", "detail"),
+    [
+        ("numpy>=1.0", "ok", ""),
+        ("numpy>=99", "broken", "needed: >=99"),
+        ("sfumato-is-not-there>=1", "missing", "needed: >=1"),
+    ],
+)
+def test_packages_are_held_against_what_is_required(requirement: str, state: str, detail: str) -> None:
+    found = doctor._package(Requirement(requirement))
+    assert found.state == state and detail in found.detail and found.is_needed
+    assert state == "ok" or found.remedy == f"pip install '{requirement}'"
+
+
+def test_a_package_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    found = doctor._package(Requirement("numpy"))
+    assert found.state == "broken" and "undefined symbol" in found.detail
+
+
+def test_extras_that_are_missing_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = {each.name: each for each in doctor._extras()}
+    assert {each.state for each in found.values()} == {"missing"}
+    assert found["wandb"].remedy == "pip install wandb" and found["tesseract"].remedy.startswith("apt-get")
+    assert not any(each.is_needed for each in found.values())
+
+
+def test_a_device_that_computes_wrongly_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + 1)
+    found = {each.name: each for each in doctor._devices()}
+    assert found["CPU"].state == "ok", "all products are equally wrong"
+    products = iter([0.0, 0.0, 1.0, 0.0])
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + next(products))
+    found = {each.name: each for each in doctor._devices()}
+    assert found["CPU"].state == "broken" and "bfloat16" in found["CPU"].detail
+
+
+def test_a_group_that_fails_is_broken() -> None:
+    with pytest.raises(RuntimeError, match="no_such_backend"):
+        doctor._one_rank("no_such_backend", "cpu")
+
+
+def test_the_exit_code_follows_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optional = Finding("extras", "wandb", "missing", "[x]", "pip install wandb")
+    monkeypatch.setattr(doctor, "examine", lambda: iter([optional]))
+    assert doctor.run_doctor() == 0 and "everything that is needed works" in capsys.readouterr().out
+    needed = Finding("packages", "torch", "missing", "needed: >=2.11", "pip install torch", is_needed=True)
+    monkeypatch.setattr(doctor, "examine", lambda: iter([optional, needed]))
+    assert doctor.run_doctor() == 1
+    shown = capsys.readouterr().out
+    assert "not usable: torch" in shown and "[x]" in shown

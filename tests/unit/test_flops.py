@@ -1,0 +1,160 @@
+"""Counted operations against those that torch counts while a model runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfumato.config.sections import LoraConfig, ModelConfig
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.flops import FlopCount, causal_pairs, denoiser_flops
+from sfumato.models.lora import add_lora
+from sfumato.parallel.expert import apply_grouped_experts
+from tests.tiny import write_tiny_pipeline
+
+LENGTH = 24
+SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | HEADS,
+    "qwen2": SIZES | HEADS | {"tie_word_embeddings": True},
+    "qwen3": SIZES | HEADS | {"head_dim": 16},
+    "qwen3_moe": SIZES | HEADS | EXPERTS | {"num_experts": 8, "mlp_only_layers": [0]},
+    "deepseek_v2": SIZES | EXPERTS | LATENT | ROUTED | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "deepseek_v3": SIZES | EXPERTS | LATENT | ROUTED | {"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+
+
+def build(kind: str, attention: str = "eager", **more: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **KINDS[kind] | more)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def grouped_mm(rows: torch.Size, other: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """For torch's counter, which does not know this operation: ``[T, k] [E, k, n]``, or ``[k, T] [T, n]`` in groups."""
+    return 2 * rows[0] * rows[1] * other[-1]
+
+
+def counted(model: nn.Module, length: int, backward: bool) -> int:
+    """What torch counts for one document; its attention computes all pairs, causal or not."""
+    ids = torch.arange(length)[None] % 48
+    known = {torch.ops.aten._grouped_mm: grouped_mm}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=known) as counter:
+        logits = model(input_ids=ids, use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def all_pairs(count: FlopCount, length: int) -> int:
+    """Operations of attention when every token is paired with every token."""
+    return sum(count.attention.values()) * length**2
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "ours"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_and_attention_are_those_that_torch_counts(kind: str, experts: str) -> None:
+    model = build(kind)
+    if "num_experts_per_tok" not in KINDS[kind]:
+        if experts != "eager":
+            pytest.skip("no experts")
+    elif experts == "ours":
+        apply_grouped_experts(model)
+    else:
+        model.set_experts_implementation(experts)
+    count = FlopCount(model)
+    matrices = count.forward([LENGTH]) - sum(count.attention.values()) * causal_pairs(LENGTH)
+    assert matrices + all_pairs(count, LENGTH) == counted(model, LENGTH, backward=False)
+    assert 3 * (matrices + all_pairs(count, LENGTH)) == counted(model, LENGTH, backward=True)
+    assert count.training([LENGTH]) == 3 * count.forward([LENGTH])
+
+
+def test_scaled_dot_product_attention_counts_the_same() -> None:
+    eager, sdpa = (counted(build("qwen3", attention), LENGTH, backward=False) for attention in ("eager", "sdpa"))
+    assert eager == sdpa
+
+
+def test_documents_are_counted_on_their_own() -> None:
+    count = FlopCount(build("qwen3"))
+    assert count.forward([5, 9]) == count.forward([5]) + count.forward([9]) < count.forward([14])
+    assert count.forward([]) == 0
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 11])
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+def test_pairs_within_a_window(length: int, window: int | None) -> None:
+    listed = [(i, j) for i in range(length) for j in range(i + 1) if window is None or i - j < window]
+    assert causal_pairs(length, window) == len(listed)
+
+
+def test_windows_are_those_of_the_layers() -> None:
+    count = FlopCount(build("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1))
+    layer = 2 * 4 * (8 + 8)
+    assert count.attention == {None: layer, 4: 2 * layer}
+    matrices = 2 * count.active_weights * 10
+    assert count.forward([10]) == matrices + layer * (55 + 2 * (1 + 2 + 3 + 7 * 4))
+
+
+def test_frozen_weights_have_no_gradient_to_compute() -> None:
+    model = build("qwen3")
+    add_lora(model, LoraConfig(rank=4), ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"], seed=0)
+    count = FlopCount(model)
+    attention = sum(count.attention.values()) * causal_pairs(LENGTH)
+    matrices = count.training([LENGTH]) - 3 * attention
+    # the inputs of the first block's q, k and v need no gradient: nothing below them is trained
+    block = model.model.layers[0].self_attn
+    base = sum(each.base_layer.weight.numel() for each in (block.q_proj, block.k_proj, block.v_proj))
+    low_rank = sum(each.lora_A["default"].weight.numel() for each in (block.q_proj, block.k_proj, block.v_proj))
+    unneeded = 2 * LENGTH * (base + low_rank)
+    assert matrices - unneeded + 3 * all_pairs(count, LENGTH) == counted(model, LENGTH, backward=True)
+    assert count.trained_weights == sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def test_adapters_of_experts_count_for_the_experts_of_a_token() -> None:
+    from peft import LoraConfig as PeftConfig
+
+    model = build("qwen3_moe")
+    before = FlopCount(model)
+    model.add_adapter(PeftConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]))
+    after = FlopCount(model)
+    assert after.frozen_weights == before.active_weights
+    assert after.trained_weights == 2 * 2 * 4 * (32 + 32)  # layers, experts of a token, rank, in + out
+
+
+def test_real_sizes_are_counted_on_meta() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+    block = 2048 * (2048 * 2 + 1024 * 2) + 3 * 2048 * 6144
+    matrices = 28 * block + 2048 * 151936
+    assert FlopCount(model).active_weights == matrices
+    assert FlopCount(model).training([8192]) == 6 * matrices * 8192 + 3 * 28 * 4 * 2048 * (8192 * 8193 // 2)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_a_denoiser_on_meta_counts_what_the_real_one_does(tmp_path: Path, lora: LoraConfig | None) -> None:
+    folder = write_tiny_pipeline(tmp_path / "pipeline")
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7, lora=lora))
+    latents, conditioning = torch.randn(1, 4, 8, 8), model.encode_prompts(["write"])
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.predict_velocity(latents, torch.ones(1), conditioning).sum().backward()
+    found = denoiser_flops(model, 16, 16)
+    assert found == counter.get_total_flops()
+    assert not any(each.is_meta for each in model.denoiser.parameters()), "the model itself stays as it is"
+    assert denoiser_flops(model, 32, 32) > 2 * found

@@ -1,0 +1,250 @@
+"""Predicted memory against that of real models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from sfumato.config.load import load_config
+from sfumato.config.sections import LoraConfig, ModelConfig
+from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.memory_plan import RankMemory, count_activations, plan_memory
+from sfumato.models.packed_attention import register_packed_attention
+from sfumato.models.planned import (
+    diffusion_model_on_meta,
+    plan_diffusion_model,
+    plan_language_model,
+)
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.memory import apply_memory_savings
+from sfumato.parallel.plan import find_blocks, language_plan
+from tests.tiny import write_tiny_pipeline
+from tests.unit.test_flops import KINDS
+
+LENGTH = 64
+
+
+def train_section(tmp_path: Path, **more: Any) -> TextTrainConfig:
+    return load_config(TextTrainConfig, overrides={"output_dir": str(tmp_path / "run"), **more})
+
+
+def described(tmp_path: Path, kind: str, **more: Any) -> LanguageModelConfig:
+    path = tmp_path / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump({"model_type": kind, **KINDS[kind]}))
+    return LanguageModelConfig(config_path=str(path), tokenizer_path="none", **more)
+
+
+def predicted(tmp_path: Path, kind: str, num_ranks: int = 1, lora: LoraConfig | None = None, **train: Any) -> Any:
+    model, section = described(tmp_path, kind, lora=lora), train_section(tmp_path, **train)
+    data = TextDataConfig(train_path="none.jsonl", max_seq_len=LENGTH)
+    planned = plan_language_model(model, data, section, Layout.of(section, num_ranks), on_gpu=False)
+    return planned, section
+
+
+def real(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **KINDS[kind])
+    return AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention())
+
+
+class Saved:
+    """Bytes of what autograd holds, once for each storage, without weights and copies of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen = {each.untyped_storage()._cdata: each for each in module.parameters()}
+        self.total = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in self.seen:
+            self.seen[key] = tensor.detach()
+            self.total += tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+
+def really_saved(module: nn.Module, bf16: bool, chunked: bool = False) -> int:
+    saved = Saved(module)
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    head = module.get_output_embeddings()
+    if chunked:
+        head.forward = lambda hidden: hidden
+    with (
+        torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        output = module(input_ids=ids, position_ids=torch.arange(LENGTH)[None], use_cache=False).logits
+        loss = linear_cross_entropy_sum(output, head.weight, ids) if chunked else cross_entropy_sum(output, ids)
+    loss.backward()
+    return saved.total
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path, kind: str, precision: str) -> None:
+    planned, train = predicted(tmp_path, kind, mixed_precision=precision)
+    found = count_activations(planned, train, Layout())
+    expected = really_saved(real(kind), precision == "bf16")
+    assert found.before + found.after + found.copies + sum(found.kept("none")) == pytest.approx(expected, rel=0.1)
+    assert len(found.blocks) == 3
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_recomputation_keeps_what_is_predicted(tmp_path: Path, kind: str, mode: str) -> None:
+    planned, train = predicted(tmp_path, kind, activation_checkpointing=mode)
+    found = count_activations(planned, train, Layout())
+    outside = found.before + found.after + found.copies
+    module = real(kind)
+    apply_memory_savings(module, train, find_blocks(module, language_plan(module)))
+    if mode == "full":
+        rotary = module.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH)[None])  # held, but not by autograd
+        expected = really_saved(module, bf16=False) + sum(each.nbytes for each in rotary)
+        assert outside + sum(found.kept(mode)) == pytest.approx(expected, rel=0.1)
+    else:
+        assert sum(found.kept("full")) < sum(found.kept(mode)) < sum(found.kept("none"))
+        assert sum(found.kept(mode)) == pytest.approx(kept_by_policy(module), rel=0.1)
+
+
+def kept_by_policy(module: nn.Module) -> int:
+    """What torch's selective recomputation holds of the blocks, with what they are given."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    modes: list[Any] = []
+    before = _CachingTorchDispatchMode.__init__
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        modes.append(self)
+
+    saved, ids = Saved(module), torch.zeros(1, LENGTH, dtype=torch.int64)
+    _CachingTorchDispatchMode.__init__ = remember
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
+            output = module.base_model(input_ids=ids, position_ids=torch.arange(LENGTH)[None], use_cache=False)
+    finally:
+        _CachingTorchDispatchMode.__init__ = before
+    leaves = tree_leaves([list(mode.storage.values()) for mode in modes])
+    held = [getattr(each, "val", each) for each in leaves]
+    assert output.last_hidden_state.requires_grad and held
+    return saved.total + sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_weights_gradients_and_optimiser_state_are_exact(tmp_path: Path, kind: str, lora: LoraConfig | None) -> None:
+    planned, train = predicted(tmp_path, kind, lora=lora)
+    (memory,) = plan_memory(planned, train, 1)
+    module = real(kind)
+    if lora is not None:
+        module.requires_grad_(False)
+        add_lora(module, lora, language_targets(module), seed=0)
+    optimizer, _ = build_optimizer(module, train, 1)
+    really_saved(module, bf16=False)
+    optimizer.step()
+    assert memory.parts["weights"] == sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    gradients = [each.grad for each in module.parameters() if each.requires_grad]
+    missing = sum(each.nbytes for each in module.parameters() if each.requires_grad and each.grad is None)
+    assert memory.parts["gradients"] == sum(each.nbytes for each in gradients if each is not None) + missing
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    assert memory.parts["optimiser state"] - 3 * missing == pytest.approx(sum(each.nbytes for each in states), abs=400)
+
+
+def only(found: list[RankMemory]) -> dict[str, int]:
+    assert len(found) == 1
+    return found[0].parts
+
+
+def test_ranks_share_weights_gradients_and_state(tmp_path: Path) -> None:
+    alone = only(plan_memory(*predicted(tmp_path, "qwen3"), 1))
+    whole = only(plan_memory(*predicted(tmp_path, "qwen3", 4, data_parallel_mode="ddp"), 4))
+    assert whole == alone, "ddp shares nothing"
+    for mode in ("fsdp1", "fsdp2"):
+        sharded = only(plan_memory(*predicted(tmp_path, "qwen3", 4, data_parallel_mode=mode), 4))
+        for name in ("gradients", "optimiser state"):
+            assert sharded[name] == pytest.approx(alone[name] / 4, rel=0.01)
+        assert sharded["gathered weights"] > 0
+        assert sharded["activations of blocks"] == alone["activations of blocks"]
+
+
+def test_more_ranks_than_samples_need_whole_gradients_only_where_they_are_added_up(tmp_path: Path) -> None:
+    fixed = {"dyn_bsz": False, "data_parallel_mode": "fsdp2"}
+    once = only(plan_memory(*predicted(tmp_path, "qwen3", 2, global_batch_size=2, **fixed), 2))
+    twice = only(plan_memory(*predicted(tmp_path, "qwen3", 2, global_batch_size=4, **fixed), 2))
+    assert twice["whole gradients"] == pytest.approx(2 * once["gradients"], rel=0.02)
+    assert once["whole gradients"] < twice["whole gradients"] / 2
+
+
+def test_tensor_and_sequence_parallelism_share_activations(tmp_path: Path) -> None:
+    def blocks(num_ranks: int, **train: Any) -> int:
+        return only(plan_memory(*predicted(tmp_path, "qwen3", num_ranks, **train), num_ranks))["activations of blocks"]
+
+    alone, cut = blocks(1), blocks(2, tensor_parallel_size=2)
+    assert alone / 2 < blocks(2, tensor_parallel_size=2, sequence_parallel=True) < cut < alone
+    assert blocks(2, ulysses_parallel_size=2) == blocks(2, context_parallel_size=2) == alone // 2
+
+
+def test_stages_hold_their_layers_and_the_micro_batches_under_way(tmp_path: Path) -> None:
+    settings = {"pipeline_parallel_size": 3, "global_batch_size": 6, "dyn_bsz": False}
+    stages = plan_memory(*predicted(tmp_path, "qwen3", 3, **settings), 3)
+    per_block = count_activations(*predicted(tmp_path, "qwen3"), Layout()).kept("none")
+    assert [each.parts["activations of blocks"] for each in stages] == [
+        3 * per_block[0],
+        2 * per_block[1],
+        per_block[2],
+    ]
+    assert ["loss" in each.parts for each in stages] == [False, False, True]
+    settings["pipeline_schedule"] = "gpipe"
+    stages = plan_memory(*predicted(tmp_path, "qwen3", 3, **settings), 3)
+    assert stages[1].parts["activations of blocks"] == 6 * per_block[1]
+
+
+def test_offload_moves_to_the_host(tmp_path: Path) -> None:
+    planned, train = predicted(tmp_path, "qwen3", 2, enable_fsdp_offload=True, enable_activation_offload=True)
+    (memory,) = plan_memory(planned, train, 2)
+    assert set(memory.host) == {"weights", "gradients", "optimiser state", "activations"}
+    assert not {"weights", "gradients", "optimiser state"} & set(memory.parts)
+
+
+def test_chunked_loss_holds_no_logits(tmp_path: Path) -> None:
+    planned, train = predicted(tmp_path, "qwen3", chunked_loss=True)
+    found = count_activations(planned, train, Layout())
+    expected = really_saved(real("qwen3"), bf16=False, chunked=True)
+    assert found.before + found.after + found.copies + sum(found.kept("none")) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("source", ["folder", "description"])
+def test_diffusion_models_are_predicted_the_same_way(tmp_path: Path, source: str, lora: LoraConfig | None) -> None:
+    folder = write_tiny_pipeline(tmp_path / "pipeline")
+    given = {"model_path": str(folder)} if source == "folder" else {"config_path": str(tmp_path / "pipeline.yaml")}
+    config = ModelConfig(**given, max_sequence_length=7, lora=lora)
+    train = train_section(tmp_path, micro_batch_size=2)
+    planned = plan_diffusion_model(diffusion_model_on_meta(config, "no"), Layout(), 2, (16, 16))
+    (memory,) = plan_memory(planned, train, 1)
+
+    model = build_diffusion_model(config)
+    denoiser, saved = model.denoiser, Saved(model.denoiser)
+    assert memory.parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
+    trained = sum(each.nbytes for each in denoiser.parameters() if each.requires_grad)
+    assert memory.parts["gradients"] == trained
+    for name in ("vae", "text_encoder", "text_encoder_3"):
+        component = model.components[name]
+        expected = sum(each.nbytes for each in (*component.parameters(), *component.buffers()))
+        assert memory.parts[f"frozen {name}"] == expected
+    conditioning = model.encode_prompts(["write", '"'])
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
+        model.predict_velocity(torch.zeros(2, 4, 8, 8), torch.ones(2), conditioning)
+    found = memory.parts["activations of blocks"] + memory.parts["activations outside blocks"]
+    assert found == pytest.approx(saved.total, rel=0.1)

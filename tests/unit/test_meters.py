@@ -1,0 +1,169 @@
+"""Rates, MFU, memory and profiles of steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.load import load_config
+from sfumato.errors import ConfigError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.meters import PEAK_TFLOPS, Meter, known_peaks, memory_in_use, peak_flops
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import tiny_dit_config
+
+ALONE = Mesh(Layout(), torch.device("cpu"))
+COPIES = Mesh(Layout(tp=4), torch.device("cpu"))
+"""Four ranks that share their samples; nothing is summed."""
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def start(tmp_path: Path, **train: object) -> Run:
+    config = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path, train=train))
+    return start_run(config, ALONE, "test")
+
+
+def test_rates_are_amounts_by_seconds_and_devices() -> None:
+    meter = Meter(COPIES, peak_flops=1e12)
+    meter.count(tokens=300, flops=4e12)
+    meter.count(tokens=100, flops=4e12)
+    assert meter.rates(2.0) == {
+        "throughput/tokens_per_s": 200,
+        "throughput/tokens_per_s_per_device": 50,
+        "throughput/flops_per_s": 4e12,
+        "throughput/mfu": 1.0,
+    }
+    assert meter.rates(2.0) == {}, "counts belong to their step"
+
+
+def test_without_a_peak_there_is_no_utilisation() -> None:
+    meter = Meter(ALONE)
+    meter.count(images=6, flops=1e9)
+    assert meter.rates(2.0) == {"throughput/images_per_s": 3, "throughput/flops_per_s": 5e8}
+    with pytest.raises(TypeError, match=r"'token'.*tokens, images, flops"):
+        meter.count(token=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_gpus_are_known_by_their_names(name: str, entry: str | None) -> None:
+    assert known_peaks(name) == (None if entry is None else PEAK_TFLOPS[entry])
+
+
+def test_the_peak_follows_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    assert peak_flops(gpu, "bf16") == 312e12
+    assert peak_flops(gpu, "no") == 19.5e12, "torch's default computes float32 without TF32"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert peak_flops(gpu, "no") == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert peak_flops(torch.device("cpu"), "bf16") is None
+    assert peak_flops(torch.device("cpu"), "no", given_tflops=0.5) == 5e11
+
+
+def test_memory_is_that_of_this_process() -> None:
+    before = memory_in_use()
+    kept = torch.ones(2**24)  # 64 MiB
+    after = memory_in_use()
+    grown = after["memory/process_mib"] - before["memory/process_mib"]
+    assert 50 < grown < 100 and after["memory/process_peak_mib"] >= after["memory/process_mib"] - 1
+    del kept
+
+
+def test_a_run_writes_rates_beside_the_timings_and_leaves_pauses_out(tmp_path: Path) -> None:
+    run = start(tmp_path, peak_tflops=1e-6)
+    run.begin(10, 0, [])
+    run.count(tokens=50, flops=500)
+    time.sleep(0.05)
+    with run.timed("evaluate"):
+        time.sleep(0.2)
+    run.log(1, {"loss": 1.0}, show={})
+    run.close()
+    line = read_jsonl(tmp_path / "run" / "timings.jsonl")[0]
+    assert line["time/step_s"] >= 0.25
+    training_s = line["time/step_s"] - line["time/evaluate_s"]
+    assert line["throughput/tokens_per_s"] == pytest.approx(50 / training_s)
+    assert line["throughput/mfu"] == pytest.approx(500 / training_s / 1e6)
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 1.0}], "rates are not deterministic"
+
+
+def profiled_steps(folder: Path) -> list[int]:
+    """Sizes of the products in a trace: each step of the tests multiplies matrices of its own size."""
+    trace = json.loads(gzip.decompress((folder / "rank0.json.gz").read_bytes()))
+    return [each["args"]["Input Dims"][0][0] for each in trace["traceEvents"] if each.get("name") == "aten::mm"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "from_step", "last", "found"),
+    [
+        ((2, 3), 0, 5, [2, 3]),
+        ((1, 1), 0, 2, [1]),
+        ((2, 9), 0, 4, [2, 3, 4]),
+        ((2, 4), 2, 5, [3, 4]),
+        ((1, 2), 2, 4, []),
+    ],
+)
+def test_exactly_the_wanted_steps_are_profiled(
+    tmp_path: Path, wanted: tuple[int, int], from_step: int, last: int, found: list[int]
+) -> None:
+    run = start(tmp_path, profile_steps=list(wanted))
+    run.begin(5, from_step, [])
+    for step in range(from_step + 1, last + 1):
+        torch.ones(step, 3) @ torch.ones(3, 2)
+        run.log(step, {"loss": 1.0}, show={})
+    run.close()
+    traces = tmp_path / "run" / "traces"
+    if not found:
+        assert not traces.exists()
+        return
+    assert profiled_steps(traces) == found
+    assert "aten::mm" in (traces / "rank0.txt").read_text()
+
+
+def test_what_precedes_the_first_step_is_not_in_the_profile(tmp_path: Path) -> None:
+    run = start(tmp_path, profile_steps=[1, 1])
+    run.begin(5, 0, [])
+    torch.ones(50, 3) @ torch.ones(3, 2)  # an evaluation before the first step
+    run.log(0, {"eval": 1.0}, show={})
+    torch.ones(1, 3) @ torch.ones(3, 2)
+    run.log(1, {"loss": 1.0}, show={})
+    run.close()
+    assert profiled_steps(tmp_path / "run" / "traces") == [1]
+
+
+@pytest.mark.parametrize("steps", [[0, 3], [4, 3]])
+def test_steps_that_cannot_be_profiled_are_refused(tmp_path: Path, steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match="profile_steps"):
+        start(tmp_path, profile_steps=steps)
