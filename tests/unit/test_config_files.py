@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-from sfumato.config.load import load_config, read_yaml
+from sfumato.commands.check import check_config
+from sfumato.commands.find_task import TASKS as KNOWN_TASKS
+from sfumato.commands.find_task import load_for_task, schema_of
+from sfumato.config.load import load_config, merge, read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
+from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,17 +22,10 @@ def is_task(path):
     return "train" in read_yaml(path)
 
 
-def schema_of(content):
-    if "algorithm" in content or "rollout" in content:
-        return DiffusionRLConfig
-    if "flow" in content or "sample" in content:
-        return TrainDitConfig
-    return TrainAutoencoderConfig
-
-
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 TASKS = [path for path in FILES if is_task(path)]
-DESCRIPTIONS = [path for path in FILES if not is_task(path)]
+DESCRIPTIONS = [path for path in FILES if "pipeline" in read_yaml(path)]
+LANGUAGE_MODELS = [path for path in FILES if "model_type" in read_yaml(path)]
 
 
 def relative(path):
@@ -80,23 +75,19 @@ def test_the_walk_reaches_every_depth():
     assert typos("type") == ["typex", "tpye"]
 
 
-def test_there_are_files_of_both_kinds():
-    assert {schema_of(read_yaml(path)) for path in TASKS} == {
-        DiffusionRLConfig,
-        TrainDitConfig,
-        TrainAutoencoderConfig,
-    }
-    assert DESCRIPTIONS
+def task_of(path):
+    return load_for_task(path, {})[0]
 
 
-@pytest.mark.parametrize("path", TASKS, ids=relative)
-def test_shipped_configs_load(path):
-    load_config(schema_of(read_yaml(path)), path)
+def test_there_are_files_for_every_task():
+    assert {task_of(path) for path in TASKS} == set(KNOWN_TASKS)
+    assert DESCRIPTIONS and len(LANGUAGE_MODELS) >= 10
+    assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=relative)
 def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
-    schema = schema_of(read_yaml(path))
+    schema = schema_of(task_of(path))
     for content, place, typo in mutations(path):
         wrong = (*place[:-1], typo)
         with pytest.raises(ConfigError) as caught:
@@ -117,7 +108,7 @@ def test_a_typo_in_a_file_is_named_with_the_file(path, tmp_path):
     copied = tmp_path / "copy.yaml"
     copied.write_text(yaml.safe_dump(renamed(content, place, typo), sort_keys=False))
     with pytest.raises(ConfigError) as caught:
-        load_config(schema_of(content), copied)
+        load_config(schema_of(task_of(path)), copied)
     assert f"{copied}: {dotted((*place[:-1], typo))}: unknown key" in str(caught.value)
 
 
@@ -155,7 +146,7 @@ def test_no_typo_in_a_model_description_goes_unnoticed(path, tmp_path):
         ("tokenizer", "clip", "tokenizer: must be a mapping"),
         ("t5", 3, "t5: must be a mapping"),
         ("t5", {"width": 3}, "t5.width: unknown key"),
-        ("pipeline", "NoSuchPipeline", "'NoSuchPipeline' is not known; known: StableDiffusion3Pipeline"),
+        ("pipeline", "NoSuchPipeline", "'NoSuchPipeline' is not known; known: "),
     ],
 )
 def test_a_wrong_section_of_a_model_description_is_named(tmp_path, section, value, reason):
@@ -172,3 +163,91 @@ def test_a_model_description_needs_its_transformer(tmp_path):
     _, attempt = build(content, tmp_path)
     with pytest.raises(ConfigError, match="transformer: required, but not set"):
         attempt()
+
+
+ONE_PROCESS = {
+    "ulysses_parallel_size": 1,
+    "context_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "cfg_parallel_size": 1,
+    "data_parallel_replicate_size": 1,
+    "init_device": "cpu",
+    "compile": False,
+    "max_steps": 1,
+    "global_batch_size": 2,
+    "micro_batch_size": 1,
+    "save_steps": 0,
+    "device": "cpu",
+    "num_threads": 1,
+    "trackers": [],
+}
+
+
+def made_tiny(path, tmp_path):
+    """The configuration as it is, but for the sizes, and for what lies in files that are not here."""
+    task, content = task_of(path), read_yaml(path)
+    train = ONE_PROCESS | {"output_dir": str(tmp_path / "run")}
+    if task.startswith("train_text"):
+        kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
+        kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
+        tiny = tiny_text_config(tmp_path, kind)
+        model = tiny["model"] | {"model_path": None, "made_by": None}
+        data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
+        return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
+    if task == "rl_diffusion":
+        tiny = tiny_rl_config(tmp_path)
+        rollout = tiny["rollout"] | {"num_prompts": 1, "n": 2, "num_inference_steps": 8}
+        content = {each: content[each] for each in content if each not in ("data", "rollout", "eval", "reward")}
+        rest = {"data": tiny["data"], "rollout": rollout, "eval": tiny["eval"], "reward": tiny["reward"]}
+        return task, merge(content, {"model": _model(tiny), "train": train} | rest)
+    tiny = tiny_dit_config(tmp_path)
+    rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
+    return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
+
+
+KINDS = ("llama", "qwen2", "deepseek_v2", "deepseek_v3", "qwen3")
+
+
+def _model(tiny):
+    return tiny["model"] | {"config_path": None, "keep_encoders": True}
+
+
+def _data(tiny):
+    return tiny["data"] | {"train_path": None, "cache_dir": None}
+
+
+@pytest.mark.parametrize("path", TASKS, ids=relative)
+def test_every_shipped_config_runs_a_step_tiny(path, tmp_path):
+    task, config = made_tiny(path, tmp_path)
+    run = run_task_here(task, config)
+    assert (run / "hf_ckpt").is_dir() and (run / "checkpoints/global_step_1").is_dir()
+
+
+REAL = {  # file: GPUs, description of the model, parameters in units of 10^9
+    "llama3_8b_pretrain": (16, "llama3_8b", 8.03),
+    "llama3_70b_sft": (64, "llama3_70b", 70.6),
+    "qwen2_7b_sft": (8, "qwen2_7b", 7.62),
+    "qwen2_5_72b_lora": (8, "qwen2_5_72b", 73.5),
+    "qwen3_0_6b_lora": (1, "qwen3_0_6b", 0.62),
+    "qwen3_8b_sft": (8, "qwen3_8b", 8.19),
+    "qwen3_8b_dpo": (8, "qwen3_8b", 8.19),
+    "qwen3_32b_sft": (32, "qwen3_32b", 32.8),
+    "qwen3_30b_a3b_sft": (16, "qwen3_30b_a3b", 30.5),
+    "qwen3_235b_a22b_sft": (128, "qwen3_235b_a22b", 235.1),
+    "deepseek_v2_lite_sft": (8, "deepseek_v2_lite", 15.7),
+    "deepseek_v3_pretrain": (512, "deepseek_v3", 671.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_fit_the_gpus_that_their_files_name(name):
+    ranks, model, billions = REAL[name]
+    described = {"model_path": None, "config_path": f"configs/text/models/{model}.yaml", "tokenizer_path": "bytes"}
+    gib = 16 if ranks == 1 else 80
+    path = ROOT / f"configs/text/{name}.yaml"
+    found = check_config(path, {"model": described}, num_ranks=ranks, device_gib=gib, with_data=False)
+    assert found.problems == [] and found.exit_code == 0, found.needed_bytes / 2**30
+    assert found.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
