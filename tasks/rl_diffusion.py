@@ -236,7 +236,7 @@ def update_policy(
     denoiser, state = actor.model.denoiser, actor.state
     useful = advantages.useful(keep_no_spread=not algorithm.drop_no_spread)
     on_policy = batch.policy_version == step
-    bound = algorithm.objective.clip_range / 10 if algorithm.self_check and on_policy else None
+    bound = algorithm.objective.replay_tolerance if algorithm.self_check and on_policy else None
     sums: dict[str, float] = {}
     rows_total, grad_norms, replay_error = 0.0, [], 0.0
     lr = state.schedule.get_last_lr()[0]
@@ -253,16 +253,16 @@ def update_policy(
             replay = (sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
             if actor.reference is not None:
                 with torch.no_grad(), actor.reference.active() as reference:
-                    reference_mean = replay_trajectories(reference, *replay).mean
-            new = replay_trajectories(actor.model, *replay)
-            log_ratio = new.log_ratio(sampled.means.flatten(0, 1), sampled.next_latents.flatten(0, 1))
+                    reference_step = replay_trajectories(reference, *replay)
+            new, old = replay_trajectories(actor.model, *replay), sampled.sampled_steps()
             if update == 0 and micro == 0 and adds:  # before any update the policy is the one that sampled
-                replay_error = check_replay(log_ratio.detach(), sampled.steps, actor.model.input_dtype, bound)
-            row_advantages = advantages.values[index].to(log_ratio.device).repeat_interleave(len(sampled.steps))
-            losses, stats = algorithm.objective.loss(log_ratio, row_advantages)
+                log_ratio = algorithm.objective.log_ratio(new, old).detach()
+                replay_error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
+            row_advantages = advantages.values[index].to(new.mean.device).repeat_interleave(len(sampled.steps))
+            losses, stats = algorithm.objective.loss(new, old, row_advantages)
             stats["loss/policy"] = losses.detach().sum()
             if actor.reference is not None:
-                penalty = algorithm.kl.penalty(new, reference_mean)
+                penalty = algorithm.kl.penalty(new, reference_step)
                 losses = losses + algorithm.kl.coef * penalty
                 stats["kl/reference"] = penalty.detach().sum()
             check_finite(losses, f"step {step + 1}, rank {mesh.rank}, samples {samples}")

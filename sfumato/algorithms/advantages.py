@@ -1,11 +1,12 @@
 """From rewards to advantages within groups of samples that share a prompt.
 
-N samples; a group is a set of samples with one integer id, whatever their prompts read.
+N samples; a group is a set of samples with one integer id, whatever their prompts read. A sample whose reward is
+missing (NaN) is left out of every statistic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,72 +15,293 @@ import torch
 
 @dataclass(frozen=True)
 class Advantages:
-    """What ``GroupAdvantage.compute`` returns."""
+    """What ``compute`` of every class of this file returns."""
 
     values: torch.Tensor
-    """float32 ``[N]``; 0 where the reward is missing or the group has no spread."""
+    """float32 ``[N]``; 0 where the reward is missing."""
     failed: torch.Tensor
     """bool ``[N]``: the reward was NaN; the sample must not be trained on."""
     no_spread: torch.Tensor
-    """bool ``[N]``: all rewards of the sample's group are equal (or only one is left), so nothing can be learned."""
+    """bool ``[N]``: all rewards of the sample's group are equal (or only one is left), so none is better."""
+    left_out: torch.Tensor
+    """bool ``[N]``: the sample was not chosen, where only some of a group are trained on."""
     metrics: dict[str, float]
     """Statistics for the log."""
 
     def rows(self, index: Sequence[int]) -> Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
-        return Advantages(self.values[chosen], self.failed[chosen], self.no_spread[chosen], self.metrics)
+        parts = (self.values, self.failed, self.no_spread, self.left_out)
+        return Advantages(*(each[chosen] for each in parts), self.metrics)
 
     def useful(self, keep_no_spread: bool) -> torch.Tensor:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
-        return ~self.failed if keep_no_spread else ~self.failed & ~self.no_spread
+        trained = ~self.failed & ~self.left_out
+        return trained if keep_no_spread else trained & ~self.no_spread
 
 
 @dataclass(frozen=True)
 class GroupAdvantage:
-    """(reward - group mean) / (std + 1e-4), as in GRPO; a missing reward is left out of its group's statistics."""
+    """(reward - group mean) / (std + eps), as in GRPO (arXiv 2402.03300)."""
 
     type: ClassVar[str] = "group"
 
     std: Literal["group", "global", "none"] = "group"
-    """Population standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
+    """Standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
     clip: float = 5.0
     """Advantages are clamped to [-clip, clip]."""
+    ddof: Literal[0, 1] = 0
+    """Divisor N - ddof of the variance: 0 as in flow_grpo, 1 as in DanceGRPO and verl-omni."""
+    eps: float = 1e-4
+    """Added to the standard deviation."""
 
-    def compute(self, rewards: torch.Tensor, group_ids: torch.Tensor) -> Advantages:
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
         """Advantages of one step's samples.
 
         Args:
             rewards: float64 ``[N]``, NaN where scoring failed.
             group_ids: int64 ``[N]``.
+            components: ``[N]`` values of each reward; what needs only their weighted sum ignores them.
+            weights: weight of each component.
 
         Raises:
             ValueError: when the shapes differ.
         """
-        if rewards.shape != group_ids.shape or rewards.ndim != 1:
-            raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
-        rewards = rewards.to(torch.float64)
+        del components, weights
+        rewards = checked(rewards, group_ids)
+        scored = rewards[torch.isfinite(rewards)]
+        overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
+
+        def standardised(group: torch.Tensor) -> torch.Tensor:
+            std = {"group": group.std(correction=self.ddof), "global": overall}.get(self.std)
+            return (group - group.mean()) / (1.0 if std is None else std + self.eps)
+
+        return within_groups(rewards, group_ids, standardised, self.clip)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Reward minus the mean of the group's other rewards, as in RLOO (arXiv 2402.14740)."""
+
+    type: ClassVar[str] = "rloo"
+
+    clip: float = 5.0
+    """Advantages are clamped to [-clip, clip]."""
+
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
+        """As ``GroupAdvantage.compute``."""
+        del components, weights
+        rewards = checked(rewards, group_ids)
+        return within_groups(
+            rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)), self.clip
+        )
+
+
+@dataclass(frozen=True)
+class GDPO:
+    """Each reward standardised within groups, then their weighted sum standardised over the step (arXiv 2601.05242).
+
+    No reward drowns the others, whatever its scale. As Flow-Factory computes it.
+    """
+
+    type: ClassVar[str] = "gdpo"
+
+    clip: float = 5.0
+    """Advantages are clamped to [-clip, clip]."""
+    eps: float = 1e-6
+    """Smallest standard deviation that is divided by."""
+
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
+        """As ``GroupAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
+
+        Raises:
+            ValueError: also when a weighted component is missing.
+        """
+        rewards = checked(rewards, group_ids)
+        used = {name: weight for name, weight in (weights or {}).items() if weight != 0}
+        missing = [name for name in used if name not in (components or {})]
+        if not used or missing:
+            raise ValueError(f"gdpo needs every weighted reward by itself; missing: {', '.join(missing) or 'all'}")
+        parts = {name: components[name].to(rewards) for name in used}
+        failed = ~torch.isfinite(torch.stack([rewards, *parts.values()])).all(dim=0)
+        combined = torch.zeros_like(rewards)
+        for name, values in parts.items():
+            for members in groups_of(group_ids, failed):
+                combined[members] += used[name] * self._standardised(values[members])
+        combined[~failed] = self._standardised(combined[~failed])
+        flat = torch.stack([_flat(each.masked_fill(failed, torch.nan), group_ids) for each in parts.values()]).all(
+            dim=0
+        )
+        combined[failed | flat] = 0.0
+        spreads = _spreads(rewards, group_ids, failed)
+        return _advantages(combined.clamp(-self.clip, self.clip), failed, flat, torch.zeros_like(failed), spreads)
+
+    def _standardised(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) == 0:
+            return values
+        return (values - values.mean()) / values.std(correction=0).clamp(min=self.eps)
+
+
+@dataclass(frozen=True)
+class BestWorst:
+    """The best samples of a group against its worst; the others are left out.
+
+    ±1 labels the pairs of online DPO (flow_grpo, train_sd3_dpo); ``values: group`` keeps the standardised rewards, as
+    DanceGRPO does for HunyuanVideo with 4 of 24 from either end. Of equal rewards the first counts.
+    """
+
+    type: ClassVar[str] = "best_worst"
+
+    top: int = 1
+    """Samples taken from the upper end of each group."""
+    bottom: int = 1
+    """Samples taken from the lower end; in a group that is too small, both ends shrink alike."""
+    values: Literal["sign", "group"] = "sign"
+    """Advantages of those chosen: +1 and -1, or the standardised reward within the whole group."""
+    clip: float = 5.0
+    """Standardised rewards are clamped to [-clip, clip]."""
+
+    def __post_init__(self) -> None:
+        if self.top < 1 or self.bottom < 1:
+            raise ValueError("top and bottom must be at least 1; for the best sample alone use type: best")
+
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
+        """As ``GroupAdvantage.compute``."""
+        whole = GroupAdvantage(clip=self.clip).compute(rewards, group_ids, components, weights)
+        sign, rewards = torch.zeros_like(whole.values), rewards.to(torch.float64)
+        for members in groups_of(group_ids, whole.failed | whole.no_spread):
+            top, bottom = self.top, self.bottom
+            if top + bottom > len(members):
+                top, bottom = min(top, len(members) // 2), min(bottom, len(members) // 2)
+            sign[members[rewards[members].argsort(stable=True)[:bottom]]] = -1.0
+            sign[members[rewards[members].argsort(stable=True, descending=True)[:top]]] = 1.0
+        values = sign if self.values == "sign" else whole.values * (sign != 0)
+        return Advantages(values, whole.failed, whole.no_spread, sign == 0, whole.metrics)
+
+
+@dataclass(frozen=True)
+class Best:
+    """1 for the best samples of a group, 0 for the others: best-of-n (flow_grpo, type sft)."""
+
+    type: ClassVar[str] = "best"
+
+    leave_out: bool = True
+    """Leave the others out; false keeps them for the sake of a KL penalty, as flow_grpo does."""
+
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
+        """As ``GroupAdvantage.compute``; all of a group without spread are its best."""
+        del components, weights
+        rewards = checked(rewards, group_ids)
         failed = ~torch.isfinite(rewards)
         values = torch.zeros_like(rewards)
-        no_spread = torch.zeros_like(failed)
-        spreads = []
-        global_std = rewards[~failed].std(correction=0) if (~failed).any() else torch.tensor(0.0, dtype=torch.float64)
-        for group in torch.unique(group_ids):
-            members = group_ids == group
-            valid = members & ~failed
-            group_rewards = rewards[valid]
-            if len(group_rewards) == 0 or group_rewards.max() == group_rewards.min():
-                no_spread |= members
-                spreads.append(0.0)
-                continue
-            group_std = group_rewards.std(correction=0)
-            spreads.append(float(group_std))
-            scale = {"group": group_std + 1e-4, "global": global_std + 1e-4, "none": 1.0}[self.std]
-            values[valid] = (group_rewards - group_rewards.mean()) / scale
-        values = values.clamp(-self.clip, self.clip)
-        metrics = {
-            "advantage/group_std": sum(spreads) / max(len(spreads), 1),
-            "advantage/groups_without_spread": sum(each == 0 for each in spreads) / max(len(spreads), 1),
-            "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
-        }
-        return Advantages(values.to(torch.float32), failed, no_spread, metrics)
+        for members in groups_of(group_ids, failed):
+            values[members] = (rewards[members] == rewards[members].max()).to(values)
+        left_out = (values == 0) & self.leave_out
+        return _advantages(values, failed, _flat(rewards, group_ids), left_out, _spreads(rewards, group_ids, failed))
+
+
+@dataclass(frozen=True)
+class RawReward:
+    """The reward itself, whatever its group: weights for reward-weighted regression (flow_grpo, type rwr)."""
+
+    type: ClassVar[str] = "raw"
+
+    def compute(
+        self,
+        rewards: torch.Tensor,
+        group_ids: torch.Tensor,
+        components: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Advantages:
+        """As ``GroupAdvantage.compute``."""
+        del components, weights
+        rewards = checked(rewards, group_ids)
+        failed = ~torch.isfinite(rewards)
+        values = rewards.masked_fill(failed, 0.0)
+        nobody = torch.zeros_like(failed)
+        return _advantages(values, failed, _flat(rewards, group_ids), nobody, _spreads(rewards, group_ids, failed))
+
+
+def within_groups(
+    rewards: torch.Tensor, group_ids: torch.Tensor, of_group: Callable[[torch.Tensor], torch.Tensor], clip: float
+) -> Advantages:
+    """Applies ``of_group`` to the scored rewards of every group that has spread."""
+    failed, no_spread = ~torch.isfinite(rewards), _flat(rewards, group_ids)
+    values = torch.zeros_like(rewards)
+    for members in groups_of(group_ids, failed | no_spread):
+        values[members] = of_group(rewards[members])
+    spreads = _spreads(rewards, group_ids, failed)
+    return _advantages(values.clamp(-clip, clip), failed, no_spread, torch.zeros_like(failed), spreads)
+
+
+def checked(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """Rewards as float64. Raises ValueError when the shapes differ."""
+    if rewards.shape != group_ids.shape or rewards.ndim != 1:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
+    return rewards.to(torch.float64)
+
+
+def groups_of(group_ids: torch.Tensor, without: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Indices of each group's samples, in ascending order of the ids, leaving out those marked; none is empty."""
+    for group in torch.unique(group_ids[~without]):
+        yield torch.nonzero((group_ids == group) & ~without).flatten()
+
+
+def _spread(values: torch.Tensor) -> bool:
+    return bool(values.max() != values.min())
+
+
+def _flat(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    flat = torch.ones(len(rewards), dtype=torch.bool)
+    for members in groups_of(group_ids, ~torch.isfinite(rewards)):
+        if _spread(rewards[members]):
+            flat[group_ids == group_ids[members[0]]] = False
+    return flat
+
+
+def _spreads(rewards: torch.Tensor, group_ids: torch.Tensor, failed: torch.Tensor) -> list[float]:
+    """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
+    found = [rewards[each] for each in groups_of(group_ids, failed)]
+    found = [float(each.std(correction=0)) if _spread(each) else 0.0 for each in found]
+    return found + [0.0] * (len(torch.unique(group_ids)) - len(found))
+
+
+def _advantages(
+    values: torch.Tensor, failed: torch.Tensor, no_spread: torch.Tensor, left_out: torch.Tensor, spreads: list[float]
+) -> Advantages:
+    metrics = {
+        "advantage/group_std": sum(spreads) / max(len(spreads), 1),
+        "advantage/groups_without_spread": sum(each == 0 for each in spreads) / max(len(spreads), 1),
+        "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
+    }
+    return Advantages(values.to(torch.float32), failed, no_spread, left_out, metrics)

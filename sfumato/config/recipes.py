@@ -1,6 +1,7 @@
 """Recipes: published settings as presets of an RL algorithm's parts. Any field can be overridden.
 
-Each entry gives its source; settings of model, batch and optimiser that belong to it stand in the YAML files of
+Named after the paper, for Stable Diffusion 3.5 Medium; a suffix names another model. Each entry gives its source and,
+where it matters, what else was published with it; settings of model, batch and optimiser stand in the YAML files of
 ``configs/rl``.
 """
 
@@ -10,29 +11,214 @@ from typing import Any
 
 DEFAULT_RECIPE = "flow_grpo"
 
+_NO_KL = {"type": "none"}
+_GLOBAL = {"type": "group", "std": "global", "clip": 5.0}
+_GROUP = {"type": "group", "std": "group", "clip": 5.0}
+_DANCE = {"type": "group", "std": "group", "clip": 5.0, "ddof": 1, "eps": 1e-8}
+
 DIFFUSION_RECIPES: dict[str, dict[str, Any]] = {
-    # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3
+    # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3: 10 steps, guidance 4.5, groups of 24.
+    # coef 0.01 for PickScore, 0.02 for CLIPScore
     "flow_grpo": {
         "dynamics": {"type": "sde", "noise_level": 0.7},
         "window": {"type": "all"},
-        "advantage": {"type": "group", "std": "global", "clip": 5.0},
+        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
         "kl": {"type": "flow_grpo", "coef": 0.04},
     },
-    # Flow-GRPO-Fast: flow_grpo README and config/grpo.py, pickscore_sd3_fast family: a short window, no KL
+    # Flow-GRPO-Fast: flow_grpo README and config/grpo.py, pickscore_sd3_fast family: a short window, no KL.
+    # With guidance 4.5 it is reported to collapse (flow_grpo issues 182, 192, 224); guidance 1 is stable
     "flow_grpo_fast": {
         "dynamics": {"type": "sde", "noise_level": 0.7},
         "window": {"type": "random", "size": 3, "range": [0, 5]},
-        "advantage": {"type": "group", "std": "global", "clip": 5.0},
+        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
-        "kl": {"type": "none"},
+        "kl": _NO_KL,
     },
-    # Flow-CPS, arXiv 2509.05952; flow_grpo config/grpo.py, geneval_sd3_fast_nocfg
+    # Flow-CPS, arXiv 2509.05952; flow_grpo config/grpo.py, geneval_sd3_fast_nocfg: 10 steps, guidance 1
     "flow_cps": {
         "dynamics": {"type": "cps", "noise_level": 0.8},
         "window": {"type": "random", "size": 3, "range": [0, 5]},
-        "advantage": {"type": "group", "std": "global", "clip": 5.0},
+        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
-        "kl": {"type": "none"},
+        "kl": _NO_KL,
+    },
+    # flow_grpo config/grpo.py, pickscore_flux and counting_flux_kontext: 6 steps, guidance 3.5 (Kontext 2.5)
+    "flow_grpo_flux": {
+        "dynamics": {"type": "sde", "noise_level": 0.9},
+        "window": {"type": "all"},
+        "advantage": _GLOBAL,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # flow_grpo config/grpo.py, pickscore_qwenimage: 10 steps, guidance 4, groups of 16
+    "flow_grpo_qwen_image": {
+        "dynamics": {"type": "sde", "noise_level": 1.2},
+        "window": {"type": "random", "size": 2, "range": [0, 5]},
+        "advantage": _GLOBAL,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # flow_grpo config/grpo.py, counting_qwenimage_edit; _fast has noise 1.5 and a random window of 4 in [0, 5]
+    "flow_grpo_qwen_image_edit": {
+        "dynamics": {"type": "sde", "noise_level": 1.0},
+        "window": {"type": "all"},
+        "advantage": _GLOBAL,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # flow_grpo config/grpo.py, general_ocr_wan2_1: 20 steps, guidance 4.5, groups of 4, 240 x 416 x 33 frames, lr 1e-4
+    "flow_grpo_wan": {
+        "dynamics": {"type": "wan"},
+        "window": {"type": "all"},
+        "advantage": _GROUP,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-3},
+        "kl": {"type": "gaussian", "coef": 0.004},
+    },
+    # flow_grpo config/grpo.py, geneval_flux_fast: 6 steps, guidance 3.5
+    "flow_cps_flux": {
+        "dynamics": {"type": "cps", "noise_level": 0.8},
+        "window": {"type": "random", "size": 3, "range": [0, 3]},
+        "advantage": _GLOBAL,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
+        "kl": _NO_KL,
+    },
+    # MixGRPO, arXiv 2507.21802; fastvideo/utils/grpo_states.py, for FLUX: 25 steps, of which [0, 23] are slid over,
+    # groups of 12, lr 1e-5
+    "mix_grpo": {
+        "dynamics": {"type": "sde", "noise_level": 0.7},
+        "window": {"type": "sliding", "size": 4, "iters_per_group": 25, "stride": 1, "roll_back": True},
+        "advantage": _DANCE,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # GRPO-Guard, arXiv 2510.22319; flow_grpo config/grpo_guard.py, general_ocr_sd3_rationorm: guidance 4.5, lr 1e-4;
+    # clip_range 4e-6 for PickScore
+    "grpo_guard": {
+        "dynamics": {"type": "sde", "noise_level": 0.7},
+        "window": {"type": "all"},
+        "advantage": _GROUP,
+        "objective": {"type": "guard", "clip_range": 2e-6},
+        "kl": _NO_KL,
+    },
+    # DanceGRPO, arXiv 2505.07818; train_grpo_flux.py: 720 x 720, 16 steps, shift 3, groups of 12 from one latent
+    # (rollout.same_latent), lr 1e-5. 60 % of the steps are trained; here the others are deterministic, too
+    "dance_grpo": {
+        "dynamics": {"type": "dance", "noise_level": 0.3},
+        "window": {"type": "subset", "size": 9},
+        "advantage": _DANCE,
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # DanceGRPO for HunyuanVideo: 480 x 480 x 53 frames, 16 steps, shift 5, groups of 24
+    "dance_grpo_hunyuan_video": {
+        "dynamics": {"type": "dance", "noise_level": 0.25},
+        "window": {"type": "subset", "size": 9},
+        "advantage": {"type": "best_worst", "top": 4, "bottom": 4, "values": "group", "clip": 5.0},
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # Flow-DPPO, arXiv 2606.11025; its threshold with Flow-GRPO's other parts for SD3.5-M
+    "dppo": {
+        "dynamics": {"type": "sde", "noise_level": 0.7},
+        "window": {"type": "all"},
+        "advantage": {**_GLOBAL, "ddof": 1},
+        "objective": {"type": "dppo", "kl_threshold": 1e-5},
+        "kl": _NO_KL,
+    },
+    # Flow-DPPO; verl-omni examples/flowdppo_trainer/qwen_image: guidance 4, groups of 16, LoRA rank 64
+    "dppo_qwen_image": {
+        "dynamics": {"type": "sde", "noise_level": 1.2},
+        "window": {"type": "random", "size": 2, "range": [0, 5]},
+        "advantage": {**_GLOBAL, "ddof": 1},
+        "objective": {"type": "dppo", "kl_threshold": 1e-5},
+        "kl": _NO_KL,
+    },
+}
+
+# Presets of objectives on final samples, with parts that AlgorithmConfig does not have yet: solver, timesteps, the
+# decays of the old policy, of the averaged one and of the reference, and which of them samples.
+_FINAL = {"solver": {"type": "euler"}, "sample_with": "policy", "kl": _NO_KL}
+
+DRAFT_RECIPES: dict[str, dict[str, Any]] = {
+    # DiffusionNFT, arXiv 2509.16117; config/nft.py, sd3_geneval and sd3_pickscore: 10 steps, guidance 1, 48 groups of
+    # 24, LoRA 32 / 64, lr 3e-4. OCR: beta 0.1 and old {slope 0.0075, limit 0.999, start 75}; several rewards: beta 0.1
+    "diffusion_nft": {
+        **_FINAL,
+        "solver": {"type": "dpm2"},
+        "advantage": _GLOBAL,
+        "objective": {"type": "nft", "beta": 1.0, "advantage_clip": 5.0, "advantage_mode": "all"},
+        "timesteps": {"type": "sampler_grid", "num": 9},
+        "kl": {"type": "velocity_mse", "coef": 1e-4},
+        "old": {"type": "linear", "slope": 0.001, "limit": 0.5},
+        "sample_with": "old",
+    },
+    # AWM, arXiv 2509.25050; config/dgx_awm.py, ocr_sd3_no_cfg: 14 steps of SA-Solver, guidance 1, groups of 24,
+    # lr 3e-4; PickScore: kl coef 1e-4 and first 0. SA-Solver is replaced by DPM-Solver++
+    "awm": {
+        **_FINAL,
+        "solver": {"type": "dpm2"},
+        "advantage": _GLOBAL,
+        "objective": {"type": "awm", "weighting": "ghuber", "power": 0.25, "clip_range": 1.0, "ema_coef": 1.0},
+        "timesteps": {"type": "sampler_grid", "num": 6, "first": 1, "fraction": 0.9, "stratified": True},
+        "kl": {"type": "velocity_mse", "coef": 0.003},
+        "old": {"type": "constant", "value": 0.0},
+        "ema": {"type": "linear", "slope": 0.001, "limit": 0.3},
+    },
+    # Flow-DPO online; flow_grpo scripts/train_sd3_dpo.py, config/dpo.py: 40 steps, guidance 4.5, groups of 24
+    "flow_dpo": {
+        **_FINAL,
+        "advantage": {"type": "best_worst", "top": 1, "bottom": 1},
+        "objective": {"type": "dpo", "beta": 100.0},
+        "timesteps": {"type": "logit_normal", "num": 1},
+        "reference": {"type": "refresh", "every": 40},
+    },
+    # Diffusion-DPO offline, arXiv 2311.12908, from given pairs (Flow-Factory's default beta for flows)
+    "diffusion_dpo": {
+        **_FINAL,
+        "advantage": {"type": "best_worst", "top": 1, "bottom": 1},
+        "objective": {"type": "dpo", "beta": 2000.0},
+        "timesteps": {"type": "logit_normal", "num": 1},
+    },
+    # DGPO, arXiv 2510.08425; its config/dgpo.py, pickscore_sd3_4gpu, as Flow-Factory gives it: 10 steps, guidance 4.5,
+    # 24 groups of 24, LoRA 64 / 128, lr 3e-4
+    "dgpo": {
+        **_FINAL,
+        "advantage": _GLOBAL,
+        "objective": {"type": "dgpo", "beta": 10.0, "clip_range": 5e-2},
+        "timesteps": {"type": "sampler_grid", "num": 4, "fraction": 0.7},
+        "kl": {"type": "velocity_mse", "coef": 0.001},
+        "old": {"type": "linear", "slope": 0.001, "limit": 0.3},
+    },
+    # CRD, arXiv 2603.14128, table 3 (OCR), as Flow-Factory examples/crd gives it: 10 steps, guidance 1, 48 groups of
+    # 24, two updates, lr 3e-4. Its sampling policy has a decay of its own, here in the place of the averaged one
+    "crd": {
+        **_FINAL,
+        "advantage": _GLOBAL,
+        "objective": {"type": "crd", "beta": 1.0, "form": "mse", "adaptive": True, "advantage_clip": 5.0},
+        "timesteps": {"type": "sampler_grid", "num": 9},
+        "kl": {"type": "velocity_mse", "coef": 0.1, "floor": 1e-4, "reference_guidance_scale": 4.5},
+        "old": {"type": "linear", "first": 0.25, "slope": 0.005, "limit": 0.999},
+        "ema": {"type": "linear", "start": 75, "slope": 0.0075, "limit": 0.999},
+        "sample_with": "ema",
+    },
+    # Reward-weighted regression; flow_grpo scripts/train_sd3_sft.py, algorithm rwr: 40 steps, guidance 4.5. Its config
+    # has a KL factor of 100
+    "rwr": {
+        **_FINAL,
+        "advantage": {"type": "raw"},
+        "objective": {"type": "rwr"},
+        "timesteps": {"type": "logit_normal", "num": 1},
+        "kl": {"type": "velocity_mse", "coef": 100.0},
+        "drop_no_spread": False,
+    },
+    # Best-of-n SFT; flow_grpo scripts/train_sd3_sft.py, config/sft.py: 40 steps, guidance 4.5, groups of 24
+    "sft": {
+        **_FINAL,
+        "advantage": {"type": "best", "leave_out": False},
+        "objective": {"type": "sft"},
+        "timesteps": {"type": "logit_normal", "num": 1},
+        "kl": {"type": "velocity_mse", "coef": 100.0},
+        "drop_no_spread": False,
     },
 }

@@ -12,20 +12,28 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from sfumato.algorithms.decay import Decay, WarmUp
 from sfumato.parallel.shards import local, trainable_parameters
 
 
 def ema_decay(step: int, limit: float) -> float:
     """Decay at an optimiser step (0 is the first): min((1 + step) / (10 + step), limit)."""
-    return min((1 + step) / (10 + step), limit)
+    return WarmUp(limit).at(step)
 
 
 class Ema:
-    """Averages of a module's trainable parameters, float32."""
+    """Averages of a module's trainable parameters, float32: a moving average, or any policy that follows another."""
 
-    def __init__(self, module: nn.Module, limit: float, interval: int = 1) -> None:
-        """Starts at the module's weights; ``limit`` is the largest decay, ``interval`` the steps between updates."""
-        self.limit, self.interval = limit, interval
+    def __init__(self, module: nn.Module, decay: float | Decay, interval: int = 1) -> None:
+        """Starts at the module's weights.
+
+        Args:
+            module: what is averaged.
+            decay: a schedule, or the largest decay of flow_grpo's.
+            interval: calls of ``update`` from one move to the next.
+        """
+        self.decay = WarmUp(decay) if isinstance(decay, float | int) else decay
+        self.interval = interval
         self.num_updates = 0
         """Optimiser steps that were reported."""
         self.module = module
@@ -40,7 +48,7 @@ class Ema:
         if self.num_updates % self.interval:
             return
         weights = self._weights()
-        share = 1 - ema_decay(step, self.limit)
+        share = 1 - self.decay.at(step)
         torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], share)
 
     @contextmanager

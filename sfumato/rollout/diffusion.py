@@ -15,6 +15,7 @@ import torch
 from sfumato.algorithms.dynamics import Dynamics, GaussianStep
 from sfumato.algorithms.dynamics.ode import EulerODE
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.objectives.trajectory import SampledSteps
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 
@@ -45,6 +46,16 @@ class Trajectories:
             self.next_latents[index],
             self.means[index],
             self.log_probs[index],
+        )
+
+    def sampled_steps(self) -> SampledSteps:
+        """The B x W rows, sample by sample, as an objective takes them."""
+        steps = torch.tensor(self.steps, device=self.sigmas.device)
+        return SampledSteps(
+            next_latents=self.next_latents.flatten(0, 1),
+            log_probs=self.log_probs.flatten(),
+            step_sizes=(self.sigmas[steps] - self.sigmas[steps + 1]).repeat(len(self.latents)),
+            means=self.means.flatten(0, 1),
         )
 
     @staticmethod
@@ -92,7 +103,8 @@ def sample_trajectories(
     shape = model.latent_shape(*size)
     sigmas = model.sigmas(num_steps, shape).to(model.device)
     sigma_max = float(sigmas[1])
-    latents = keyed_normal(shape, seed, "latent", iteration, latent_ids or sample_ids, model.device)
+    noise = keyed_normal(shape, seed, "latent", iteration, latent_ids or sample_ids, model.device)
+    latents = model.start(noise, sigmas[0])
     ode, kept = EulerODE(), []
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
@@ -201,5 +213,5 @@ def sample_images(
 
 
 def to_images(pixels: torch.Tensor) -> list[np.ndarray]:
-    """uint8 pixels ``[B, 3, H, W]`` as arrays ``[H, W, 3]``."""
-    return list(pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy())
+    """uint8 pixels ``[B, 3, H, W]`` as arrays ``[H, W, 3]``, and ``[B, F, 3, H, W]`` as ``[F, H, W, 3]``."""
+    return list(pixels.movedim(-3, -1).contiguous().cpu().numpy())

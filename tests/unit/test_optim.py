@@ -251,7 +251,7 @@ def test_ema_follows_the_trace_of_flow_grpo():
     module = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(1.0)
-    ema = Ema(module, limit=0.9, interval=8)
+    ema = Ema(module, decay=0.9, interval=8)
     found = []
     for step in range(len(trace)):
         with torch.no_grad():

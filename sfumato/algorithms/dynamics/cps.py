@@ -46,4 +46,6 @@ class CPS:
         x0, x1 = x - sigma_ * v, x + v * (1 - sigma_)
         kept = per_sample(torch.sqrt(sigma_next**2 - s**2), x)
         mean = x0 * (1 - per_sample(sigma_next, x)) + x1 * kept
-        return GaussianStep(mean=mean, std=s, diffusion=s, weight=torch.ones_like(s), log_norm=torch.zeros_like(s))
+        return GaussianStep(
+            mean=mean, std=s, diffusion=s, weight=torch.ones_like(s), log_norm=torch.zeros_like(s), velocity=v
+        )

@@ -26,8 +26,8 @@ class EulerODE:
     ) -> GaussianStep:
         """Arguments as in ``FlowSDE.step``; the returned step has std 0, and its log-probability is not a number."""
         del sigma_max
-        x = latents.to(torch.float32)
+        v, x = velocity.to(torch.float32), latents.to(torch.float32)
         dt = per_sample(sigma_next.to(torch.float32) - sigma.to(torch.float32), x)
         zero = torch.zeros_like(sigma, dtype=torch.float32)
         nan = torch.full_like(zero, float("nan"))
-        return GaussianStep(x + velocity.to(torch.float32) * dt, std=zero, diffusion=zero, weight=nan, log_norm=nan)
+        return GaussianStep(x + v * dt, std=zero, diffusion=zero, weight=nan, log_norm=nan, velocity=v)

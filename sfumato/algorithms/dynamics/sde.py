@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.dynamics.step import GaussianStep, per_sample
+from sfumato.algorithms.dynamics.step import GaussianStep, gaussian_step, per_sample
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,19 @@ class FlowSDE:
             sigma, sigma_next: ``[B]`` with sigma > sigma_next.
             sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
         """
-        v, x = velocity.to(torch.float32), latents.to(torch.float32)
-        sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
-        dt = sigma_next - sigma
+        sigma = sigma.to(torch.float32)
         bounded = torch.where(sigma == 1, torch.full_like(sigma, sigma_max), sigma)
         s = torch.sqrt(sigma / (1 - bounded)) * self.noise_level
-        s_, sigma_, dt_ = per_sample(s, x), per_sample(sigma, x), per_sample(dt, x)
-        mean = x * (1 + s_**2 / (2 * sigma_) * dt_) + v * (1 + s_**2 * (1 - sigma_) / (2 * sigma_)) * dt_
-        std = s * torch.sqrt(-dt)
-        return GaussianStep(
-            mean=mean,
-            std=std,
-            diffusion=s,
-            weight=1 / (2 * std**2),
-            log_norm=-torch.log(std) - math.log(2 * math.pi) / 2,
-        )
+        return reverse_sde_step(velocity, latents, sigma, sigma_next, s)
+
+
+def reverse_sde_step(
+    velocity: torch.Tensor, latents: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor, s: torch.Tensor
+) -> GaussianStep:
+    """The step of ``FlowSDE.step`` for any diffusion coefficient ``s``, float32 ``[B]``."""
+    v, x = velocity.to(torch.float32), latents.to(torch.float32)
+    sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
+    dt = sigma_next - sigma
+    s_, sigma_, dt_ = per_sample(s, x), per_sample(sigma, x), per_sample(dt, x)
+    mean = x * (1 + s_**2 / (2 * sigma_) * dt_) + v * (1 + s_**2 * (1 - sigma_) / (2 * sigma_)) * dt_
+    return gaussian_step(mean, s * torch.sqrt(-dt), s, v)

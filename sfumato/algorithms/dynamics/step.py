@@ -6,6 +6,7 @@ Notation: sigma in [0, 1], 1 is noise; x_sigma = (1 - sigma) x0 + sigma eps; v =
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,20 @@ import torch
 def per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``[B]`` as float32 ``[B, 1, ...]``, to broadcast against ``like`` ``[B, ...]``."""
     return values.to(torch.float32).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def gaussian_step(
+    mean: torch.Tensor, std: torch.Tensor, diffusion: torch.Tensor, velocity: torch.Tensor
+) -> GaussianStep:
+    """A step whose log-probability is the whole Gaussian log-density; arguments are the fields of ``GaussianStep``."""
+    return GaussianStep(
+        mean=mean,
+        std=std,
+        diffusion=diffusion,
+        weight=1 / (2 * std**2),
+        log_norm=-torch.log(std) - math.log(2 * math.pi) / 2,
+        velocity=velocity,
+    )
 
 
 def mean_over_sample(values: torch.Tensor) -> torch.Tensor:
@@ -39,6 +54,8 @@ class GaussianStep:
     """float32 ``[B]``: w in log p = -w (x' - mean)^2 + log_norm. 1/(2 S^2) for a Gaussian density."""
     log_norm: torch.Tensor
     """float32 ``[B]``: the constant of the log-density, 0 where the dynamics leave it out."""
+    velocity: torch.Tensor
+    """float32 ``[B, ...]``: the prediction that the step was made from."""
 
     def draw(self, noise: torch.Tensor) -> torch.Tensor:
         """The next latent for standard normal ``noise`` ``[B, ...]``: float32 ``[B, ...]``."""

@@ -1,0 +1,122 @@
+"""What objectives on final samples share: they noise x0 anew and look at the predicted velocity, at any noise level.
+
+Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from sfumato.algorithms.dynamics.step import mean_over_sample, per_sample
+from sfumato.algorithms.flow_matching import add_noise
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+SMALLEST_WEIGHT = 1e-5
+"""Least distance that an error is divided by."""
+
+
+@dataclass(frozen=True)
+class NoisedSamples:
+    """Final samples at noise levels, and what the policies predict there."""
+
+    x0: torch.Tensor
+    """float32 ``[R, ...]``: the samples."""
+    noise: torch.Tensor
+    """float32 ``[R, ...]``: eps."""
+    sigma: torch.Tensor
+    """float32 ``[R]`` in [0, 1]."""
+    velocity: torch.Tensor
+    """float32 ``[R, ...]``: the policy's prediction, with gradients."""
+    group_ids: torch.Tensor
+    """int64 ``[R]``: rows of one prompt."""
+    levels: torch.Tensor
+    """int64 ``[R]``: which of its sample's noise levels a row is; 0 where there is one."""
+    old_velocity: torch.Tensor | None = None
+    """float32 ``[R, ...]``: the old policy's, where ``needs`` names ``old``."""
+    reference_velocity: torch.Tensor | None = None
+    """float32 ``[R, ...]``: the reference's, where ``needs`` names ``reference``."""
+    ema_velocity: torch.Tensor | None = None
+    """float32 ``[R, ...]``: the averaged policy's, where ``needs`` names ``ema``."""
+
+    @property
+    def target(self) -> torch.Tensor:
+        """u = eps - x0, float32 ``[R, ...]``."""
+        return self.noise - self.x0
+
+    @property
+    def noisy(self) -> torch.Tensor:
+        """x_sigma = (1 - sigma) x0 + sigma eps, float32 ``[R, ...]``."""
+        return add_noise(self.x0, self.noise, self.sigma)
+
+    def velocity_of(self, policy: Literal["old", "reference", "ema"]) -> torch.Tensor:
+        """Another policy's prediction, without gradients. Raises ValueError where it is missing."""
+        velocity = getattr(self, f"{policy}_velocity")
+        if velocity is None:
+            raise ValueError(f"this objective needs the velocity of the {policy} policy")
+        return velocity.detach()
+
+    def predicted_x0(self, velocity: torch.Tensor) -> torch.Tensor:
+        """x_sigma - sigma v, float32 ``[R, ...]``."""
+        return self.noisy - per_sample(self.sigma, velocity) * velocity
+
+    def error(self, velocity: torch.Tensor) -> torch.Tensor:
+        """mean((v - u)^2) of each row, float32 ``[R]``."""
+        return mean_over_sample((velocity - self.target) ** 2)
+
+    def cells(self) -> torch.Tensor:
+        """int64 ``[R]`` from 0: rows with the same number are one group at one noise level."""
+        return torch.unique(torch.stack([self.group_ids, self.levels]), dim=1, return_inverse=True)[1]
+
+
+class SampleObjective(Protocol):
+    """What an objective of kind ``sample`` offers. It draws nothing: noise and levels come with the batch."""
+
+    kind: ClassVar[str]
+    whole_groups: ClassVar[bool]
+    """All rows of a group and level must be in one batch."""
+    shared_noise: ClassVar[bool]
+    """Rows of a group and level must have the same noise and the same sigma."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
+        ...
+
+    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+        """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""
+        ...
+
+
+def reward_probability(advantages: torch.Tensor, clip: float, mode: AdvantageMode = "all") -> torch.Tensor:
+    """clamp(A / 2 clip + 1/2, 0, 1): how good a sample is, in [0, 1], as DiffusionNFT has it.
+
+    Args:
+        advantages: ``[R]``.
+        clip: the advantage that stands for 1.
+        mode: what is kept of A first: all; only what is above, only what is below 0; 1 where it is above 0, else 0;
+            its sign.
+
+    Returns:
+        ``[R]``.
+    """
+    advantages = advantages.clamp(-clip, clip)
+    if mode == "positive_only":
+        advantages = advantages.clamp(min=0)
+    elif mode == "negative_only":
+        advantages = advantages.clamp(max=0)
+    elif mode == "one_only":
+        advantages = (advantages > 0).to(advantages)
+    elif mode == "binary":
+        advantages = advantages.sign()
+    return (advantages / clip / 2 + 0.5).clamp(0, 1)
+
+
+def distance(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """mean |prediction - target| of each row, at least 1e-5 and without gradients: ``[R, 1, ...]``."""
+    with torch.no_grad():
+        mean = mean_over_sample((prediction.double() - target.double()).abs())
+        return per_sample(mean.clamp(min=SMALLEST_WEIGHT), prediction)

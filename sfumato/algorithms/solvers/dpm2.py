@@ -1,0 +1,44 @@
+"""DPM-Solver++ of order 2, multistep (arXiv 2211.01095, algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sfumato.algorithms.solvers.euler import Euler
+
+
+@dataclass(frozen=True)
+class DPMSolver2:
+    """Extrapolates x0 from this step's and the last one's prediction; the solver of DiffusionNFT's rollouts.
+
+    The first and the last step are of first order, and so is one without memory.
+    """
+
+    type: ClassVar[str] = "dpm2"
+
+    def step(
+        self,
+        velocity: torch.Tensor,
+        latents: torch.Tensor,
+        sigmas: torch.Tensor,
+        index: int,
+        memory: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x' = (sigma' / sigma) x - (1 - sigma') (e^-h - 1) (x0 + (x0 - x0_last) h / 2 h_last), h the step in lambda.
+
+        lambda = log((1 - sigma) / sigma) is half the log signal-to-noise ratio. As ``Solver.step`` says; the memory
+        is the prediction of x0, float32 ``[B, ...]``.
+        """
+        v, x = velocity.to(torch.float32), latents.to(torch.float32)
+        x0 = x - sigmas[index].to(torch.float32) * v
+        if memory is None or index == 0 or index == len(sigmas) - 2:
+            return Euler().step(v, x, sigmas, index)[0], x0
+        last, now, following = sigmas[index - 1 : index + 2].to(torch.float64)
+        log_snr = [torch.log1p(-sigma) - torch.log(sigma) for sigma in (last, now, following)]
+        h_last, h = log_snr[1] - log_snr[0], log_snr[2] - log_snr[1]  # h_last is infinite where sigma was 1: order 1
+        gain = -(1 - following) * torch.expm1(-h)
+        ratio, gain, weight = (each.to(torch.float32) for each in (following / now, gain, h / (2 * h_last)))
+        return ratio * x + gain * (x0 + weight * (x0 - memory)), x0

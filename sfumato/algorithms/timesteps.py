@@ -1,0 +1,123 @@
+"""Noise levels at which an objective on final samples is trained: L per sample, as a function of (seed, iteration, id).
+
+An objective with ``shared_noise`` gives the ids of groups instead of samples, so that a group shares its levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from sfumato.algorithms.flow_matching import draw_sigma
+from sfumato.algorithms.noise import keyed_permutation, keyed_uniform
+
+
+class Timesteps(Protocol):
+    """What every class of this file offers."""
+
+    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+        """Noise levels, float32 ``[B, L]`` on the CPU.
+
+        Args:
+            sigmas: ``[T + 1]``, the sampler's schedule, descending to 0.
+            seed, iteration: the key that the samples share.
+            ids: B integers, of samples or of their groups.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SamplerGrid:
+    """Levels of the sampler's own schedule, in random order without repetition (DiffusionNFT)."""
+
+    type: ClassVar[str] = "sampler_grid"
+
+    num: int | None = None
+    """Levels per sample, fewer where there are not as many; null is all of them."""
+    first: int = 0
+    """Step from which levels are taken; 1 leaves out pure noise."""
+    fraction: float = 1.0
+    """Levels are taken from the noisy share of the schedule that ends here, in (0, 1]."""
+    stratified: bool = False
+    """Cut the steps into ``num`` equal pieces and take one of each (AWM) instead of any."""
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or not 0 < self.fraction <= 1 or (self.num is not None and self.num < 1):
+            raise ValueError("first must not be below 0, fraction in (0, 1], and num at least 1")
+
+    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+        """As ``Timesteps.draw``. Raises ValueError when no step is left."""
+        steps = list(range(self.first, int(self.fraction * (len(sigmas) - 1) + 1e-9)))
+        if not steps:
+            raise ValueError(
+                f"no level is left of a schedule of {len(sigmas) - 1} steps from step {self.first} and with fraction "
+                f"{self.fraction}"
+            )
+        num = min(self.num or len(steps), len(steps))
+        if self.stratified:
+            drawn = _strata(num, seed, iteration, ids) * len(steps)
+            chosen = drawn.long().clamp(max=len(steps) - 1)
+        else:
+            order = [keyed_permutation(len(steps), seed, "timesteps", iteration, each)[:num] for each in ids]
+            chosen = torch.stack(order)
+        return sigmas.to("cpu", torch.float32)[torch.tensor(steps)[chosen]]
+
+
+@dataclass(frozen=True)
+class UniformTimesteps:
+    """Levels uniform in [low, high), then shifted; of several, one in each equal piece of the range."""
+
+    type: ClassVar[str] = "uniform"
+
+    num: int = 1
+    """Levels per sample."""
+    low: float = 0.0
+    """Smallest level before the shift."""
+    high: float = 1.0
+    """Largest level before the shift."""
+    shift: float = 1.0
+    """s in s sigma / (1 + (s - 1) sigma); above 1 moves levels towards noise."""
+
+    def __post_init__(self) -> None:
+        if self.num < 1 or not 0 <= self.low < self.high <= 1 or not self.shift > 0:
+            raise ValueError("num must be at least 1, 0 <= low < high <= 1, and shift above 0")
+
+    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+        """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
+        del sigmas
+        uniform = self.low + (self.high - self.low) * _strata(self.num, seed, iteration, ids)
+        return draw_sigma(uniform, "uniform", 0.0, 1.0, self.shift)
+
+
+@dataclass(frozen=True)
+class LogitNormalTimesteps:
+    """Levels sigmoid(normal), then shifted (arXiv 2403.03206); of several, one in each equally likely piece."""
+
+    type: ClassVar[str] = "logit_normal"
+
+    num: int = 1
+    """Levels per sample."""
+    mean: float = 0.0
+    """Mean of the normal variable."""
+    std: float = 1.0
+    """Standard deviation of the normal variable."""
+    shift: float = 1.0
+    """s in s sigma / (1 + (s - 1) sigma); above 1 moves levels towards noise."""
+
+    def __post_init__(self) -> None:
+        if self.num < 1 or not self.std > 0 or not self.shift > 0:
+            raise ValueError("num must be at least 1, std and shift above 0")
+
+    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+        """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
+        del sigmas
+        return draw_sigma(_strata(self.num, seed, iteration, ids), "logit_normal", self.mean, self.std, self.shift)
+
+
+def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+    """float64 ``[B, num]``: the k-th is uniform in [k / num, (k + 1) / num)."""
+    pieces = [k + keyed_uniform(seed, f"timestep {k}", iteration, ids) for k in range(num)]
+    return torch.stack(pieces, dim=1) / num
