@@ -28,7 +28,7 @@ class MissingDependencyError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, incomplete or damaged; the message names the file."""
+    """A checkpoint is missing, damaged or of another model, or could not be written; the message names it."""
 
     exit_code = 3
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
-from sfumato.checkpoint.envelope import (
-    list_checkpoints,
-    newest_intact,
-    prune_checkpoints,
-    verify_checkpoint,
-    write_checkpoint,
-)
-from sfumato.checkpoint.state import TrainState, gather_state, load_state, save_state
+from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
+from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.saving import Saving, Staging
+from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError, PreemptedError
 from sfumato.parallel.mesh import Mesh
@@ -19,25 +16,32 @@ from sfumato.tracking.run import Run
 
 
 class Checkpointer:
-    """Saves the state periodically, on SIGTERM and at the end: whole tensors of all ranks, written by rank 0."""
+    """Saves the state periodically, on SIGTERM and at the end. Every rank writes what it holds.
+
+    With ``train.save_async`` periodic saves are written by a thread, from a copy; at most one is on its way, and the
+    last one of a run is waited for.
+    """
 
     def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int) -> None:
         self.config, self.run, self.mesh = config, run, mesh
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
         self._saved_step = -1
+        self._staging = Staging() if config.save_async else None
+        self._pending: tuple[Saving, threading.Thread] | None = None
 
     def resume(self, state: TrainState) -> None:
         """Loads what ``train.load_checkpoint_path`` asks for into the state, if anything.
 
         Raises:
-            CheckpointError: when a named checkpoint is missing or damaged, or all are.
+            CheckpointError: when a named checkpoint is missing or damaged or of another model, or all are.
         """
         wanted = self.config.load_checkpoint_path
         if wanted is None:
             return
+        present = self.mesh.first(list_checkpoints(self.root), among="world")
         if wanted == "auto":
-            found = newest_intact(self.root, self.run.say)
+            found = newest_intact(present, self.run.say, self._verify)
             if found is None:
                 self.run.say(f"no checkpoint in {self.root}: starting from the first step")
                 return
@@ -46,25 +50,32 @@ class Checkpointer:
             folder = Path(wanted)
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
-            verify_checkpoint(folder)
-        load_state(state, folder, self.mesh)
+            self._verify(folder)
+        load_state(state, Stored(folder), self.mesh)
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
-        later = [each.name for step, each in list_checkpoints(self.root).items() if step > state.step]
+        later = [each.name for step, each in present.items() if step > state.step]
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 
-    def after_step(self, state: TrainState) -> None:
+    def after_step(self, state: TrainState, due: bool = False) -> None:
         """Saves if it is due, at the end, or when the run was asked to stop.
 
+        Args:
+            state: what is saved.
+            due: save also when the number of steps alone does not ask for it.
+
         Raises:
+            CheckpointError: when the last checkpoint of the run could not be written.
             PreemptedError: after saving, when SIGTERM or SIGINT came on some rank.
         """
         stopping = self.mesh.any(self.run.stop_requested)
-        due = self.config.save_steps > 0 and state.step % self.config.save_steps == 0
         last = state.step >= self.total_steps
+        due = due or (self.config.save_steps > 0 and state.step % self.config.save_steps == 0)
         if due or last or stopping:
             self.save(state, must_succeed=last or stopping)
+        elif self._pending is not None and not self.mesh.any(self._pending[1].is_alive()):
+            self._settle()
         if stopping:
             raise PreemptedError(f"stopped by signal after step {state.step}; the state is saved")
 
@@ -72,22 +83,61 @@ class Checkpointer:
         """Writes a checkpoint and prunes old ones.
 
         A periodic save that fails (a full disk) is reported and the run goes on, the previous checkpoint untouched.
+
+        Args:
+            state: what is saved.
+            must_succeed: wait until it is written, and raise CheckpointError when it cannot be.
         """
+        self._settle()
         if self._saved_step == state.step:
             return
-        failed = ""
-        gathered = gather_state(state, self.mesh)
-        if self.mesh.is_first:
+        in_background = self._staging is not None and not must_succeed
+        with self.run.timed("save"):
             try:
-                folder = write_checkpoint(self.root, state.step, lambda path: save_state(gathered, path))
-                verify_checkpoint(folder)
-                prune_checkpoints(self.root, self.config.max_checkpoints, state.step)
-            except (OSError, CheckpointError) as error:
-                if must_succeed:
-                    raise
-                failed = f"checkpoint of step {state.step} could not be written: {error}; "
-                failed += f"the newest is of step {max(list_checkpoints(self.root), default=0)}"
-        if not self.mesh.any(bool(failed)):
-            self._saved_step = state.step
-        elif failed:
-            self.run.say(failed)
+                saving = Saving(self.root, state, self.mesh, self._staging if in_background else None)
+            except CheckpointError as error:
+                self._report(state.step, error, must_succeed)
+                return
+            if in_background:
+                thread = threading.Thread(target=saving.write, name="checkpoint", daemon=True)
+                thread.start()
+                self._pending = saving, thread
+                return
+            saving.write()
+            self._finish(saving, must_succeed)
+
+    def _settle(self) -> None:
+        """Waits for the save that is on its way, if there is one."""
+        if self._pending is None:
+            return
+        saving, thread = self._pending
+        self._pending = None
+        with self.run.timed("save"):
+            thread.join()
+            self._finish(saving, must_succeed=False)
+
+    def _finish(self, saving: Saving, must_succeed: bool) -> None:
+        try:
+            saving.finish(self.config.max_checkpoints)
+        except CheckpointError as error:
+            self._report(saving.step, error, must_succeed)
+        else:
+            self._saved_step = saving.step
+
+    def _report(self, step: int, error: CheckpointError, must_succeed: bool) -> None:
+        newest = max(list_checkpoints(self.root), default=0)
+        text = f"checkpoint of step {step} could not be written: {error}; the newest is of step {newest}"
+        if must_succeed:
+            raise CheckpointError(text) from error
+        self.run.say(text)
+
+    def _verify(self, folder: Path) -> None:
+        """Compares a checkpoint with its manifest, each rank some of the files. Raises on every rank."""
+        problem = ""
+        try:
+            verify_checkpoint(folder, self.mesh.rank, self.mesh.size)
+        except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
+            problem = str(error)
+        problems = [each for each in self.mesh.gather(problem, over="world") if each]
+        if problems:
+            raise CheckpointError(problems[0])

@@ -1,6 +1,7 @@
 """The envelope of a checkpoint: written beside, flushed to disk, listed with SHA-256, then renamed.
 
-A folder ``global_step_N`` is complete or it is not there, whatever is killed when.
+A folder ``global_step_N`` is complete or it is not there, whatever is killed when. What writes the files into it, and
+on how many ranks, is not the envelope's business.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sfumato.errors import CheckpointError
@@ -18,47 +19,73 @@ from sfumato.errors import CheckpointError
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^global_step_(\d+)$")
 
+Listing = dict[str, dict[str, int | str]]
+"""Size and SHA-256 of files, by their path within the checkpoint."""
 
-def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Writes a checkpoint folder as one indivisible act.
+
+def begin_checkpoint(root: Path, step: int) -> Path:
+    """Makes the empty folder that the files of a checkpoint are written into, ``global_step_N.tmp``.
 
     Args:
         root: folder of all checkpoints; made if it is missing.
         step: number in the name.
-        write: writes the files into the folder it is given.
+    """
+    building = root / f"global_step_{step}.tmp"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    return building
+
+
+def list_files(building: Path, paths: Iterable[Path]) -> Listing:
+    """Flushes finished files of a checkpoint to disk and reads them back.
+
+    Raises:
+        OSError: when the disk is full or fails.
+    """
+    listing: Listing = {}
+    for path in sorted(paths):
+        _flush(path)
+        listing[str(path.relative_to(building))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return listing
+
+
+def finish_checkpoint(building: Path, listing: Listing) -> Path:
+    """Turns a folder whose files are all written and listed into a checkpoint, as one indivisible act.
+
+    Args:
+        building: from ``begin_checkpoint``.
+        listing: all its files, of all ranks.
 
     Returns:
         The finished folder. One of the same step is replaced.
 
     Raises:
-        OSError: when the disk is full or fails; nothing half-written stays behind.
+        CheckpointError: when a listed file is not here.
+        OSError: when the disk is full or fails.
     """
-    final, building = root / f"global_step_{step}", root / f"global_step_{step}.tmp"
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        building.mkdir(parents=True)
-        write(building)
-        manifest = {}
-        for path in sorted(each for each in building.rglob("*") if each.is_file()):
-            _flush(path)
-            manifest[str(path.relative_to(building))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        listing = building / MANIFEST
-        listing.write_text(json.dumps({"step": step, "files": manifest}, indent=1), encoding="utf-8")
-        _flush(listing)
-        for folder in (building, *(each for each in building.rglob("*") if each.is_dir())):
-            _flush(folder)
-        if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
-            stale = root / f"global_step_{step}.old.tmp"
-            shutil.rmtree(stale, ignore_errors=True)
-            final.rename(stale)
-            building.rename(final)
-            shutil.rmtree(stale, ignore_errors=True)
-        else:
-            building.rename(final)
-        _flush(root)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+    for name, entry in listing.items():
+        path = building / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path} was written by another process, but cannot be seen here: train.output_dir must lie on a "
+                "file system that all nodes share"
+            )
+    root, final = building.parent, building.with_suffix("")
+    path = building / MANIFEST
+    text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
+    path.write_text(text, encoding="utf-8")
+    _flush(path)
+    for folder in (building, *(each for each in building.rglob("*") if each.is_dir())):
+        _flush(folder)
+    if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
+        stale = root / f"{final.name}.old.tmp"
+        shutil.rmtree(stale, ignore_errors=True)
+        final.rename(stale)
+        building.rename(final)
+        shutil.rmtree(stale, ignore_errors=True)
+    else:
+        building.rename(final)
+    _flush(root)
     return final
 
 
@@ -70,16 +97,25 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def verify_checkpoint(folder: Path) -> None:
-    """Compares every file with the manifest. Raises CheckpointError that names the first one that differs."""
+def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Compares files with the manifest.
+
+    Args:
+        folder: a checkpoint.
+        rank: of those who share the work, each of whom takes some of the files.
+        num_ranks: how many they are.
+
+    Raises:
+        CheckpointError: names the first file that differs.
+    """
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+        expected = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: not a finished checkpoint") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
-    for name, (num_bytes, sha256) in expected.items():
+    for name, num_bytes, sha256 in expected[rank::num_ranks]:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
@@ -89,8 +125,15 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
-def newest_intact(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | None:
+def newest_intact(
+    found: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
+) -> tuple[int, Path] | None:
     """The newest checkpoint that verifies; damaged ones are named and passed over.
+
+    Args:
+        found: from ``list_checkpoints``.
+        say: takes a line for the person who watches.
+        verify: raises CheckpointError or OSError for a checkpoint that is not intact.
 
     Returns:
         Step and folder, or None when there is no checkpoint at all.
@@ -98,15 +141,15 @@ def newest_intact(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | 
     Raises:
         CheckpointError: when there are checkpoints but none is intact; starting anew would lose the run in silence.
     """
-    found = list_checkpoints(root)
-    for step, folder in reversed(found.items()):
+    for step, folder in sorted(found.items(), reverse=True):
         try:
-            verify_checkpoint(folder)
+            verify(folder)
         except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
             say(f"checkpoint passed over: {error}")
             continue
         return step, folder
     if found:
+        root = next(iter(found.values())).parent
         raise CheckpointError(f"no checkpoint in {root} is intact; to start anew, give another train.output_dir")
     return None
 
@@ -120,7 +163,7 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
     Args:
         root: folder of all checkpoints.
         keep: how many stay.
-        step: of the checkpoint that was just written and verified.
+        step: of the checkpoint that was just written.
     """
     found = list_checkpoints(root)
     kept = [each for each in found if each <= step][-keep:]

@@ -1,41 +1,71 @@
-"""Trained weights as folders that diffusers loads by itself."""
+"""Trained weights as folders that diffusers, transformers and peft load by themselves."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from sfumato.models.diffusion.base import DiffusionModel
+import torch
+from torch import nn
+
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import whole_weights
 
 
-def export_diffusion_model(model: DiffusionModel, ema: Ema | None, folder: Path, mesh: Mesh) -> None:
-    """Writes the pipeline (or with LoRA the adapter) to ``folder``, replacing an earlier export in one move.
+class Exportable(Protocol):
+    """A model that knows the folders that other programs load."""
+
+    @property
+    def trained(self) -> nn.Module:
+        """What holds the trained parameters, as ``parallelize`` returned it."""
+
+    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+        """Writes the folder.
+
+        Args:
+            folder: an empty folder.
+            weights: of ``trained``, whole, by the names of the plain module: the trainable ones when adapters are
+                written, else all. The dictionary may be emptied.
+            merge: write the model that computes the same without adapters, instead of the adapters.
+        """
+
+
+def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, merge: bool = False) -> None:
+    """Writes the model, or the adapters alone, to ``folder``, replacing an earlier export in one move.
 
     Args:
         model: what was trained.
         ema: if given, the averaged weights are exported, as they are what evaluation shows.
         folder: target, such as ``output_dir/hf_ckpt``.
         mesh: every rank gathers, the first one writes.
+        merge: write a whole model also when adapters were trained.
     """
+    only_adapters = has_adapters(model.trained) and not merge
     with averaged_weights(ema):
-        weights = whole_weights(model.denoiser, mesh)
-    if mesh.is_first:
-        building, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        if getattr(model.denoiser, "peft_config", None):
-            model.save_adapter(building, weights)
-        else:
-            model.save_pipeline(building, weights)
-        for path in building.rglob("*.safetensors"):
-            path.chmod(0o644)  # safetensors writes files that only their owner can read
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(building, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        weights = whole_weights(model.trained, mesh, only_adapters, share=True)
+        if mesh.is_first:
+            _replace(folder, lambda building: model.save_export(building, weights, merge))
     mesh.barrier()
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    building, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    write(building)
+    for path in building.rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(building, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether there are low-rank adapters in a module."""
+    return any(getattr(each, "peft_config", None) for each in module.modules())

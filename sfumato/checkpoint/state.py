@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import random
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from sfumato.checkpoint.optimizer_state import new_optimizer_state, optimizer_state
+from sfumato.checkpoint.parts import Parts, Stored, boxes_of, parts_of, whole_part
+from sfumato.checkpoint.random_state import random_state, restore_random
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
+from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.shards import all_parameters, local
 
+OPTIONAL = {
+    "ema": "moving average (train.ema_decay)",
+    "reference": "reference model",
+    "balancer": "expert bias (train.expert_bias_rate)",
+}
+"""What not every state has."""
+
+NAMED = 3
+"""Tensors of each kind that an error names; the others are counted."""
+
+
+Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Whole shapes and dtypes of tensors by name."""
+
 
 @dataclass
 class TrainState:
-    """Everything that changes while a run goes on. Data order and noise follow from ``step`` and the seed."""
+    """Everything that changes while a run goes on. Noise follows from ``step`` and the seed."""
 
     model: nn.Module
-    """Its trainable parameters are saved; the rest comes from the model folder again."""
+    """Its trainable parameters are saved; the rest comes from the model folder again. Of a pipeline its ``module``."""
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     ema: Ema | None = None
@@ -35,123 +49,194 @@ class TrainState:
     """A frozen copy that a KL penalty compares with."""
     step: int = 0
     """Steps that are finished."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What the data loader must know to go on, the same on every rank, of what JSON can hold."""
+    balancer: ExpertBalancer | None = None
+    """The biases that share tokens among experts."""
 
 
-Files = dict[str, dict[str, torch.Tensor]]
-"""Tensors by the name of the file that they go to."""
+class Section:
+    """Tensors that are saved under one name, all cut as the parameters of a module, or whole on every rank."""
+
+    def __init__(self, name: str, tensors: dict[str, torch.Tensor], pieces: Pieces | None = None) -> None:
+        """``tensors`` are this rank's pieces by parameter; without ``pieces`` they are whole."""
+        self.name, self.tensors, self.pieces = name, tensors, pieces
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the whole tensor."""
+        return self.tensors[name].shape if self.pieces is None else self.pieces.shapes[name]
+
+    def parts(self) -> Parts:
+        """What this rank holds."""
+        found: Parts = {}
+        for name, each in self.tensors.items():
+            key = f"{self.name}/{name}"
+            if self.pieces is None:
+                found |= whole_part(key, each)
+            else:
+                found |= parts_of(key, self.shape(name), each, boxes_of(self.pieces, name))
+        return found
+
+    def specs(self) -> Specs:
+        """Of all tensors, also of those of which this rank holds nothing."""
+        return {f"{self.name}/{name}": (self.shape(name), each.dtype) for name, each in self.tensors.items()}
 
 
-def gather_state(state: TrainState, mesh: Mesh) -> tuple[Files, dict[str, Any]]:
-    """Collects whole tensors from all ranks, and the numbers beside them. Every rank must call it.
+def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]:
+    """What this rank holds of a state's tensors, and everything else, of what JSON can hold. Every rank must call it.
 
-    Returns:
-        What ``save_state`` writes; on ranks other than the first the tensors are left out.
+    The tensors are views: they change when training goes on.
+
+    Raises:
+        ConfigError: when the optimiser has a state that cannot be saved in shards.
     """
     pieces = Pieces(state.model, mesh)
-    files: Files = {}
-
-    def add(file: str, key: str, tensor: torch.Tensor) -> None:
-        if mesh.is_first:
-            files.setdefault(file, {})[key] = tensor.detach().cpu()
-
-    for name, parameter in pieces.parameters.items():
-        add("model", name, pieces.whole(name, local(parameter.detach())))
-    files.setdefault("optimizer", {})
-    for name, parameter in pieces.parameters.items():
-        for key, value in state.optimizer.state.get(parameter, {}).items():
-            add("optimizer", f"{name}/{key}", value if value.ndim == 0 else pieces.whole(name, local(value)))
-    if state.ema is not None:
-        for name, average in state.ema.averages.items():
-            add("ema", name, pieces.whole(name, average))
-    if state.reference is not None:
-        frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
-        for name, parameter in frozen.parameters.items():
-            add("reference", name, frozen.whole(name, local(parameter.detach())))
-    rng_tensors, rng_values = _random_state()
-    files["random"] = rng_tensors
-    values = {
+    random_tensors, random_values = random_state(mesh.device)
+    optimizer_parts, numbers = optimizer_state(state.optimizer, pieces)
+    parts = optimizer_parts
+    for each in (*_sections(state, pieces, mesh), Section("random", random_tensors if mesh.is_first else {})):
+        parts |= each.parts()
+    return parts, {
         "step": state.step,
+        "model": model_name(state.model),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
         "schedule_steps": state.schedule.last_epoch,
-        "random": rng_values,
+        "optimizer": {key: each for stage in mesh.gather(numbers, over="pp") for key, each in stage.items()},
+        "random": random_values,
+        "data": state.data,
     }
-    return files, values
 
 
-def save_state(gathered: tuple[Files, dict[str, Any]], folder: Path) -> None:
-    """Writes tensors as safetensors and everything else as JSON; nothing is pickled.
-
-    Raises:
-        OSError: when the disk is full or fails.
-    """
-    files, values = gathered
-    for name, tensors in files.items():
-        try:
-            save_file({key: each.contiguous() for key, each in tensors.items()}, folder / f"{name}.safetensors")
-        except SafetensorError as error:  # what safetensors makes of a full disk
-            raise OSError(f"{folder / name}.safetensors: {error}") from error
-    (folder / "state.json").write_text(json.dumps(values), encoding="utf-8")
-
-
-def load_state(state: TrainState, folder: Path, mesh: Mesh) -> None:
+def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     """Puts a saved state in place, whatever the ranks and the parallelism that saved it. Every rank must call it.
 
+    Args:
+        state: of a run with the same model; what it holds is overwritten.
+        stored: a checkpoint that has been verified.
+        mesh: the ranks of this run.
+
     Raises:
-        CheckpointError: when names or shapes differ from the run's, naming the first that does.
+        CheckpointError: on every rank and before anything changes, when names, shapes or dtypes differ from the
+            run's, naming the first that do.
     """
-    values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    pieces = Pieces(state.model, mesh)
-    weights = {name: local(each.detach()) for name, each in pieces.parameters.items()}
-    _copy_into(weights, folder / "model.safetensors", pieces)
-    _restore_optimizer(state.optimizer, load_file(folder / "optimizer.safetensors"), folder, pieces)
-    _restore_schedule(state.schedule, values["schedule_steps"])
-    for present, name in ((state.ema is not None, "ema"), (state.reference is not None, "reference")):
-        if present != (folder / f"{name}.safetensors").is_file():
-            has, wants = ("no", "one") if present else ("one", "none")
-            raise CheckpointError(f"{folder} has {has} {name} weights, but the configuration wants {wants}")
+    pieces, values = Pieces(state.model, mesh), stored.values
+    sections = _sections(state, pieces, mesh)
+    _check_fit(state, sections, stored, mesh)
+    fields, parts = new_optimizer_state(state.optimizer, pieces, stored)
+    for each in sections:
+        parts |= each.parts()
+    stored.read(parts)
+    state.optimizer.state.clear()
+    state.optimizer.state.update(fields)
+    if state.balancer is not None:
+        state.balancer.load_state_dict(next(each.tensors for each in sections if each.name == "balancer"))
     if state.ema is not None:
-        _copy_into(state.ema.averages, folder / "ema.safetensors", pieces)
         state.ema.num_updates = values["ema_updates"]
+    _restore_schedule(state.schedule, values["schedule_steps"])
+    names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
+    restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
+    state.step, state.data = values["step"], values["data"]
+
+
+def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:
+    """Puts the trained weights of a checkpoint into a module: their moving average, if there is one.
+
+    Returns:
+        Whether it was the average.
+
+    Raises:
+        CheckpointError: when the module trains other weights.
+    """
+    pieces = Pieces(module, mesh)
+    averaged = any(key.startswith("ema/") for key in stored.tensors)
+    name = "ema" if averaged else "model"
+    section = Section(name, {key: local(each.detach()) for key, each in pieces.parameters.items()}, pieces)
+    there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
+    compare(stored, there, section.specs(), model_name(module))
+    stored.read(section.parts())
+    if any(key.startswith("balancer/") for key in stored.tensors):
+        balancer = ExpertBalancer(module, mesh, 0.0)
+        biases = Section("balancer", balancer.state_dict())
+        stored.read(biases.parts())
+        balancer.load_state_dict(biases.tensors)
+    return averaged
+
+
+def model_name(module: nn.Module) -> str:
+    """The name of a model's class, whatever wraps it."""
+    if isinstance(module, FullyShardedDataParallel):
+        module = module.module
+    stages = getattr(module, "stages", None)
+    if isinstance(stages, nn.ModuleDict):  # of a pipeline
+        module = next(iter(stages.values()))
+    kind = type(module)
+    return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
+
+
+def _sections(state: TrainState, pieces: Pieces, mesh: Mesh) -> list[Section]:
+    """All tensors but the optimiser's and the random generators'."""
+    found = [Section("model", {name: local(each.detach()) for name, each in pieces.parameters.items()}, pieces)]
+    if state.ema is not None:
+        found.append(Section("ema", state.ema.averages, pieces))
     if state.reference is not None:
         frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
         weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}
-        _copy_into(weights, folder / "reference.safetensors", frozen)
-    _restore_random(load_file(folder / "random.safetensors"), values["random"])
-    state.step = values["step"]
+        found.append(Section("reference", weights, frozen))
+    if state.balancer is not None:
+        found.append(Section("balancer", state.balancer.state_dict()))
+    return found
 
 
-@torch.no_grad()
-def _copy_into(targets: dict[str, torch.Tensor], path: Path, pieces: Pieces) -> None:
-    loaded = load_file(path)
-    for name in sorted(set(targets) ^ set(loaded)):
-        where = "is not in the checkpoint" if name in targets else "is not trained by this configuration"
-        raise CheckpointError(f"{path}: tensor {name!r} {where}")
-    for name, target in targets.items():
-        shape = pieces.shapes[name]
-        if shape != loaded[name].shape:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {tuple(loaded[name].shape)}, the model has {tuple(shape)}"
-            )
-        target.copy_(pieces.piece(name, loaded[name]).view(target.shape))
+def _check_fit(state: TrainState, sections: list[Section], stored: Stored, mesh: Mesh) -> None:
+    mine = {key: spec for each in sections for key, spec in each.specs().items()}
+    wanted = {key: spec for stage in mesh.gather(mine, over="pp") for key, spec in stage.items()}
+    there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in ("optimizer", "random")}
+    for section, what in OPTIONAL.items():
+        is_there, is_wanted = (any(key.startswith(f"{section}/") for key in each) for each in (there, wanted))
+        if is_there != is_wanted:
+            has, wants = ("one", "none") if is_there else ("no", "one")
+            raise CheckpointError(f"{stored.folder} has {has} {what}, but this configuration wants {wants}")
+    unknown = [key for key in stored.optimizer_keys() if f"model/{key.rsplit('/', 1)[0]}" not in wanted]
+    compare(stored, there, wanted, model_name(state.model), [f"optimizer/{key}" for key in unknown])
 
 
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], folder: Path, pieces: Pieces
-) -> None:
-    """Per-parameter tensors stand as ``parameter/key``. Rates and betas are not state: the configuration has them."""
-    optimizer.state.clear()
-    for full_name, value in tensors.items():
-        name, key = full_name.rsplit("/", 1)
-        if name not in pieces.parameters:
-            raise CheckpointError(f"{folder}: optimizer state of {name!r}, which this configuration does not train")
-        parameter = pieces.parameters[name]
-        if value.ndim > 0:
-            restored = torch.empty_like(parameter, dtype=value.dtype)
-            local(restored).copy_(pieces.piece(name, value).view(local(restored).shape))
-            value = restored
-        elif parameter.is_cuda:
-            value = value.to(parameter.device)
-        optimizer.state[parameter][key] = value
+def compare(stored: Stored, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()) -> None:
+    """Whether the tensors of a checkpoint are those that are wanted.
+
+    Args:
+        stored: the checkpoint.
+        there: those of its tensors that come into question.
+        wanted: what they should be.
+        model: the class of the model that wants them.
+        unknown: more of its tensors that have no place.
+
+    Raises:
+        CheckpointError: names the first that are missing, left over, or of another shape or dtype.
+    """
+    problems = []
+    if missing := wanted.keys() - there.keys():
+        problems.append(f"it has no {_some(missing)}")
+    if extra := {*(there.keys() - wanted.keys()), *unknown}:
+        problems.append(f"this configuration does not train {_some(extra)}")
+    for key in sorted(wanted.keys() & there.keys()):
+        (shape, dtype), (wanted_shape, wanted_dtype) = there[key], wanted[key]
+        if shape != wanted_shape:
+            problems.append(f"{key!r} has shape {tuple(shape)}, here {tuple(wanted_shape)}")
+        elif dtype != wanted_dtype:
+            problems.append(f"{key!r} has dtype {dtype}, here {wanted_dtype}")
+    if problems:
+        saved = stored.values["model"]
+        kinds = f" (a {saved}, here a {model})" if saved != model else ""
+        more = f"; and {len(problems) - 2 * NAMED} more" if len(problems) > 2 * NAMED else ""
+        listed = "; ".join(problems[: 2 * NAMED])
+        raise CheckpointError(f"{stored.folder} is of another model or configuration{kinds}: {listed}{more}")
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few names, and how many more."""
+    quoted = [repr(each) for each in sorted(names)]
+    more = f" and {len(quoted) - NAMED} more" if len(quoted) > NAMED else ""
+    return ", ".join(quoted[:NAMED]) + more
 
 
 def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
@@ -161,27 +246,3 @@ def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
     schedule.load_state_dict({**schedule.state_dict(), **position})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    numpy_state = np.random.get_state(legacy=False)
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state["state"]["key"].copy())}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda{index}": each for index, each in enumerate(torch.cuda.get_rng_state_all())}
-    numbers = {
-        "pos": int(numpy_state["state"]["pos"]),
-        "has_gauss": int(numpy_state["has_gauss"]),
-        "gauss": float(numpy_state["gauss"]),
-    }
-    return tensors, {"python": random.getstate(), "numpy": numbers}
-
-
-def _restore_random(tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    cuda = [tensors[f"cuda{index}"] for index in range(len(tensors)) if f"cuda{index}" in tensors]
-    if cuda and torch.cuda.device_count() == len(cuda):
-        torch.cuda.set_rng_state_all(cuda)
-    version, internal, gauss = values["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numbers = values["numpy"]
-    np.random.set_state(("MT19937", tensors["numpy"].numpy(), numbers["pos"], numbers["has_gauss"], numbers["gauss"]))

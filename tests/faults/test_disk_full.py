@@ -5,20 +5,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 
-from sfumato.checkpoint import state as state_module
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
+from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
+from sfumato.errors import CheckpointError
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
-from tests.tiny import load_task, run_task_here, tiny_dit_config
+from tests.tiny import run_task_here, tiny_dit_config
 
 TOTAL_STEPS = 10
 
@@ -32,51 +33,69 @@ def make(output_dir: Path, num_rows: int = 8, **settings) -> tuple[Checkpointer,
     return Checkpointer(config, Run(output_dir, "test", mesh), mesh, TOTAL_STEPS), state
 
 
+def unexpected_position() -> RuntimeError:
+    """What torch makes of a write that fails."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    return error
+
+
+FAILURES = [OSError(errno.ENOSPC, "No space left on device"), unexpected_position()]
+by_failure = pytest.mark.parametrize("error", FAILURES, ids=lambda each: type(each).__name__)
+in_background = pytest.mark.parametrize("save_async", [False, True], ids=["waited for", "in the background"])
+
+
 def break_saving(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Lets the second file of a checkpoint fail after the first has been written."""
-    save = safetensors.torch.save_file
+    """Lets a save fail after some of it has been written."""
+    write = FileSystemWriter.write_data
 
-    def fail(tensors, path):
-        if Path(path).name != "model.safetensors":
-            raise error
-        save(tensors, path)
+    def fail(writer, plan, planner):
+        write(writer, plan, planner)
+        raise error
 
-    monkeypatch.setattr(state_module, "save_file", fail)
-
-
-FAILURES = [
-    OSError(errno.ENOSPC, "No space left on device"),
-    safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-]
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
 
 
-@pytest.mark.parametrize("error", FAILURES, ids=lambda each: type(each).__name__)
-def test_a_periodic_save_that_fails_is_reported_and_the_next_one_works(tmp_path, monkeypatch, error):
-    checkpointer, state = make(tmp_path)
+@in_background
+@by_failure
+def test_a_periodic_save_that_fails_is_reported_and_the_next_one_works(tmp_path, monkeypatch, error, save_async):
+    checkpointer, state = make(tmp_path, save_async=save_async)
     checkpointer.after_step(state)
+    wait_for(checkpointer)
     with monkeypatch.context() as broken:
         break_saving(broken, error)
         state.step = 2
         checkpointer.after_step(state)
-    said = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "checkpoint of step 2 could not be written" in said
-    assert "No space left on device" in said
-    assert "the newest is of step 1" in said
-    assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
-    verify_checkpoint(checkpointer.root / "global_step_1")
-
+        wait_for(checkpointer)
     state.step = 3
     checkpointer.after_step(state)
-    assert list(list_checkpoints(checkpointer.root)) == [1, 3]
-
-
-@pytest.mark.parametrize("error", FAILURES, ids=lambda each: type(each).__name__)
-def test_the_last_save_must_succeed(tmp_path, monkeypatch, error):
-    checkpointer, state = make(tmp_path)
+    said = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert "checkpoint of step 2 could not be written: rank 0: [Errno 28] No space left on device" in said
+    assert "the newest is of step 1" in said
+    wait_for(checkpointer)
+    state.step = TOTAL_STEPS
     checkpointer.after_step(state)
+    assert list(list_checkpoints(checkpointer.root)) == [1, 3, TOTAL_STEPS]
+    assert not list(checkpointer.root.glob("*.tmp"))
+    for folder in list_checkpoints(checkpointer.root).values():
+        verify_checkpoint(folder)
+
+
+def wait_for(checkpointer: Checkpointer) -> None:
+    """Until the thread has written; the checkpoint is complete only after the next step."""
+    if checkpointer._pending is not None:
+        checkpointer._pending[1].join()
+
+
+@in_background
+@by_failure
+def test_the_last_save_must_succeed(tmp_path, monkeypatch, error, save_async):
+    checkpointer, state = make(tmp_path, save_async=save_async)
+    checkpointer.after_step(state)
+    wait_for(checkpointer)
     break_saving(monkeypatch, error)
     state.step = TOTAL_STEPS
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match=r"step 10 could not be written.*No space left on device.*of step 1$"):
         checkpointer.after_step(state)
     assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
     verify_checkpoint(checkpointer.root / "global_step_1")
@@ -86,23 +105,42 @@ def test_the_save_after_a_signal_must_succeed(tmp_path, monkeypatch):
     checkpointer, state = make(tmp_path)
     break_saving(monkeypatch, FAILURES[0])
     checkpointer.run.stop_requested = True
-    with pytest.raises(OSError, match="No space left on device"):  # and not "the state is saved"
+    with pytest.raises(CheckpointError, match="No space left on device"):  # and not "the state is saved"
         checkpointer.after_step(state)
 
 
-def test_a_run_goes_on_when_periodic_saves_fail(tmp_path, monkeypatch):
-    config = tiny_dit_config(tmp_path, train={"max_steps": 3, "save_steps": 1})
-    save_state = state_module.save_state
-    task = load_task("train_dit")
+@in_background
+def test_an_error_that_is_not_of_the_disk_stops_the_run(tmp_path, monkeypatch, save_async):
+    checkpointer, state = make(tmp_path, save_async=save_async)
+    break_saving(monkeypatch, KeyError("a mistake"))
+    if save_async:
+        checkpointer.after_step(state)
+        wait_for(checkpointer)
+        state.step = 2
+    with pytest.raises(KeyError, match="a mistake"):
+        checkpointer.after_step(state)
+    assert list_checkpoints(checkpointer.root) == {}
 
-    def fail_at_step_2(gathered, folder):
-        save_state(gathered, folder)
-        _, values = gathered
-        if values["step"] == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("sfumato.checkpoint.checkpointer.save_state", fail_at_step_2)
-    output_dir = run_task_here(task, config)
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
+    checkpointer, state = make(tmp_path)
+    checkpointer.root.write_text("a file", encoding="utf-8")
+    checkpointer.after_step(state)
+    assert "checkpoint of step 1 could not be written: [Errno" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
+@in_background
+def test_a_run_goes_on_when_periodic_saves_fail(tmp_path, monkeypatch, save_async):
+    config = tiny_dit_config(tmp_path, train={"max_steps": 3, "save_steps": 1, "save_async": save_async})
+    write = Saving.write
+
+    def fail_at_step_2(saving):
+        write(saving)
+        if saving.step == 2:
+            saving._error = OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Saving, "write", fail_at_step_2)
+    output_dir = run_task_here("train_dit", config)
     assert list(list_checkpoints(output_dir / "checkpoints")) == [1, 3]
     assert "checkpoint of step 2 could not be written" in (output_dir / "log.txt").read_text(encoding="utf-8")
 
@@ -119,18 +157,20 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full(small_disk):
+@in_background
+def test_a_disk_that_is_really_full(small_disk, save_async):
     """The first checkpoint (1.5 MB with AdamW's averages) fits, a second one beside it does not."""
-    checkpointer, state = make(small_disk / "run", num_rows=2000)
+    checkpointer, state = make(small_disk / "run", num_rows=2000, save_async=save_async)
     state.model(torch.ones(1, 64)).sum().backward()
     state.optimizer.step()
     checkpointer.after_step(state)
     state.step = 2
     checkpointer.after_step(state)
+    checkpointer._settle()
     assert "checkpoint of step 2 could not be written" in (small_disk / "run" / "log.txt").read_text(encoding="utf-8")
     assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
     verify_checkpoint(checkpointer.root / "global_step_1")
     state.step = TOTAL_STEPS
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match="No space left on device"):
         checkpointer.after_step(state)
     assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]

@@ -18,18 +18,17 @@ TRIALS = 30
 WRITER = """
 import os, sys
 from pathlib import Path
-from sfumato.checkpoint.envelope import prune_checkpoints, verify_checkpoint, write_checkpoint
+from sfumato.checkpoint.envelope import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
 
 root, log, step = Path(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT), int(sys.argv[3])
-
-def write(folder):
-    for name in ("model", "optimizer", "ema"):
-        (folder / name).write_bytes(step.to_bytes(4, "big") * (1 << 18))
 
 while True:
     step += 1
     os.write(log, b"begin %d\\n" % step)
-    verify_checkpoint(write_checkpoint(root, step, write))
+    building = begin_checkpoint(root, step)
+    for name in ("model", "optimizer", "ema"):
+        (building / name).write_bytes(step.to_bytes(4, "big") * (1 << 18))
+    finish_checkpoint(building, list_files(building, building.iterdir()))
     os.write(log, b"written %d\\n" % step)
     prune_checkpoints(root, 2, step)
 """
@@ -50,7 +49,7 @@ def test_a_checkpoint_survives_sigkill_at_any_time(tmp_path):
         begun = max((int(step) for what, step in events if what == "begin"), default=last)
         written = max((int(step) for what, step in events if what == "written"), default=last)
         assert begun - written in (0, 1)
-        found = newest_intact(root, pytest.fail)  # no finished checkpoint is ever damaged
+        found = newest_intact(list_checkpoints(root), pytest.fail)  # no finished checkpoint is ever damaged
         for folder in list_checkpoints(root).values():
             verify_checkpoint(folder)
         if found is None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from sfumato.checkpoint import envelope
 from sfumato.checkpoint.envelope import (
     MANIFEST,
+    begin_checkpoint,
+    finish_checkpoint,
     list_checkpoints,
+    list_files,
     newest_intact,
     prune_checkpoints,
     verify_checkpoint,
-    write_checkpoint,
 )
 from sfumato.errors import CheckpointError
 
@@ -24,6 +27,12 @@ def write_files(folder: Path) -> None:
     (folder / "state.json").write_text('{"step": 1}', encoding="utf-8")
     (folder / "part").mkdir()
     (folder / "part" / "empty").write_bytes(b"")
+
+
+def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> Path:
+    building = begin_checkpoint(root, step)
+    write(building)
+    return finish_checkpoint(building, list_files(building, (each for each in building.rglob("*") if each.is_file())))
 
 
 def make(root: Path, *steps: int) -> list[Path]:
@@ -50,18 +59,35 @@ def test_a_finished_checkpoint_verifies_and_is_named_by_its_step(tmp_path):
     assert set(listed) == {"weights.safetensors", "state.json", "part/empty"}
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError()])
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path, error):
+def test_a_write_that_is_not_finished_is_no_checkpoint(tmp_path):
     make(tmp_path, 1)
-
-    def write(folder: Path) -> None:
-        write_files(folder)
-        raise error
-
-    with pytest.raises(type(error)):
-        write_checkpoint(tmp_path, 2, write)
-    assert names(tmp_path) == {"global_step_1"}
+    write_files(begin_checkpoint(tmp_path, 2))
+    assert list(list_checkpoints(tmp_path)) == [1]
     verify_checkpoint(tmp_path / "global_step_1")
+
+
+def test_files_that_other_nodes_keep_to_themselves_are_named(tmp_path):
+    building = begin_checkpoint(tmp_path, 2)
+    write_files(building)
+    listing = list_files(building, [building / "state.json"])
+    listing["__1_0.distcp"] = {"bytes": 3, "sha256": "0"}
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp was written.*file system that all nodes share"):
+        finish_checkpoint(building, listing)
+    assert list_checkpoints(tmp_path) == {}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "part/empty"])
+def test_each_file_is_verified_by_one_of_several_ranks(tmp_path, num_ranks, name):
+    (folder,) = make(tmp_path, 1)
+    (folder / name).write_bytes(b"other")
+    noticed = 0
+    for rank in range(num_ranks):
+        try:
+            verify_checkpoint(folder, rank, num_ranks)
+        except CheckpointError:
+            noticed += 1
+    assert noticed == 1
 
 
 def test_the_old_checkpoint_of_a_step_stands_until_the_new_one_is_written(tmp_path):
@@ -123,14 +149,14 @@ def test_pruning_never_takes_the_checkpoint_that_was_just_written(tmp_path):
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert newest_intact(tmp_path / "absent", pytest.fail) is None
+    assert newest_intact(list_checkpoints(tmp_path / "absent"), pytest.fail) is None
     (tmp_path / "global_step_1.tmp").mkdir()
-    assert newest_intact(tmp_path, pytest.fail) is None
+    assert newest_intact(list_checkpoints(tmp_path), pytest.fail) is None
 
 
 def test_the_newest_is_taken_without_a_word_when_it_is_intact(tmp_path):
     make(tmp_path, 9, 10)
-    assert newest_intact(tmp_path, pytest.fail) == (10, tmp_path / "global_step_10")
+    assert newest_intact(list_checkpoints(tmp_path), pytest.fail) == (10, tmp_path / "global_step_10")
 
 
 def test_a_damaged_newest_is_named_and_passed_over(tmp_path):
@@ -138,7 +164,7 @@ def test_a_damaged_newest_is_named_and_passed_over(tmp_path):
     flip(tmp_path / "global_step_3" / "weights.safetensors", 4000)
     (tmp_path / "global_step_2" / MANIFEST).unlink()
     said = []
-    assert newest_intact(tmp_path, said.append) == (1, tmp_path / "global_step_1")
+    assert newest_intact(list_checkpoints(tmp_path), said.append) == (1, tmp_path / "global_step_1")
     assert len(said) == 2
     assert "global_step_3/weights.safetensors is damaged" in said[0]
     assert "global_step_2 has no manifest.json" in said[1]
@@ -155,7 +181,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, monkeyp
 
     monkeypatch.setattr(envelope, "_sha256", read)
     said = []
-    assert newest_intact(tmp_path, said.append) == (1, tmp_path / "global_step_1")
+    assert newest_intact(list_checkpoints(tmp_path), said.append) == (1, tmp_path / "global_step_1")
     assert "Input/output error" in said[0]
 
 
@@ -164,7 +190,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path):
         flip(folder / "state.json", 0)
     said = []
     with pytest.raises(CheckpointError, match=r"train\.output_dir"):
-        newest_intact(tmp_path, said.append)
+        newest_intact(list_checkpoints(tmp_path), said.append)
     assert len(said) == 2
 
 

@@ -12,7 +12,7 @@ import yaml
 from diffusers import StableDiffusion3Pipeline
 
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.checkpoint.export import export_diffusion_model
+from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
@@ -160,7 +160,7 @@ def test_freed_encoders_serve_known_prompts_and_are_exported_again(folder: Path,
     assert_same_images(before, by_sfumato(model, 2.0))
     with pytest.raises(RuntimeError, match=r"encoders were freed.*new prompt"):
         model.encode_prompts(["a new prompt"])
-    export_diffusion_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    export_model(model, None, tmp_path / "hf_ckpt", ALONE)
     assert_same_images(before, by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt"), 2.0))
 
 
@@ -205,7 +205,7 @@ def test_lora_trains_only_adapters_and_exports_what_diffusers_loads(folder: Path
     changed = by_sfumato(model, 1.0)
     assert np.abs(changed.astype(int) - base.astype(int)).max() > 1
 
-    export_diffusion_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    export_model(model, None, tmp_path / "hf_ckpt", ALONE)
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
     pipeline.load_lora_weights(tmp_path / "hf_ckpt")
     assert_same_images(changed, by_diffusers(pipeline, 1.0))
@@ -232,7 +232,7 @@ def test_export_holds_the_averaged_weights(folder: Path, tmp_path: Path) -> None
     average = {name: each.clone() for name, each in ema.averages.items()}
     with torch.no_grad():
         model.denoiser.proj_out.bias.add_(1.0)
-    export_diffusion_model(model, ema, tmp_path / "hf_ckpt", ALONE)
+    export_model(model, ema, tmp_path / "hf_ckpt", ALONE)
     exported = StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt").transformer
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, average[name])

@@ -2,16 +2,23 @@
 
 import copy
 import json
+import math
+import os
+import pickle
 import random
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sfumato.checkpoint import state as state_module
+from sfumato.checkpoint.parts import Stored, boxes_of_range
+from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import CheckpointError
@@ -24,13 +31,21 @@ TOTAL_STEPS = 9
 ALONE = Mesh(Layout(), torch.device("cpu"))
 
 
-def save_state(state: TrainState, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    state_module.save_state(state_module.gather_state(state, ALONE), folder)
+def save_state(state: TrainState, root: Path) -> Path:
+    saving = Saving(root, state, ALONE)
+    saving.write()
+    saving.finish(keep=1)
+    return root / f"global_step_{state.step}"
 
 
 def load_state(state: TrainState, folder: Path) -> None:
-    state_module.load_state(state, folder, ALONE)
+    state_module.load_state(state, Stored(folder), ALONE)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by torch's own tool."""
+    dcp_to_torch_save(folder, folder.parent / "all.pt")
+    return torch.load(folder.parent / "all.pt")
 
 
 def make(seed: int = 0, width: int = 8, ema: bool = True, reference: bool = True, bias: bool = True) -> TrainState:
@@ -39,6 +54,10 @@ def make(seed: int = 0, width: int = 8, ema: bool = True, reference: bool = True
     np.random.seed(seed)
     module = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, 2, bias=bias))
     module[0].bias.requires_grad_(False)
+    return state_of(module, ema, reference)
+
+
+def state_of(module: nn.Module, ema: bool = True, reference: bool = True) -> TrainState:
     config = DitTrainConfig(
         output_dir="unused", lr=0.01, lr_warmup_steps=2, lr_decay_style="cosine", lr_min=0.001, weight_decay=0.1
     )
@@ -92,11 +111,11 @@ def test_stopping_and_resuming_changes_no_bit(tmp_path, stop):
 
     first = make()
     begin = train(first, stop)
-    save_state(first, tmp_path)
+    folder = save_state(first, tmp_path)
     saved = everything(first)
 
     resumed = make(seed=99)
-    load_state(resumed, tmp_path)
+    load_state(resumed, folder)
     assert resumed.step == stop
     assert_identical(everything(resumed) | {"model/0.bias": saved["model/0.bias"]}, saved)
     resumed.model[0].bias.copy_(first.model[0].bias)  # frozen: comes from the model folder, not from the checkpoint
@@ -112,14 +131,14 @@ def test_every_generator_goes_on_where_it_stood(tmp_path):
     random.gauss(0, 1)  # gauss makes two values and keeps one, in Python and in numpy
     np.random.standard_normal()
     torch.randn(3)
-    save_state(state, tmp_path)
+    folder = save_state(state, tmp_path)
 
     def draw() -> list[float]:
         return [random.gauss(0, 1), random.random(), *np.random.standard_normal(2), *torch.randn(2).tolist()]
 
     expected = draw()
     other = make(seed=5)
-    load_state(other, tmp_path)
+    load_state(other, folder)
     assert draw() == expected
 
 
@@ -135,97 +154,193 @@ def test_saving_draws_no_random_number_and_changes_nothing(tmp_path):
     assert train(state, 1) == twin_next
 
 
-def test_nothing_is_pickled(tmp_path):
+def test_torch_reads_it_and_reads_only_what_is_trained(tmp_path):
     state = make()
+    state.data = {"position": 12, "sources": ["a", "b"], "part": 0.5}
     train(state, 2)
-    save_state(state, tmp_path)
-    names = {each.name for each in tmp_path.iterdir()}
-    assert names == {
-        "model.safetensors",
-        "optimizer.safetensors",
-        "ema.safetensors",
-        "reference.safetensors",
-        "random.safetensors",
-        "state.json",
+    folder = save_state(state, tmp_path)
+    assert {each.name for each in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
+    found = tensors_in(folder)
+    trained = {"0.weight", "3.weight", "3.bias"}
+    assert {key.removeprefix("model/") for key in found if key.startswith("model/")} == trained
+    assert {key.split("/")[1] for key in found if key.startswith("optimizer/")} == trained
+    assert torch.equal(found["model/3.weight"], state.model[3].weight)
+    assert torch.equal(found["optimizer/3.bias/exp_avg"], state.optimizer.state[state.model[3].bias]["exp_avg"])
+    assert torch.equal(found["ema/0.weight"], state.ema.averages["0.weight"])
+    values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    assert (values["step"], values["model"], values["data"]) == (2, "Sequential", state.data)
+    loaded = make(seed=3)
+    load_state(loaded, folder)
+    assert loaded.data == state.data
+
+
+def test_fields_of_any_kind_of_optimiser_state(tmp_path):
+    """Integers, other dtypes, and tensors that have not the shape of their parameter, as 8-bit optimisers have."""
+    state = make()
+    train(state, 1)
+    weight, bias = state.model[0].weight, state.model[3].bias
+    state.optimizer.state[weight] = {
+        "step": 7,
+        "state1": torch.arange(32, dtype=torch.uint8).view(8, 4),
+        "absmax1": torch.rand(3),
+        "scale": torch.tensor(math.pi, dtype=torch.float64),
     }
-    json.loads((tmp_path / "state.json").read_text(encoding="utf-8"))
-    for each in tmp_path.glob("*.safetensors"):
-        load_file(each)
+    state.optimizer.state[bias]["exp_avg"] = torch.tensor([math.nan, -0.0], dtype=torch.bfloat16)
+    folder = save_state(state, tmp_path)
+    loaded = make(seed=3)
+    load_state(loaded, folder)
+    fields = loaded.optimizer.state[loaded.model[0].weight]
+    assert isinstance(fields.pop("step"), int)
+    assert_identical(fields, {key: each for key, each in state.optimizer.state[weight].items() if key != "step"})
+    found, saved = (each.optimizer.state[each.model[3].bias]["exp_avg"] for each in (loaded, state))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.view(torch.int16), saved.view(torch.int16))
 
 
-def test_only_what_is_trained_is_saved(tmp_path):
-    save_state(make(), tmp_path)
-    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "3.weight", "3.bias"}
+def test_a_parameter_without_gradient_so_far_has_no_state(tmp_path):
+    state, loaded = make(), make(seed=3)
+    train(state, 1)
+    train(loaded, 2)
+    del state.optimizer.state[state.model[0].weight]
+    load_state(loaded, save_state(state, tmp_path))
+    assert loaded.model[0].weight not in loaded.optimizer.state
+    assert len(loaded.optimizer.state) == 2
 
 
-def edit(path, change) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+def edit(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Writes a checkpoint again by torch's own saver, with tensors added, changed, or (None) left out."""
+    tensors = {name: each for name, each in (tensors_in(folder) | changes).items() if each is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is overwritten
+        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.parametrize("file", ["model", "ema", "reference"])
-def test_a_missing_tensor_is_named(tmp_path, file):
-    save_state(make(), tmp_path)
-    edit(tmp_path / f"{file}.safetensors", lambda tensors: tensors.pop("3.weight"))
-    with pytest.raises(CheckpointError, match=rf"{file}\.safetensors.*'3\.weight' is not in the checkpoint"):
-        load_state(make(), tmp_path)
+@pytest.mark.parametrize("section", ["model", "ema", "reference"])
+def test_a_missing_tensor_is_named(tmp_path, section):
+    folder = save_state(make(), tmp_path)
+    edit(folder, **{f"{section}/3.weight": None})
+    with pytest.raises(CheckpointError, match=rf"global_step_0 is of another model.*has no '{section}/3\.weight'$"):
+        load_state(make(), folder)
 
 
-@pytest.mark.parametrize("file", ["model", "ema", "reference"])
-def test_an_extra_tensor_is_named(tmp_path, file):
-    save_state(make(), tmp_path)
-    edit(tmp_path / f"{file}.safetensors", lambda tensors: tensors.update(extra=torch.ones(1)))
-    with pytest.raises(CheckpointError, match=rf"{file}\.safetensors.*'extra' is not trained by this configuration"):
-        load_state(make(), tmp_path)
+@pytest.mark.parametrize("section", ["model", "ema", "reference"])
+def test_an_extra_tensor_is_named(tmp_path, section):
+    folder = save_state(make(), tmp_path)
+    edit(folder, **{f"{section}/extra": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=rf"does not train '{section}/extra'$"):
+        load_state(make(), folder)
 
 
-@pytest.mark.parametrize("file", ["model", "ema", "reference"])
-def test_a_tensor_of_another_shape_is_named(tmp_path, file):
-    save_state(make(), tmp_path)
-    edit(tmp_path / f"{file}.safetensors", lambda tensors: tensors.update({"3.weight": torch.ones(2, 1)}))
-    with pytest.raises(CheckpointError, match=rf"{file}\.safetensors.*'3\.weight' has shape \(2, 1\).*\(2, 8\)"):
-        load_state(make(), tmp_path)
+@pytest.mark.parametrize("section", ["model", "ema", "reference"])
+def test_a_tensor_of_another_shape_or_dtype_is_named(tmp_path, section):
+    folder = save_state(make(), tmp_path)
+    edit(folder, **{f"{section}/3.weight": torch.ones(2, 1)})
+    with pytest.raises(CheckpointError, match=rf"'{section}/3\.weight' has shape \(2, 1\), here \(2, 8\)"):
+        load_state(make(), folder)
+    edit(folder, **{f"{section}/3.weight": torch.ones(2, 8, dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=rf"'{section}/3\.weight' has dtype torch\.bfloat16, here torch\.float32"):
+        load_state(make(), folder)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    save_state(make(width=8), tmp_path)
-    with pytest.raises(CheckpointError, match=r"'0\.weight' has shape"):
-        load_state(make(width=6), tmp_path)
-    with pytest.raises(CheckpointError, match=r"'3\.bias' is not trained"):
-        load_state(make(bias=False), tmp_path)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path):
+    folder = save_state(make(width=8), tmp_path)
+    narrow = make(width=6)
+    before = everything(narrow)
+    with pytest.raises(CheckpointError, match=r"'ema/0\.weight' has shape \(8, 4\), here \(6, 4\)"):
+        load_state(narrow, folder)
+    assert_identical(everything(narrow), before)
+    with pytest.raises(CheckpointError, match=r"does not train 'ema/3\.bias', 'model/3\.bias', 'reference/3\.bias'$"):
+        load_state(make(bias=False), folder)
+    message = (
+        r"\(a Sequential, here a Bilinear\): it has no 'ema/bias', 'ema/weight', 'model/bias' and 3 more; this conf"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_state(state_of(nn.Bilinear(3, 3, 2)), folder)
 
 
 def test_optimizer_state_of_an_unknown_parameter_is_named(tmp_path):
     state = make()
     train(state, 1)
-    save_state(state, tmp_path)
-    edit(tmp_path / "optimizer.safetensors", lambda tensors: tensors.update({"other/exp_avg": torch.ones(1)}))
-    with pytest.raises(CheckpointError, match="'other'"):
-        load_state(make(), tmp_path)
+    folder = save_state(state, tmp_path)
+    edit(folder, **{"optimizer/other/exp_avg": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="does not train 'optimizer/other/exp_avg'"):
+        load_state(make(), folder)
 
 
-@pytest.mark.parametrize("which", ["ema", "reference"])
-def test_what_the_checkpoint_has_and_what_the_run_wants_must_agree(tmp_path, which):
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    save_state(make(), tmp_path / "with")
-    save_state(make(**{which: False}), tmp_path / "without")
-    with pytest.raises(CheckpointError, match=f"without has no {which} weights, but the configuration wants one"):
-        load_state(make(), tmp_path / "without")
-    with pytest.raises(CheckpointError, match=f"with has one {which} weights, but the configuration wants none"):
-        load_state(make(**{which: False}), tmp_path / "with")
+def test_a_folder_of_whole_tensors_is_named(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"has no \.metadata.*hf_ckpt"):
+        Stored(tmp_path)
+
+
+class Malicious:
+    """Unpickles to a call of any function."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        lambda path: pickle.dumps(Malicious(os.mkdir, str(path))),
+        lambda path: (
+            b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93\x8c"
+            + bytes([len(str(path))])
+            + str(path).encode()
+            + b"\x85R."
+        ),  # by the module that the metadata's own module has imported
+        lambda path: pickle.dumps(Malicious(eval, f"__import__('os').mkdir({str(path)!r})")),
+    ],
+    ids=["directly", "through a module", "eval"],
+)
+def test_a_checkpoint_runs_no_program(tmp_path, pickled):
+    folder = save_state(make(), tmp_path)
+    mark = tmp_path / "mark"
+    content = pickled(mark)
+    pickle.loads(content)
+    mark.rmdir()  # it would have run
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata was not written by torch: it asks for .*(mkdir|eval)"):
+        load_state(make(), folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(("which", "what"), [("ema", "moving average"), ("reference", "reference model")])
+def test_what_the_checkpoint_has_and_what_the_run_wants_must_agree(tmp_path, which, what):
+    has, lacks = save_state(make(), tmp_path / "has"), save_state(make(**{which: False}), tmp_path / "lacks")
+    with pytest.raises(CheckpointError, match=f"has no {what}.*, but this configuration wants one"):
+        load_state(make(), lacks)
+    with pytest.raises(CheckpointError, match=f"has one {what}.*, but this configuration wants none"):
+        load_state(make(**{which: False}), has)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)])
+def test_boxes_make_up_every_range_of_a_flattened_tensor(shape):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            boxes = list(boxes_of_range(shape, start, stop))
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)
+            found = [
+                whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))].flatten()
+                for box in boxes
+            ]
+            assert torch.cat([*found, whole.flatten()[:0]]).tolist() == list(range(start, stop))
 
 
 def test_rates_and_betas_come_from_the_configuration_of_the_resumed_run(tmp_path):
     first = make()
     train(first, 5)
-    save_state(first, tmp_path)
+    folder = save_state(first, tmp_path)
     resumed = make()
     for group in resumed.optimizer.param_groups:
         group["betas"] = (0.5, 0.6)
     resumed.schedule.base_lrs = [0.1] * len(resumed.schedule.base_lrs)
-    load_state(resumed, tmp_path)
+    load_state(resumed, folder)
     assert [group["betas"] for group in resumed.optimizer.param_groups] == [(0.5, 0.6)] * 2
     before = first.schedule.get_last_lr()[0]
     assert resumed.schedule.get_last_lr()[0] == pytest.approx(10 * before)

@@ -1,0 +1,82 @@
+"""Export of a checkpoint, of any number of processes, in one plain process after the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
+from sfumato.checkpoint.export import Exportable, export_model
+from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.state import load_trained
+from sfumato.config.load import load_config
+from sfumato.errors import CheckpointError, ConfigError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+
+
+def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
+    """Writes the trained weights of a checkpoint, averaged ones where there are some, as the run itself would.
+
+    Args:
+        checkpoint: a checkpoint within its run folder, or the run folder, of which the newest intact one is taken.
+        out: folder to write; it must not exist, or be empty.
+        merge: write a whole model also when adapters were trained.
+
+    Returns:
+        What was written, as a line for the person who asked.
+
+    Raises:
+        CheckpointError: when there is no intact checkpoint, or it does not fit the run's configuration.
+        ConfigError: when the run folder is none, or its model cannot be built.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name another folder")
+    passed_over: list[str] = []
+    run, folder = _find(checkpoint, passed_over)
+    model = _build(run)
+    averaged = load_trained(model.trained, Stored(folder), mesh := Mesh(Layout(), torch.device("cpu")))
+    export_model(model, None, out, mesh, merge)
+    what = f"{'averaged' if averaged else 'trained'} weights of {folder}"
+    return "\n".join([*passed_over, f"{out}: {what}"])
+
+
+def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
+    """The run folder and an intact checkpoint in it."""
+    if not (checkpoint / "checkpoints").is_dir():
+        verify_checkpoint(checkpoint)
+        return checkpoint.absolute().parent.parent, checkpoint
+    found = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    if found is None:
+        raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
+    return checkpoint, found[1]
+
+
+def _build(run: Path) -> Exportable:
+    """The model of a run, in this process, with the weights that it started from."""
+    try:
+        task = json.loads((run / "environment.json").read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+    plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
+    if task in ("train_text", "train_text_dpo"):
+        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+        from sfumato.models.language_load import build_language_model
+
+        schema = TrainTextConfig if task == "train_text" else TrainTextDpoConfig
+        config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return build_language_model(config.model, config.train)
+    if task in ("train_dit", "rl_diffusion"):
+        from sfumato.config.diffusion_rl import DiffusionRLConfig
+        from sfumato.config.dit import TrainDitConfig
+        from sfumato.models.diffusion.load import build_diffusion_model
+
+        config = load_config(TrainDitConfig if task == "train_dit" else DiffusionRLConfig, run / "config.yaml", plain)
+        return build_diffusion_model(config.model, seed=config.train.seed)
+    raise ConfigError(
+        f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
+        "which finishes it and writes hf_ckpt"
+    )

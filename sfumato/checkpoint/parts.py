@@ -1,0 +1,257 @@
+"""What each rank holds of the tensors of a checkpoint, and torch's distributed checkpoint files of them.
+
+A rank's piece of a tensor is one or more *boxes* of the whole: contiguous index ranges in every dimension. They are
+known for every parallelism (weights that are cut twice, fused matrices that are cut in blocks, experts, fsdp1's ranges
+of flattened weights), so torch's planners are given boxes instead of the DTensors that they understand only in part.
+The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from sfumato.errors import CheckpointError
+from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import ranges_of
+
+METADATA = ".metadata"
+"""torch's file that says which box of which tensor stands where."""
+
+PICKLED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+}
+"""What torch's metadata is made of, besides dtypes and paths, by module."""
+
+VALUES = "state.json"
+"""The file of everything that is not a tensor."""
+
+
+class Part(NamedTuple):
+    """One box of a tensor."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+    tensor: torch.Tensor
+    """A view of what this rank holds."""
+
+
+Parts = dict[MetadataIndex, Part]
+"""Boxes by the tensor's name and their offsets in it."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a part of this rank's piece lies."""
+
+    offsets: tuple[int, ...]
+    """In the whole."""
+    sizes: tuple[int, ...]
+    place: tuple[slice, ...]
+    """In the piece."""
+
+
+def boxes_of(pieces: Pieces, name: str) -> list[Box]:
+    """The boxes of this rank's piece of a parameter, and of what has its shape; none if it holds nothing."""
+    shape = pieces.shapes[name]
+    if pieces.group is not None:  # fsdp1: a range of the flattened tensor
+        start = sum(pieces.numels[name][: pieces.rank])
+        found, position = [], 0
+        for offsets, sizes in boxes_of_range(shape, start, start + pieces.numels[name][pieces.rank]):
+            found.append(Box(offsets, sizes, (slice(position, position + prod(sizes)),)))
+            position += prod(sizes)
+        return found
+    along = []
+    for ranges in ranges_of(pieces.parameters[name]):
+        position, spans = 0, []
+        for start, stop in ranges:
+            spans.append((start, stop - start, slice(position, position + stop - start)))
+            position += stop - start
+        along.append(spans)
+    boxes = [
+        Box(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
+        for spans in product(*along)
+    ]
+    return [each for each in boxes if 0 not in each.sizes or 0 in shape]
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes that make up a range of a flattened tensor, in order.
+
+    Args:
+        shape: of the whole tensor.
+        start: first element.
+        stop: end of the range.
+    """
+    if start == stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = prod(shape[1:])
+    while start < stop:
+        index, offset = divmod(start, row)
+        num_rows = 0 if offset else (stop - start) // row
+        if num_rows:
+            yield (index, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
+            start += num_rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for offsets, sizes in boxes_of_range(shape[1:], offset, end - index * row):
+                yield (index, *offsets), (1, *sizes)
+            start = end
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes parts. Of those that several ranks hold one rank is chosen to write."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts = parts
+        self.tensors: dict[MetadataIndex, torch.Tensor] = {}
+        """What is written, by the time it is written."""
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write."""
+        items = []
+        for index, (shape, tensor) in self.parts.items():
+            chunk = ChunkStorageMetadata(offsets=index.offset, sizes=tensor.shape)
+            data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=shape)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor of an item."""
+        return self.tensors[write_item.index]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.parts[index].tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads torch's metadata, and refuses a pickle that asks for anything else: it could run any program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_path = module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")
+        if is_dtype or is_path or name in PICKLED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
+
+
+class Stored:
+    """What a checkpoint holds. Nothing in it is run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens a checkpoint.
+
+        Raises:
+            CheckpointError: when the folder is no distributed checkpoint, or not one that torch wrote.
+        """
+        if not (folder / METADATA).is_file():
+            raise CheckpointError(
+                f"{folder} has no {METADATA}: it is not a torch distributed checkpoint (the first versions of sfumato "
+                "wrote whole tensors); to go on from its weights, set model.model_path to the run's hf_ckpt"
+            )
+        self.folder = folder
+        self.values: dict[str, Any] = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+        """Everything that is not a tensor."""
+        self._reader = FileSystemReader(folder)
+        with (folder / METADATA).open("rb") as file:
+            try:
+                self._metadata: Metadata = _Unpickler(file).load()
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(f"{folder / METADATA} was not written by torch: {error}") from error
+        self._reader.set_up_storage_reader(self._metadata, True)
+        known = self._metadata.state_dict_metadata.items()
+        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
+            key: (each.size, each.properties.dtype) for key, each in known if isinstance(each, TensorStorageMetadata)
+        }
+        """Whole shapes and dtypes by name."""
+
+    def optimizer_keys(self) -> list[str]:
+        """What there is of the optimiser's state, tensors and numbers, as ``parameter/field``."""
+        tensors = [key.removeprefix("optimizer/") for key in self.tensors if key.startswith("optimizer/")]
+        return [*tensors, *self.values["optimizer"]]
+
+    @torch.no_grad()
+    def read(self, parts: Parts) -> None:
+        """Fills parts; the checkpoint must have their tensors, with the same shapes and dtypes."""
+        boxes: dict[str, list[ChunkStorageMetadata]] = {}
+        for index, part in parts.items():
+            boxes.setdefault(index.fqn, []).append(ChunkStorageMetadata(offsets=index.offset, sizes=part.tensor.shape))
+        items = [
+            item
+            for key, chunks in boxes.items()
+            for item in create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
+        ]
+        self._reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
+
+    def read_whole(self, keys: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU.
+
+        Args:
+            keys: the name in the checkpoint by the name that each is to have.
+        """
+        found, parts = {}, {}
+        for name, key in keys.items():
+            shape, dtype = self.tensors[key]
+            found[name] = torch.empty(shape, dtype=dtype)
+            parts |= whole_part(key, found[name])
+        self.read(parts)
+        return found
+
+
+def whole_part(key: str, tensor: torch.Tensor) -> Parts:
+    """A tensor that this rank holds as a whole."""
+    return {MetadataIndex(key, (0,) * tensor.ndim): Part(tensor.shape, tensor)}
+
+
+def parts_of(key: str, shape: torch.Size, piece: torch.Tensor, boxes: list[Box]) -> Parts:
+    """This rank's piece of a tensor.
+
+    Args:
+        key: the tensor's name.
+        shape: of the whole.
+        piece: a plain tensor.
+        boxes: from ``boxes_of``.
+    """
+    return {MetadataIndex(key, each.offsets): Part(shape, piece[each.place].view(each.sizes)) for each in boxes}
