@@ -109,14 +109,15 @@ def denoising_losses(
     model: DiffusionModel, batch: EncodedBatch, flow: FlowConfig, seed: int, step: int
 ) -> torch.Tensor:
     """Flow-matching loss of each sample, ``[B]``, at noise and noise levels that belong to the sample."""
-    shift = model.shift if flow.shift is None else flow.shift
+    shift = model.shift_at(batch.latents.shape[1:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, batch.sample_ids)
-    sigma = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
+    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
+    sigma = model.training_sigma(drawn)
     noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
     conditioning = batch.conditioning.without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
-    return flow_matching_loss(velocity, batch.latents, noise)
+    return flow_matching_loss(velocity, batch.latents, noise) * model.loss_weight(sigma)
 
 
 def draw_grid(model: DiffusionModel, prompts: list[str], config: TrainDitConfig, step: int) -> list[SampleRecord]:

@@ -63,12 +63,11 @@ def main(config: TrainTextConfig) -> None:
     validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
 
     model.parallelize(mesh, config.train)
-    optimizer, schedule = build_optimizer(model.trained, config.train, loader.total_steps, mesh)
+    optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.trained, optimizer, schedule, ema, balancer=model.balancer, data=loader.state())
-    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    state = TrainState(model.trained, optimizer, schedule, ema, balancer=model.balancer, loader=loader)
+    checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
-    loader.restore(state.data)
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and validation is not None:
         run.log(0, evaluate(model, validation, mesh), show={})
@@ -87,7 +86,7 @@ def main(config: TrainTextConfig) -> None:
         balance = model.balance_experts()
         if ema is not None:
             ema.update()
-        state.step, state.data = step + 1, loader.state()
+        state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr, "tokens": num_tokens}
         metrics |= by_source.means(mesh) | balance
@@ -101,7 +100,7 @@ def main(config: TrainTextConfig) -> None:
             flops=sum(flops.training(batch.lengths) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
-        checkpointer.after_step(state)
+        checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

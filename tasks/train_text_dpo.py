@@ -60,11 +60,10 @@ def main(config: TrainTextDpoConfig) -> None:
     model.parallelize(mesh, config.train)
     if reference is not None:
         reference.parallelize(mesh, config.train)
-    optimizer, schedule = build_optimizer(model.trained, config.train, loader.total_steps, mesh)
-    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, data=loader.state())
-    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
+    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader)
+    checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
-    loader.restore(state.data)
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and validation is not None:
         run.log(0, evaluate(model, reference, validation.batches, config.dpo, mesh), show={})
@@ -84,7 +83,7 @@ def main(config: TrainTextDpoConfig) -> None:
         schedule.step()
         optimizer.zero_grad()
         balance = model.balance_experts()
-        state.step, state.data = step + 1, loader.state()
+        state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs}
         metrics |= seen.means(mesh) | balance
@@ -97,7 +96,7 @@ def main(config: TrainTextDpoConfig) -> None:
             flops=sum(flops.training(batch.lengths) + flops.forward(batch.lengths) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
-        checkpointer.after_step(state)
+        checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
 
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()

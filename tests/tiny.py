@@ -170,6 +170,19 @@ def tiny_text_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -> d
     return merge(base, overrides)
 
 
+class Position:
+    """What a data loader knows of where it is."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
 def write_config(config: dict[str, Any], path: Path) -> Path:
     """Writes a configuration as the YAML file that a task reads."""
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

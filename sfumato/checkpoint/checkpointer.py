@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
@@ -22,7 +23,8 @@ class Checkpointer:
     last one of a run is waited for.
     """
 
-    def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int) -> None:
+    def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int | Callable[[], int]) -> None:
+        """``total_steps`` may be a function, of data that counts its steps anew when it goes on."""
         self.config, self.run, self.mesh = config, run, mesh
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
@@ -70,7 +72,8 @@ class Checkpointer:
             PreemptedError: after saving, when SIGTERM or SIGINT came on some rank.
         """
         stopping = self.mesh.any(self.run.stop_requested)
-        last = state.step >= self.total_steps
+        total_steps = self.total_steps() if callable(self.total_steps) else self.total_steps
+        last = state.step >= total_steps
         due = due or (self.config.save_steps > 0 and state.step % self.config.save_steps == 0)
         if due or last or stopping:
             self.save(state, must_succeed=last or stopping)

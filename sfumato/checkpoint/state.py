@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,16 @@ Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Whole shapes and dtypes of tensors by name."""
 
 
+class Resumable(Protocol):
+    """A data loader that knows where it is."""
+
+    def state(self) -> dict[str, Any]:
+        """The position, the same on every rank, of what JSON can hold."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a position. Raises DataError when it is one of other data."""
+
+
 @dataclass
 class TrainState:
     """Everything that changes while a run goes on. Noise follows from ``step`` and the seed."""
@@ -49,8 +59,8 @@ class TrainState:
     """A frozen copy that a KL penalty compares with."""
     step: int = 0
     """Steps that are finished."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """What the data loader must know to go on, the same on every rank, of what JSON can hold."""
+    loader: Resumable | None = None
+    """The data, where its position does not follow from ``step``."""
     balancer: ExpertBalancer | None = None
     """The biases that share tokens among experts."""
 
@@ -103,7 +113,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
         "schedule_steps": state.schedule.last_epoch,
         "optimizer": {key: each for stage in mesh.gather(numbers, over="pp") for key, each in stage.items()},
         "random": random_values,
-        "data": state.data,
+        "data": {} if state.loader is None else state.loader.state(),
     }
 
 
@@ -118,10 +128,13 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     Raises:
         CheckpointError: on every rank and before anything changes, when names, shapes or dtypes differ from the
             run's, naming the first that do.
+        DataError: when the data is not that of the checkpoint.
     """
     pieces, values = Pieces(state.model, mesh), stored.values
     sections = _sections(state, pieces, mesh)
     _check_fit(state, sections, stored, mesh)
+    if state.loader is not None:  # before the schedule, whose length may follow from what is left
+        state.loader.restore(values["data"])
     fields, parts = new_optimizer_state(state.optimizer, pieces, stored)
     for each in sections:
         parts |= each.parts()
@@ -135,7 +148,7 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     _restore_schedule(state.schedule, values["schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
-    state.step, state.data = values["step"], values["data"]
+    state.step = values["step"]
 
 
 def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:

@@ -42,7 +42,8 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: text encoders, autoencoder, and with LoRA the denoiser's base weights."""
     max_sequence_length: int = Field(256, ge=0, le=512)
-    """Tokens of the T5 prompt embedding, as in the diffusers pipeline; 0 leaves that part out."""
+    """Tokens of the prompt embedding (T5, UMT5 or Qwen), as in the diffusers pipeline; 0 leaves T5 out of Stable
+    Diffusion 3."""
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
 

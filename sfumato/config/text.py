@@ -201,7 +201,9 @@ class TrainTextDpoConfig(Section):
         if self.data.data_type != "preference":
             raise ValueError("data.data_type must be preference")
         if self.model.made_by is not None:
-            raise ValueError("model.made_by is for tasks/train_text.py: run the configuration that makes the model first")
+            raise ValueError(
+                "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
+            )
         _check_text(self.data, self.train)
         return self
 

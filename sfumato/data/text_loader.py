@@ -119,6 +119,10 @@ class TextLoader:
             self._state, self.epoch_ended = step.after, step.epoch_ended
             yield number, batches
 
+    def is_epoch_due(self, every: int) -> bool:
+        """Whether the step that was yielded last ended an epoch, of which each ``every``-th counts; 0 is none."""
+        return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
+
     def _micro_batches(self, step: Step) -> list[TextBatch]:
         """This rank's share of a step."""
         train, count = self._train, step.document_lengths.shape[1]

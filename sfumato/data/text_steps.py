@@ -77,6 +77,10 @@ class Steps(Protocol):
         """Where a run starts."""
         ...
 
+    def epochs(self, state: State) -> int:
+        """Epochs that are through at a state."""
+        ...
+
     def steps(self, state: State) -> Iterator[Step]:
         """The steps that are left of the run."""
         ...
@@ -100,6 +104,10 @@ class StoreSteps:
         if self.length.steps is not None:
             return max(self.length.steps - state["step"], 0)
         return sum(1 for _ in self._cuts(state))
+
+    def epochs(self, state: State) -> int:
+        """Epochs that are through at a state."""
+        return self.order.locate(state["samples"])[0]
 
     def steps(self, state: State) -> Iterator[Step]:
         """The steps that are left of the run."""

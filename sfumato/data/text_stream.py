@@ -142,6 +142,10 @@ class StreamSteps:
         """Where a run starts."""
         return {"step": 0, "samples": 0, "tokens": 0, **self.stream.begin()}
 
+    def epochs(self, state: State) -> int:
+        """Epochs that are through at a state."""
+        return self.stream.epochs(state)
+
     def num_steps(self, state: State) -> int:
         """Steps that are left of the run. How long samples are is not known: a step counts as full."""
         if self.length.steps is not None:

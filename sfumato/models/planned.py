@@ -179,7 +179,7 @@ def plan_diffusion_model(
         shape = (rows, *model.latent_shape(*size))
     except ValueError as error:
         raise ConfigError(f"height and width: {error}") from error
-    embeddings = {name: (each.shape[1:], each.dtype) for name, each in model.embed_prompts([""]).items()}
+    embeddings = model.embedding_shapes(*size[:2])
     is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
     def run(module: nn.Module) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Role:
 
 
 def build_optimizer(
-    module: nn.Module, config: TrainConfig, total_steps: int, mesh: Mesh | None = None
+    module: nn.Module, config: TrainConfig, total_steps: int | Callable[[], int], mesh: Mesh | None = None
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimiser over what requires gradients, and the schedule of its rate.
 
@@ -50,7 +51,7 @@ def build_optimizer(
     Args:
         module: what is trained, as ``parallelize`` returned it.
         config: which optimiser; rates, betas, decay, groups, schedule.
-        total_steps: steps over which the schedule is laid.
+        total_steps: steps over which the schedule is laid; a function where they may change when a run goes on.
         mesh: the ranks; with pipeline parallelism ``train.param_groups`` are looked up in all stages.
 
     Raises:
@@ -78,7 +79,11 @@ def build_optimizer(
         for role in roles
     ]
     optimizer = _make(groups or [{"params": []}], config, any(each.is_cuda for each in parameters.values()))
-    return optimizer, LambdaLR(optimizer, lambda step: lr_at(step, total_steps, config) / config.lr)
+
+    def factor(step: int) -> float:
+        return lr_at(step, total_steps() if callable(total_steps) else total_steps, config) / config.lr
+
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 def match_groups(names: list[str], config: TrainConfig) -> dict[str, int]:

@@ -142,7 +142,7 @@ class Mesh:
 
         The others wait at the store, however long it takes: a collective would give up after some minutes.
         """
-        if self.size == 1:
+        if not self.distributed:
             yield
             return
         store = distributed_c10d._get_default_store()

@@ -40,7 +40,8 @@ class ParallelPlan:
     """Diffusion transformers: inputs by name, or outputs by position, that are cut along the sequence; and the module
     whose output is joined again."""
     replicated_context: tuple[str, ...] = ()
-    """Attention modules whose keys and values come from a whole, uncut text: cross-attention."""
+    """Attention modules whose keys and values come from a whole, uncut text: cross-attention, and what runs before the
+    sequence is cut."""
     parts: tuple[str, ...] = ()
     """Submodules that are models of their own, called one without the other; patterns are names inside of each."""
 
@@ -55,6 +56,12 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     if not found:
         raise ConfigError(f"{type(module).__name__} has no block of class {' or '.join(plan.blocks) or '(none given)'}")
     return found
+
+
+def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:
+    """Whether all attention of a block, by ``processor``, is among the names ``whole``: it runs before any cut."""
+    owners = {f"{name}.{key}" for key, each in block.named_modules() if getattr(each, "processor", None) is not None}
+    return bool(owners) and owners <= whole
 
 
 def language_plan(module: nn.Module) -> ParallelPlan:

@@ -32,7 +32,7 @@ from sfumato.parallel.attention import (
     sequence_attention,
 )
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks
+from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, reads_whole
 
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of what a model's attention modules share."""
@@ -270,6 +270,7 @@ class _DiffusionSequence(_Sequence):
         for name, each in self.module.named_modules():
             if getattr(each, "processor", None) is not None:
                 self._wrap(name, each, name in whole)
+        self.blocks = {name: each for name, each in self.blocks.items() if not reads_whole(name, each, whole)}
         self._check_attention()
         self.module.register_forward_hook(self._finish, always_call=True)
 

@@ -347,15 +347,16 @@ def _rotary_width(module: nn.Module, name: str) -> int:
 
 
 def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
-    """diffusers' attention divides features by its number of heads; it has this rank's now."""
+    """diffusers' attention divides features by its number of heads, or inner_dim by it; it has this rank's now."""
     parents = {
         _parent(module, name)
         for name, style in found.items()
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
     for each in parents:
-        if isinstance(getattr(each, "heads", None), int):
-            each.heads //= size
+        for key in ("heads", "inner_dim"):
+            if isinstance(getattr(each, "heads", None), int) and isinstance(getattr(each, key, None), int):
+                setattr(each, key, getattr(each, key) // size)
 
 
 def _base(module: nn.Module) -> nn.Module:

@@ -393,7 +393,8 @@ img{display:block;width:100%;max-width:256px;height:auto;border-radius:5px;backg
 background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 @media (prefers-color-scheme:dark){.chip{background:hsl(var(--hue) 42% 22%);color:hsl(var(--hue) 70% 80%)}}
 .chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
-.text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}.group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}
+.group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}

@@ -260,12 +260,148 @@ def wan_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tup
     return _flow(velocity, row)
 
 
+def wan_pair() -> nn.Module:
+    """Two transformers; of the rows' noise levels some belong to one and some to the other."""
+    from sfumato.models.diffusion.wan_pair import WanPair
+
+    first, second = wan(), wan()
+    with torch.no_grad():
+        second.proj_out.weight.mul_(-1)
+    return WanPair(first, second, boundary=500)
+
+
+def wan_pair_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    next(each for each in module.modules() if hasattr(each, "boundary")).mesh = mesh
+    return wan_loss(module, row, mesh)
+
+
+def wan_image() -> nn.Module:
+    """With a first frame: its latents are further channels, and what CLIP sees in it stands before the text."""
+    from diffusers import WanTransformer3DModel
+
+    module = wan()
+    settings = {"in_channels": 8, "image_dim": 16, "added_kv_proj_dim": 48}
+    return WanTransformer3DModel(**{**module.config, **settings})
+
+
+def wan_image_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    del mesh
+    velocity = module(
+        hidden_states=torch.cat([_noisy(row), row["latents"][:, :, :1].expand_as(row["latents"])], dim=1),
+        timestep=row["sigma"] * 1000,
+        encoder_hidden_states=functional.pad(row["text"], (0, 0, 0, 505)),  # diffusers counts 512 tokens of text
+        encoder_hidden_states_image=row["text"][:, :3],
+        return_dict=False,
+    )[0]
+    return _flow(velocity, row)
+
+
+def unet() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=10,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=4,
+        cross_attention_dim=16,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+
+
+def unet_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    del mesh
+    velocity = module(_noisy(row), row["sigma"] * 999, encoder_hidden_states=row["text"], return_dict=False)[0]
+    return _flow(velocity, row)
+
+
+def qwen_image() -> nn.Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    torch.manual_seed(0)
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=16,
+        axes_dims_rope=(2, 2, 4),
+        zero_cond_t=True,
+    )
+
+
+def qwen_image_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    """Of editing: the 15 tokens of the image made are followed by 6 of the image given; two text tokens are padding."""
+    del mesh
+    velocity = module(
+        hidden_states=torch.cat([_noisy(row), row["latents"][:, :6]], dim=1),
+        timestep=row["sigma"],
+        encoder_hidden_states=row["text"],
+        encoder_hidden_states_mask=torch.arange(7)[None] < 5,
+        img_shapes=[[(1, 5, 3), (1, 2, 3)]],
+        return_dict=False,
+    )[0]
+    return _flow(velocity[:, :15], row)
+
+
+def z_image() -> nn.Module:
+    from diffusers import ZImageTransformer2DModel
+
+    torch.manual_seed(0)
+    module = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=48,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=16,
+        axes_dims=[4, 4, 4],
+        axes_lens=[128, 32, 32],
+    )
+    for name in ("x_pad_token", "cap_pad_token"):
+        nn.init.normal_(getattr(module, name), std=0.1)
+    return module
+
+
+def z_image_row(index: int) -> dict[str, torch.Tensor]:
+    """Two samples, whose texts the model pads to 32 and to 64 tokens."""
+    pair = [image_row(2 * index + number) for number in range(2)]
+    row = {name: torch.cat([each[name] for each in pair]) for name in ("latents", "noise", "sigma")}
+    return row | {"text": _seeded(40, 16, seed=4000 + index)}
+
+
+def z_image_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    del mesh
+    outputs = module(
+        list(_noisy(row)[:, :, None].unbind()), 1 - row["sigma"], [row["text"][:7], row["text"]], return_dict=False
+    )[0]
+    return _flow(-torch.stack(outputs)[:, :, 0], row)
+
+
 CASES = {
     "dense": Case(dense, language_plan, packed_row, language_loss, ("q_proj", "v_proj", "down_proj"), "loss"),
     "moe": Case(moe, language_plan, packed_row, language_loss, ("q_proj", "v_proj", "o_proj"), "loss"),
     "sd3": Case(sd3, lambda _: plans.SD3, image_row, sd3_loss, ("to_q", "to_v", "to_out.0", "add_q_proj")),
     "flux": Case(flux, lambda _: plans.FLUX, flux_row, flux_loss, ("to_q", "to_v", "to_out.0", "add_q_proj")),
     "wan": Case(wan, lambda _: plans.WAN, video_row, wan_loss, ("to_q", "to_v", "to_out.0", "ffn.net.2")),
+    "wan_pair": Case(
+        wan_pair, lambda _: plans.WAN_PAIR, video_row, wan_pair_loss, ("to_q", "to_v", "to_out.0", "ffn.net.2")
+    ),
+    "wan_image": Case(
+        wan_image, lambda _: plans.WAN, video_row, wan_image_loss, ("to_q", "to_v", "add_k_proj", "to_out.0")
+    ),
+    "unet": Case(unet, lambda _: plans.UNET, image_row, unet_loss, ("to_q", "to_v", "to_out.0", "ff.net.2")),
+    "qwen_image": Case(
+        qwen_image, lambda _: plans.QWEN_IMAGE, flux_row, qwen_image_loss, ("to_q", "to_v", "to_out.0", "img_mlp.net.2")
+    ),
+    "z_image": Case(
+        z_image, lambda _: plans.Z_IMAGE, z_image_row, z_image_loss, ("to_q", "to_v", "to_out.0", "feed_forward.w2")
+    ),
 }
 
 

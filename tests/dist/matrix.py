@@ -17,8 +17,10 @@ KINDS = {
     "sd3": "SD3",
     "flux": "FLUX",
     "wan": "Wan",
+    "qwen_image": "Qwen-Image",
+    "z_image": "Z-Image",
 }
-DIFFUSION = ("sd3", "flux", "wan")
+DIFFUSION = ("sd3", "flux", "wan", "qwen_image", "z_image")
 NO_EXPERTS = "has no experts"
 NO_STAGES = "cannot be cut into pipeline stages"
 

@@ -35,7 +35,7 @@ from sfumato.tracking.run import Run
 from tests.dist.cases import CASES, ROWS, adamw, build, count_all, make_mesh, summed_loss
 from tests.dist.matrix import MODES
 from tests.dist.test_tasks import run_rank
-from tests.tiny import tiny_dit_config, tiny_text_config, weights_in
+from tests.tiny import Position, tiny_dit_config, tiny_text_config, weights_in
 
 TOLERANCE = 1e-5
 SAVED_AT = 2
@@ -87,7 +87,7 @@ class Job:
         if state.balancer is not None:
             state.balancer.update()
         state.step += 1
-        state.data = {"rows": state.step * ROWS}
+        state.loader.values["rows"] = state.step * ROWS
         return loss, norm
 
     def wholes(self) -> Wholes:
@@ -135,7 +135,7 @@ def start(kind: str, lora: bool = False, **config: Any) -> Job:
         balancer = ExpertBalancer(module, mesh, RATE)
     optimizer = adamw(trainable_parameters(module).values())
     schedule = LambdaLR(optimizer, lambda step: 0.9**step)
-    state = TrainState(module, optimizer, schedule, Ema(module, 0.9), balancer=balancer)
+    state = TrainState(module, optimizer, schedule, Ema(module, 0.9), loader=Position(), balancer=balancer)
     return Job(kind, mesh, module, pipeline, state)
 
 
@@ -159,7 +159,7 @@ def load(root: Path, kind: str, lora: bool, config: dict[str, Any]) -> Outcome:
     load_state(job.state, Stored(folder), job.mesh)
     outcome = Outcome(job.wholes())
     state = job.state
-    outcome.numbers = [state.step, state.data, state.ema.num_updates, state.schedule.last_epoch]
+    outcome.numbers = [state.step, state.loader.values, state.ema.num_updates, state.schedule.last_epoch]
     loss, norm = job.step()
     outcome.losses, outcome.norms, outcome.trained = [loss], [norm], job.wholes()
     return outcome

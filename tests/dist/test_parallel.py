@@ -17,11 +17,15 @@ def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Ou
     return train(kind, lora, dtype)
 
 
+LATER = ("qwen_image", "z_image")
+"""Kinds whose cells are nearly all left to the slow tests."""
 FURTHER = ("fsdp1, hybrid", "tp 4", "ring 4", "fsdp2 x tp + sequence parallel", "fsdp2 x ulysses x ep")
 
 
 def is_slow(mode: str, kind: str, lora: bool) -> bool:
     """Whether a cell is left to the slow tests, since others of its row and column are close to it."""
+    if kind in LATER:
+        return lora or mode not in ("tp", "ulysses x ring")
     return (lora and kind in ("moe", "flux", "wan")) or (mode in FURTHER and kind not in ("dense", "moe"))
 
 
@@ -44,13 +48,15 @@ def test_equals_one_process(mode, kind, lora, ranks):
         return
     for outcome in run():
         assert difference(outcome, truth(kind, lora)) < TOLERANCE
-        assert outcome.without_gradient == []
+        assert set(outcome.without_gradient) <= set(truth(kind, lora).without_gradient)
         for name, each in truth(kind, lora).frozen.items():
             assert torch.equal(outcome.frozen[name], each), f"{name} was frozen"
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.slow if each in LATER else ()) for each in KINDS]
+)
 def test_bf16_is_as_near_to_float32_as_bf16_of_one_process(kind, lora, ranks):
     exact, plain = truth(kind, lora), truth(kind, lora, torch.bfloat16)
     for outcome in ranks.run(2, functools.partial(train, kind, lora, torch.bfloat16)):

@@ -21,6 +21,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
+from tests.tiny import Position
 
 TOTAL_STEPS = 20
 
@@ -53,7 +54,7 @@ def make(output_dir: Path, **settings) -> tuple[Checkpointer, TrainState]:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     run = Run(output_dir, "test", mesh)
     run.begin(TOTAL_STEPS, 0, [])
-    state = TrainState(module, *build_optimizer(module, config, TOTAL_STEPS), Ema(module, 0.9))
+    state = TrainState(module, *build_optimizer(module, config, TOTAL_STEPS), Ema(module, 0.9), loader=Position())
     return Checkpointer(config, run, mesh, TOTAL_STEPS), state
 
 
@@ -65,7 +66,7 @@ def train(state: TrainState) -> None:
     state.optimizer.zero_grad()
     state.ema.update()
     state.step += 1
-    state.data["position"] = state.step
+    state.loader.values["position"] = state.step
 
 
 def contents(state: TrainState) -> dict[str, torch.Tensor]:

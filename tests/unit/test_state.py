@@ -26,6 +26,7 @@ from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from tests.tiny import Position
 
 TOTAL_STEPS = 9
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -156,7 +157,7 @@ def test_saving_draws_no_random_number_and_changes_nothing(tmp_path):
 
 def test_torch_reads_it_and_reads_only_what_is_trained(tmp_path):
     state = make()
-    state.data = {"position": 12, "sources": ["a", "b"], "part": 0.5}
+    state.loader = Position(position=12, sources=["a", "b"], part=0.5)
     train(state, 2)
     folder = save_state(state, tmp_path)
     assert {each.name for each in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
@@ -168,10 +169,11 @@ def test_torch_reads_it_and_reads_only_what_is_trained(tmp_path):
     assert torch.equal(found["optimizer/3.bias/exp_avg"], state.optimizer.state[state.model[3].bias]["exp_avg"])
     assert torch.equal(found["ema/0.weight"], state.ema.averages["0.weight"])
     values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    assert (values["step"], values["model"], values["data"]) == (2, "Sequential", state.data)
+    assert (values["step"], values["model"], values["data"]) == (2, "Sequential", state.loader.values)
     loaded = make(seed=3)
+    loaded.loader = Position()
     load_state(loaded, folder)
-    assert loaded.data == state.data
+    assert loaded.loader.values == state.loader.values
 
 
 def test_fields_of_any_kind_of_optimiser_state(tmp_path):
