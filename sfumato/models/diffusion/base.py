@@ -11,15 +11,16 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
 from sfumato.parallel.guidance import exchange_branches, share_gradient
@@ -33,63 +34,6 @@ EMBED_BATCH = 8
 
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """What a denoiser is conditioned on: tensors with one row per sample."""
-
-    tensors: dict[str, torch.Tensor]
-    """Each ``[B, ...]``; the names are the model family's."""
-    negative: dict[str, torch.Tensor] | None = None
-    """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows."""
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-    def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Conditioning:
-        """The rows at ``index``; an index may repeat."""
-        if not isinstance(index, slice):
-            index = torch.as_tensor(index, dtype=torch.long)
-        return Conditioning({name: each[index] for name, each in self.tensors.items()}, self.negative)
-
-    def repeat_interleave(self, times: int) -> Conditioning:
-        """Every row ``times`` times in a row."""
-        return Conditioning({k: v.repeat_interleave(times, dim=0) for k, v in self.tensors.items()}, self.negative)
-
-    @staticmethod
-    def cat(parts: Sequence[Conditioning]) -> Conditioning:
-        """Rows of several, in order; the negative is that of the first."""
-        names = parts[0].tensors
-        return Conditioning(
-            {name: torch.cat([each.tensors[name] for each in parts]) for name in names}, parts[0].negative
-        )
-
-    def without_prompt(self, dropped: torch.Tensor) -> Conditioning:
-        """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
-        assert self.negative is not None
-        tensors = {}
-        for name, each in self.tensors.items():
-            mask = dropped.to(each.device).reshape(-1, *[1] * (each.ndim - 1))
-            tensors[name] = torch.where(mask, self.negative[name].to(each.dtype), each)
-        return Conditioning(tensors, self.negative)
-
-    def to(self, device: torch.device | str) -> Conditioning:
-        """The same on another device."""
-        negative = None if self.negative is None else {name: each.to(device) for name, each in self.negative.items()}
-        return Conditioning({name: each.to(device) for name, each in self.tensors.items()}, negative)
-
-    def branch(self, number: int) -> dict[str, torch.Tensor]:
-        """Rows of one guidance branch, ``[B, ...]``: 0 is the unconditional one."""
-        assert self.negative is not None
-        if number == 1:
-            return self.tensors
-        return {name: self.negative[name].to(each.dtype).expand_as(each) for name, each in self.tensors.items()}
-
-    def with_negative(self) -> dict[str, torch.Tensor]:
-        """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
-        assert self.negative is not None
-        return {name: torch.cat([each, self.tensors[name]]) for name, each in self.branch(0).items()}
 
 
 class DiffusionModel(ABC):
@@ -107,8 +51,12 @@ class DiffusionModel(ABC):
     """Linear layers that get an adapter when the configuration names none."""
     denoiser_name: ClassVar[str] = "transformer"
     """Name of the trained component in the pipeline."""
+    further_denoisers: ClassVar[tuple[str, ...]] = ()
+    """Names of components that a pipeline may have for other noise levels: parts of ``denoiser`` then."""
     encoder_names: ClassVar[tuple[str, ...]]
     """Text encoders, which can be freed when all prompts are embedded."""
+    takes_image: ClassVar[bool] = False
+    """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
 
     def __init__(
         self,
@@ -130,12 +78,15 @@ class DiffusionModel(ABC):
         self.autocast_dtype = autocast_dtype
         self.source = source
         self.encoders_freed = False
+        self.frames = 1
+        """Frames of a sample. Set it before prompts are embedded where a video starts from an image."""
         self.mesh: Mesh | None = None
         self.device = torch.device("cpu")
         """Where the networks are and the denoiser computes."""
         self._plain_class: type[nn.Module] | None = None
         self._dropout: DropoutKeys | None = None
-        self._prompts: dict[str, dict[str, torch.Tensor]] = {}
+        self._prompts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        """Remembered embeddings by prompt and digest of its image, empty without one."""
         for component in self.components.values():
             component.requires_grad_(False).eval()
 
@@ -148,26 +99,86 @@ class DiffusionModel(ABC):
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
 
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+        """What ``denoise`` takes for one prompt and its image: tensors ``[1, ...]``; only where ``takes_image``.
+
+        Args:
+            prompt: what is to become of the image.
+            image: uint8 ``[H, W, 3]``, already of the size that the model is to see.
+
+        Raises:
+            ValueError: for a size that does not divide.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no image")
+
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Shape of one sample's latent for an image of that size in pixels. Raises ValueError if it does not divide."""
+        """Shape of one sample's latent, ``(C, H, W)``, or ``(C, F, H, W)`` of a family that makes videos.
+
+        Args:
+            height, width: in pixels.
+            frames: of a video; 1 is an image.
+
+        Raises:
+            ValueError: when the size or the number of frames does not divide.
+        """
 
     @abstractmethod
     def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, *latent_shape]``, the mode of the posterior."""
+        """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
+
+        Args:
+            pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
+        """
 
     @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``."""
+        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``."""
 
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
-        """The noise levels of a trajectory, from 1 down to 0: float32 ``[num_steps + 1]``."""
+        """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
+
+    def start(self, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        """The first latents of a trajectory from standard normal ``noise`` ``[B, *latent_shape]``.
+
+        Args:
+            noise: what is drawn.
+            sigma: the first noise level, a scalar.
+        """
+        return noise
+
+    def training_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+        """Noise levels for training, of drawn numbers ``[B]`` in [0, 1]: of a schedule where a model has its own."""
+        return sigma
+
+    def loss_weight(self, sigma: torch.Tensor) -> torch.Tensor:
+        """Weight of a sample's squared error of the velocity ``[B]``: not 1 for a network that predicts noise."""
+        return torch.ones_like(sigma)
 
     @property
     @abstractmethod
     def shift(self) -> float:
         """The timestep shift of the scheduler, for training."""
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        """The timestep shift for training at a resolution; where the scheduler knows none, it is ``shift``."""
+        return self.shift
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """The denoiser takes the guidance scale as an input, ``embeddings["guidance"]``; there is no second branch."""
+        return False
+
+    def guide(
+        self, unconditional: torch.Tensor, conditional: torch.Tensor, scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """Classifier-free guidance of two velocities ``[B, *latent_shape]``, float32."""
+        return unconditional + scale * (conditional - unconditional)
+
+    def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
+        """The guidance scale of each row, where it differs between noise levels ``[B]``."""
+        return scale
 
     @abstractmethod
     def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -223,7 +234,8 @@ class DiffusionModel(ABC):
         device = torch.device("cpu") if config.enable_fsdp_offload else self.device
         if any(each.is_meta for each in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
-            load_weights(self.denoiser, self.source / self.denoiser_name, mesh, from_rank0, device=device)
+            for name, part in self.split_denoiser(self.denoiser).items():
+                load_weights(part, self.source / name, mesh, from_rank0, device=device)
             start_magnitudes(self.denoiser)
         self.denoiser.to(device)
 
@@ -249,6 +261,10 @@ class DiffusionModel(ABC):
                 plain.add_adapter(adapter, name)
         return plain
 
+    def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
+        """The diffusers modules that a denoiser consists of, by their names in the pipeline."""
+        return {self.denoiser_name: denoiser}
+
     def set_denoiser(self, denoiser: nn.Module) -> None:
         """Puts another module in the denoiser's place."""
         setattr(self.pipeline, self.denoiser_name, denoiser)
@@ -262,12 +278,14 @@ class DiffusionModel(ABC):
             latents: ``[B, *latent_shape]``.
             sigma: ``[B]`` in [0, 1].
             conditioning: B rows; needs ``negative`` when guidance is on.
-            guidance_scale: uncond + scale * (cond - uncond); 1 runs the conditional branch alone.
+            guidance_scale: uncond + scale * (cond - uncond), or as the family guides; 1 runs the conditional branch
+                alone. Where the family embeds guidance it is an input of the denoiser, 1 included.
 
         Returns:
             float32 ``[B, *latent_shape]``.
         """
-        guided = guidance_scale != 1.0
+        guided = guidance_scale != 1.0 and not self.embeds_guidance
+        scale = self.guidance_at(guidance_scale, sigma)
         split = self.mesh is not None and self.mesh.layout.cfg > 1
         embeddings = conditioning.tensors
         if guided and split:
@@ -275,13 +293,15 @@ class DiffusionModel(ABC):
         elif guided:
             embeddings = conditioning.with_negative()
             latents, sigma = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+        if self.embeds_guidance:
+            embeddings = {**embeddings, "guidance": torch.full_like(sigma, guidance_scale, dtype=torch.float32)}
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             velocity = self.denoise(latents.to(self.input_dtype), sigma, embeddings)
         velocity = velocity.float()
         if guided:
             branches = exchange_branches(velocity, self.mesh) if split else velocity.chunk(2)
             unconditional, conditional = branches
-            velocity = unconditional + guidance_scale * (conditional - unconditional)
+            velocity = self.guide(unconditional, conditional, scale)
         elif split:
             velocity = share_gradient(velocity, self.mesh)
         return velocity
@@ -291,43 +311,103 @@ class DiffusionModel(ABC):
         """dtype of the denoiser's weights, in which its inputs are given."""
         return next(self.denoiser.parameters()).dtype
 
-    def encode_prompts(self, prompts: Sequence[str], with_negative: bool = True) -> Conditioning:
+    def encode_prompts(
+        self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None
+    ) -> Conditioning:
         """Conditioning of B prompts; embeddings that are remembered are not computed again.
 
         Args:
             prompts: B prompts.
             with_negative: add the empty prompt, which guidance and prompt dropout need.
+            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt then
+                goes with each of them.
 
         Returns:
             Conditioning of B rows on the denoiser's device.
 
         Raises:
+            DataError: when images are missing, needless, or of several sizes.
             RuntimeError: when the encoders were freed and a prompt was not embedded before.
         """
         if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
             self.forget_prompts()
-        self.remember_prompts([*prompts, ""] if with_negative else prompts)
-        names = list(self._prompts[prompts[0]])
-        tensors = {name: torch.stack([self._prompts[each][name] for each in prompts]) for name in names}
-        negative = {name: self._prompts[""][name][None] for name in names} if with_negative else None
-        return Conditioning(tensors, negative).to(self.device)
+        self._remember(prompts, images, with_negative)
+        digests = image_digests(prompts, images)
 
-    def remember_prompts(self, prompts: Sequence[str]) -> None:
+        def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, torch.Tensor]:
+            rows = [self._prompts[key] for key in zip(texts, digests, strict=True)]
+            return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+
+        negative = None
+        if with_negative:
+            negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
+        return Conditioning(stack(prompts, digests), negative, own_negative=self.takes_image).to(self.device)
+
+    def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
         """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
 
+        Args are those of ``encode_prompts``.
+
         Raises:
-            RuntimeError: when the encoders were freed and a prompt was not embedded before.
+            DataError, RuntimeError: as ``encode_prompts``.
         """
-        missing = [each for each in dict.fromkeys([*prompts, ""]) if each not in self._prompts]
+        self._remember(prompts, images, with_negative=True)
+
+    def _remember(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None, with_negative: bool) -> None:
+        self._check_images(prompts, images)
+        digests = image_digests(prompts, images)
+        wanted = dict.fromkeys(zip(prompts, digests, strict=True))
+        if with_negative:
+            wanted |= dict.fromkeys(("", each) for each in (digests if self.takes_image else [""]))
+        missing = [key for key in wanted if key not in self._prompts]
         if missing and self.encoders_freed:
-            raise RuntimeError(f"the text encoders were freed and this prompt was not embedded before: {missing[0]!r}")
+            raise RuntimeError(
+                f"the text encoders were freed and this prompt was not embedded before: {missing[0][0]!r}"
+            )
+        if images is not None:
+            found = dict(zip(digests, images, strict=True))
+            for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
+                with torch.no_grad():
+                    self._keep([(prompt, digest)], self.embed_edit(prompt, found[digest]))
+            return
         for start in range(0, len(missing), EMBED_BATCH):
             chunk = missing[start : start + EMBED_BATCH]
-            padding = [chunk[-1]] * (EMBED_BATCH - len(chunk))
+            texts = [prompt for prompt, _ in chunk]
             with torch.no_grad():
-                embedded = self.embed_prompts(chunk + padding)
-            for row, prompt in enumerate(chunk):
-                self._prompts[prompt] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
+                self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
+
+    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, torch.Tensor]) -> None:
+        for row, key in enumerate(keys):
+            self._prompts[key] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
+
+    def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
+        if (images is not None) != self.takes_image:
+            what = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
+            raise DataError(f"{self.pipeline_class} {what}")
+        if images is None:
+            return
+        if len(images) != len(prompts):
+            raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
+        wrong = [each for each in images if each.dtype != np.uint8 or each.ndim != 3 or each.shape != images[0].shape]
+        if wrong:
+            raise DataError(
+                f"images of one batch must be uint8 [H, W, 3] of one size; there are {images[0].shape} of "
+                f"{images[0].dtype} and {wrong[0].shape} of {wrong[0].dtype}: resize them"
+            )
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Shape of one row, and dtype, of each tensor of a conditioning, also where the encoders are on meta.
+
+        Args:
+            height, width: in pixels of the image that a family may take.
+        """
+        images = self.blank_images(1, height, width)
+        embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
+        return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
+
+    def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:
+        """Black images for ``encode_prompts``; None for a family that takes none."""
+        return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
 
     def forget_prompts(self) -> None:
         """Drops the remembered embeddings."""
@@ -376,7 +456,7 @@ class DiffusionModel(ABC):
         plain = self.plain_denoiser(adapters=False)
         plain.load_state_dict(weights, assign=True)
         pipeline = copy.copy(self.pipeline)
-        setattr(pipeline, self.denoiser_name, plain)
+        pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)
         if not self.encoders_freed:
             return
@@ -390,9 +470,14 @@ class DiffusionModel(ABC):
             index[name] = original.get(name, [None, None])
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    @abstractmethod
     def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it."""
+        from peft.utils import get_peft_model_state_dict
+
+        layers = get_peft_model_state_dict(self.plain_denoiser(), weights)
+        given = {f"{self.denoiser_name}_lora_layers": layers}
+        given[f"{self.denoiser_name}_lora_adapter_metadata"] = self._adapters["default"].to_dict()
+        self.pipeline.save_lora_weights(folder, **given)
 
 
 def read_pipeline_class(folder: Path) -> str:

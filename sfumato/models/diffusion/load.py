@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora
 from sfumato.parallel.weights import build_on_meta
@@ -101,14 +102,14 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     if config.config_path is not None:
         description = read_yaml(config.config_path)
         family = find_family(str(description.get("pipeline")), f"{config.config_path}: pipeline")
-        trained = family.denoiser_name if config.lora is None else None
+        trained = (family.denoiser_name, *family.further_denoisers) if config.lora is None else ()
         try:
             pipeline = family.build(description, seed)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
         if config.dtype != "fp32":
             for name, component in pipeline.components.items():
-                if isinstance(component, torch.nn.Module) and name != trained:
+                if isinstance(component, torch.nn.Module) and name not in trained:
                     component.to(frozen)
         return family, pipeline
     folder = Path(str(config.model_path))
@@ -116,17 +117,24 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     import diffusers
 
     dtype = frozen if config.lora else torch.float32
-    dtypes = {"default": frozen, family.denoiser_name: dtype}
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
-    if on_meta:
-        denoiser = getattr(diffusers, index[family.denoiser_name][1])
-        settings = denoiser.load_config(folder / family.denoiser_name)
-        given[family.denoiser_name] = build_on_meta(lambda: denoiser.from_config(settings)).to(dtype)
+    denoisers = [each for each in (family.denoiser_name, *family.further_denoisers) if index.get(each, [None])[0]]
+    dtypes = {"default": frozen, **dict.fromkeys(denoisers, dtype)}
+    for name in denoisers if on_meta else ():
+        given[name] = build_on_meta(partial(_from_config, getattr(diffusers, index[name][1]), folder / name)).to(dtype)
     try:
         pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
             folder, local_files_only=True, dtype=dtypes, **given
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model.model_path {folder}: {family.pipeline_class} needs a package that is not installed: {error}"
+        ) from error
     return family, pipeline
+
+
+def _from_config(cls: Any, folder: Path) -> torch.nn.Module:
+    return cls.from_config(cls.load_config(folder))

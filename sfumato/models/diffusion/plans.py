@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sfumato.parallel.plan import Gather, ParallelPlan, Split
 
 SD3 = ParallelPlan(
@@ -73,6 +75,60 @@ FLUX = ParallelPlan(
     },
 )
 
+QWEN_IMAGE = ParallelPlan(
+    blocks=("QwenImageTransformerBlock",),
+    tensor={
+        "transformer_blocks.*.attn.to_q": "colwise",
+        "transformer_blocks.*.attn.to_k": "colwise",
+        "transformer_blocks.*.attn.to_v": "colwise",
+        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.to_out.0": "rowwise",
+        "transformer_blocks.*.attn.add_q_proj": "colwise",
+        "transformer_blocks.*.attn.add_k_proj": "colwise",
+        "transformer_blocks.*.attn.add_v_proj": "colwise",
+        "transformer_blocks.*.attn.norm_added_q": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.norm_added_k": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.to_add_out": "rowwise",
+        "transformer_blocks.*.img_mlp.net.0.proj": "colwise",
+        "transformer_blocks.*.img_mlp.net.2": "rowwise",
+        "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",
+        "transformer_blocks.*.txt_mlp.net.2": "rowwise",
+    },
+    sequence={
+        "pos_embed": {0: Split(0, output=True), 1: Split(0, output=True)},
+        "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
+        # the keys' mask, and which tokens are of the condition image, are given whole to every block
+        "transformer_blocks.*": {"encoder_hidden_states_mask": Split(1), "modulate_index": Split(1)},
+        "proj_out": Gather(1),
+    },
+)
+
+Z_IMAGE = ParallelPlan(
+    blocks=("ZImageTransformerBlock",),
+    tensor={
+        f"{stack}.*.{layer}": style
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for layer, style in {
+            "attention.to_q": "colwise",
+            "attention.to_k": "colwise",
+            "attention.to_v": "colwise",
+            "attention.norm_q": "replicated_with_grad_allreduce?",
+            "attention.norm_k": "replicated_with_grad_allreduce?",
+            "attention.to_out.0": "rowwise",
+            "feed_forward.w1": "colwise",
+            "feed_forward.w3": "colwise",
+            "feed_forward.w2": "rowwise",
+        }.items()
+    },
+    sequence={
+        "layers.0": {"x": Split(1)},
+        "layers.*": {"attn_mask": Split(1), "freqs_cis": Split(1)},
+        "all_final_layer.2-1": Gather(1),
+    },
+    replicated_context=("noise_refiner.*.attention", "context_refiner.*.attention"),  # run before the sequence is cut
+)
+
 WAN = ParallelPlan(
     blocks=("WanTransformerBlock",),
     tensor={
@@ -97,4 +153,25 @@ WAN = ParallelPlan(
         "proj_out": Gather(1),
     },
     replicated_context=("blocks.*.attn2",),
+)
+
+WAN_PAIR = replace(WAN, parts=("transformer", "transformer_2"))
+
+UNET = ParallelPlan(
+    blocks=("BasicTransformerBlock", "ResnetBlock2D"),
+    tensor={
+        f"{place}.transformer_blocks.*.{layer}": f"{style}?"  # not every level of a UNet has attention
+        for place in ("down_blocks.*.attentions.*", "mid_block.attentions.*", "up_blocks.*.attentions.*")
+        for layer, style in {
+            **{
+                f"{attention}.{each}": "colwise"
+                for attention in ("attn1", "attn2")
+                for each in ("to_q", "to_k", "to_v")
+            },
+            "attn1.to_out.0": "rowwise",
+            "attn2.to_out.0": "rowwise",
+            "ff.net.0.proj": "packed_colwise:2",  # values and gates
+            "ff.net.2": "rowwise",
+        }.items()
+    },
 )

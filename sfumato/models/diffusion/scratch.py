@@ -72,12 +72,14 @@ def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=max_length)
 
 
-def build_clip_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> torch.nn.Module:
-    """A CLIPTextModelWithProjection with random weights and embeddings of unit scale.
+def build_clip_encoder(
+    tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4, projection: bool = True
+) -> torch.nn.Module:
+    """A CLIPTextModelWithProjection, or CLIPTextModel, with random weights and embeddings of unit scale.
 
     CLIP's usual 0.02 would drown in the bias of the denoiser's context embedder.
     """
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -91,7 +93,7 @@ def build_clip_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    encoder = CLIPTextModelWithProjection(config)
+    encoder = (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
     embeddings = next(each for name, each in encoder.named_modules() if name.endswith("embeddings"))
     torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
     torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)
@@ -108,10 +110,12 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
-def build_t5_encoder(tokenizer: Any, width: int, num_layers: int = 1, num_heads: int = 4) -> torch.nn.Module:
-    """A T5EncoderModel whose output has ``width`` features, all zero until it is trained.
+def build_t5_encoder(
+    tokenizer: Any, width: int, num_layers: int = 1, num_heads: int = 4, silent: bool = True
+) -> torch.nn.Module:
+    """A T5EncoderModel whose output has ``width`` features, with ``silent`` all zero until it is trained.
 
-    Zeros are what the SD3 pipeline puts in the place of a missing T5; random features would only disturb.
+    Zeros are what the SD3 pipeline puts in the place of a missing T5, beside which random features would only disturb.
     """
     from transformers import T5Config, T5EncoderModel
 
@@ -126,7 +130,8 @@ def build_t5_encoder(tokenizer: Any, width: int, num_layers: int = 1, num_heads:
         use_cache=False,
     )
     encoder = T5EncoderModel(config)
-    torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
+    if silent:
+        torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
     return encoder
 
 

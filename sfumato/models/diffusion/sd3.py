@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -62,9 +61,9 @@ class StableDiffusion3(DiffusionModel):
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer"])
+        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
         has_t5 = description.get("t5") is not None
-        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "width"]) if has_t5 else None
+        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "width", "silent"]) if has_t5 else None
         words = tokens.get("words", ())
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
@@ -161,15 +160,6 @@ class StableDiffusion3(DiffusionModel):
             pooled_projections=embeddings["pooled"].to(dtype),
             return_dict=False,
         )[0]
-
-    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        from peft.utils import get_peft_model_state_dict
-
-        self.pipeline.save_lora_weights(
-            folder,
-            transformer_lora_layers=get_peft_model_state_dict(self.plain_denoiser(), weights),
-            transformer_lora_adapter_metadata=self.denoiser.peft_config["default"].to_dict(),
-        )
 
 
 def start_at_zero(transformer: torch.nn.Module) -> None:

@@ -1,0 +1,189 @@
+"""FLUX.1 dev and schnell, and FLUX.1 Kontext for editing: FluxTransformer2DModel, a CLIP encoder and T5.
+
+The dev models were distilled from guidance (arXiv 2210.03142): the scale is an input of the transformer, and there is
+no unconditional branch. schnell takes no scale; guidance other than 1 then runs both branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    check_size,
+    decode_kl,
+    encode_kl,
+    flow_shift,
+    flow_sigmas,
+    num_tokens,
+    pack,
+    unpack,
+)
+from sfumato.models.diffusion.scratch import (
+    build_autoencoder,
+    build_clip_encoder,
+    build_clip_tokenizer,
+    build_t5_encoder,
+    build_t5_tokenizer,
+    section_of,
+    unknown_keys,
+)
+from sfumato.parallel.plan import ParallelPlan
+
+
+class Flux(DiffusionModel):
+    """FLUX.1 dev and schnell."""
+
+    pipeline_class: ClassVar[str] = "FluxPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.FLUX
+    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_flux.py
+        "attn.to_k",
+        "attn.to_q",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A pipeline with random weights.
+
+        Args:
+            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
+                ``text_encoder`` (width, layers, ... of CLIP), ``t5``, and ``tokenizer`` (words, max_length). Channels
+                and text widths of the transformer follow from the other sections.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key.
+        """
+        import diffusers
+
+        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"})
+        denoiser = section_of(description, "transformer", diffusers.FluxTransformer2DModel)
+        vae_settings = section_of(description, "vae", build_autoencoder)
+        scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
+        tokens = section_of(description, "tokenizer", build_clip_tokenizer)
+        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
+        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "silent"])
+        tokenizer, t5_tokenizer = build_clip_tokenizer(**tokens), build_t5_tokenizer(tokens.get("words", ()))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            clip = build_clip_encoder(tokenizer, projection=False, **text)
+            t5_encoder = build_t5_encoder(t5_tokenizer, silent=False, **{"width": 32, **t5})
+            vae = build_autoencoder(**vae_settings)
+            inferred = {
+                "in_channels": vae.config.latent_channels * PATCH**2,
+                "joint_attention_dim": t5_encoder.config.d_model,
+                "pooled_projection_dim": clip.config.hidden_size,
+            }
+            transformer = diffusers.FluxTransformer2DModel(**{**inferred, **denoiser})
+            torch.nn.init.zeros_(transformer.proj_out.weight)
+            torch.nn.init.zeros_(transformer.proj_out.bias)
+        return getattr(diffusers, cls.pipeline_class)(
+            transformer=transformer,
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**scheduler),
+            vae=vae,
+            text_encoder=clip,
+            tokenizer=tokenizer,
+            text_encoder_2=t5_encoder,
+            tokenizer_2=t5_tokenizer,
+        )
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` of T5 and ``pooled`` ``[B, P]`` of CLIP, as the pipeline computes them."""
+        prompt_embeds, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"prompt_embeds": prompt_embeds, "pooled": pooled}
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, factor * PATCH, frames)
+        return (self.pipeline.vae.config.latent_channels, height // factor, width // factor)
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * PATCH
+
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        return encode_kl(self.pipeline.vae, pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return decode_kl(self.pipeline.vae, latents)
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
+
+    @property
+    def shift(self) -> float:
+        return flow_shift(self.pipeline.scheduler)
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        return flow_shift(self.pipeline.scheduler, latent_shape)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self.denoiser.config.guidance_embeds)
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
+        dtype, device = self.input_dtype, latents.device
+        tokens, ids = pack(latents), grid_ids(latents, 0)
+        if "image_latents" in embeddings:
+            image = embeddings["image_latents"].to(dtype)
+            tokens, ids = torch.cat([tokens, pack(image)], dim=1), torch.cat([ids, grid_ids(image, 1)])
+        sigma = sigma.to(device)
+        guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(device) if self.embeds_guidance else None
+        prompt_embeds = embeddings["prompt_embeds"].to(dtype)
+        velocity = self.denoiser(
+            hidden_states=tokens,
+            timestep=sigma,
+            guidance=guidance,
+            pooled_projections=embeddings["pooled"].to(dtype),
+            encoder_hidden_states=prompt_embeds,
+            txt_ids=torch.zeros(prompt_embeds.shape[1], 3, device=device),
+            img_ids=ids,
+            return_dict=False,
+        )[0]
+        return unpack(velocity[:, : num_tokens(latents.shape)], *latents.shape[-2:])
+
+
+class FluxKontext(Flux):
+    """FLUX.1 Kontext: the tokens of the image to be edited follow those of the image that is made.
+
+    The image is taken in the size that it has. diffusers' own pipeline first resizes it to one of the sizes that the
+    model was trained with, about a megapixel.
+    """
+
+    pipeline_class: ClassVar[str] = "FluxKontextPipeline"
+    takes_image: ClassVar[bool] = True
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+        """What ``embed_prompts`` returns, with ``image_latents`` ``[1, C, H, W]``."""
+        self.latent_shape(*image.shape[:2])
+        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+        return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels)}
+
+
+def grid_ids(latents: torch.Tensor, image: int) -> torch.Tensor:
+    """Places of an image's tokens: float32 ``[T, 3]`` of the number of the image, row and column."""
+    rows, columns = (
+        torch.arange(latents.shape[dim] // PATCH, device=latents.device, dtype=torch.float32) for dim in (-2, -1)
+    )
+    grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
+    return torch.nn.functional.pad(grid, (1, 0), value=float(image))

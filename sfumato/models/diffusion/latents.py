@@ -1,0 +1,105 @@
+"""What families share: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
+
+Shapes: B samples, C H W latent channels, height and width, T tokens; a token is a patch of 2 x 2 latent pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+PATCH = 2
+"""Latent pixels along each side of a token."""
+
+
+def check_size(height: int, width: int, unit: int, frames: int = 1) -> None:
+    """Raises ValueError for a size in pixels that does not divide, or for more than one frame."""
+    if frames != 1:
+        raise ValueError(f"frames {frames}: this model makes single images")
+    if height % unit or width % unit or not height or not width:
+        raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
+
+
+@torch.no_grad()
+def encode_kl(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 pixels ``[B, 3, H, W]`` to float32 latents of an AutoencoderKL, the mode of the posterior, scaled."""
+    normalized = pixels.to(vae.device, vae.dtype) / 127.5 - 1
+    latents = vae.encode(normalized).latent_dist.mode().float()
+    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+@torch.no_grad()
+def decode_kl(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The way back: latents ``[B, C, H, W]`` to uint8 pixels ``[B, 3, H, W]``."""
+    unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
+    return to_uint8(vae.decode(unscaled.to(vae.dtype), return_dict=False)[0])
+
+
+def to_uint8(decoded: torch.Tensor) -> torch.Tensor:
+    """What an autoencoder returns, about [-1, 1], as uint8."""
+    return ((decoded.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """Latents ``[B, C, H, W]`` as tokens ``[B, H/2 * W/2, 4C]``, row by row, as FLUX and Qwen-Image take them."""
+    tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # [B, C, H/2, 2, W/2, 2]
+    return tokens.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Tokens ``[B, H/2 * W/2, 4C]`` as latents ``[B, C, H, W]``."""
+    patches = tokens.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (height // PATCH, width // PATCH))
+    return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
+def num_tokens(latent_shape: Sequence[int]) -> int:
+    """Tokens of an image whose latent ends in height and width."""
+    return (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
+
+
+def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    """The schedule of the FLUX, Qwen-Image and Z-Image pipelines: 1, 1 - 1/n, ... 1/n, shifted; then 0.
+
+    Args:
+        scheduler: a FlowMatchEulerDiscreteScheduler; it stays as it is.
+        num_steps: n.
+        latent_shape: of the image, whose size a dynamic shift follows.
+
+    Returns:
+        float32 ``[num_steps + 1]``.
+    """
+    scheduler, mu = copy.deepcopy(scheduler), _mu(scheduler, num_tokens(latent_shape))
+    if scheduler.config.get("use_flow_sigmas"):
+        scheduler.set_timesteps(num_steps, mu=mu)
+    else:
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+    return scheduler.sigmas.to(torch.float32)
+
+
+def flow_shift(scheduler: Any, latent_shape: Sequence[int] | None = None) -> float:
+    """The factor s of the scheduler's shift, sigma -> s sigma / (1 + (s - 1) sigma).
+
+    Args:
+        scheduler: a FlowMatchEulerDiscreteScheduler.
+        latent_shape: of the image; None is the largest that the scheduler was made for.
+    """
+    if not scheduler.config.use_dynamic_shifting:
+        return float(scheduler.config.shift)
+    largest = scheduler.config.get("max_image_seq_len", 4096)
+    mu = _mu(scheduler, largest if latent_shape is None else num_tokens(latent_shape))
+    return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
+
+
+def _mu(scheduler: Any, tokens: int) -> float:
+    """The line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift); the pipelines' defaults."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    given = {"base_shift": 0.5, "max_shift": 1.15, "base_seq_len": 256, "max_seq_len": 4096}
+    names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
+    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
+    return float(calculate_shift(tokens, **settings))

@@ -1,0 +1,268 @@
+"""Qwen-Image (arXiv 2508.02324), Qwen-Image-Edit and its 2509 and 2511: QwenImageTransformer2DModel and Qwen2.5-VL.
+
+Prompts have as many tokens as they need; here they are padded to one length, with a mask, so that a sample does not
+depend on the prompts beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    check_size,
+    flow_shift,
+    flow_sigmas,
+    num_tokens,
+    pack,
+    to_uint8,
+    unpack,
+)
+from sfumato.models.diffusion.scratch import section_of, unknown_keys
+from sfumato.models.diffusion.scratch_qwen import (
+    build_qwen_autoencoder,
+    build_qwen_tokenizer,
+    build_qwen_vl_encoder,
+    build_qwen_vl_processor,
+)
+from sfumato.parallel.plan import ParallelPlan
+
+SMALLEST_NORM = 1e-12
+
+
+class QwenImage(DiffusionModel):
+    """Qwen-Image."""
+
+    pipeline_class: ClassVar[str] = "QwenImagePipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.QWEN_IMAGE
+    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_qwenimage_edit_plus.py
+        "attn.to_k",
+        "attn.to_q",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A pipeline with random weights.
+
+        Args:
+            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
+                ``text_encoder`` (width, layers, ... of Qwen2.5-VL), ``tokenizer`` (words), and for editing
+                ``processor``. Channels and text width of the transformer follow from the other sections.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key.
+            MissingDependencyError: for editing without torchvision.
+        """
+        import diffusers
+
+        processor_section = {"processor"} if cls.takes_image else set()
+        unknown_keys(
+            description,
+            {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer"} | processor_section,
+        )
+        make = getattr(diffusers, cls.pipeline_class)
+        denoiser = section_of(description, "transformer", diffusers.QwenImageTransformer2DModel)
+        vae_settings = section_of(description, "vae", build_qwen_autoencoder)
+        scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
+        text = section_of(description, "text_encoder", build_qwen_vl_encoder, given=["tokenizer"])
+        sizes = section_of(description, "processor", build_qwen_vl_processor, given=["tokenizer"])
+        parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer", *processor_section])
+        tokenizer = build_qwen_tokenizer(template=make(**parts).prompt_template_encode, **words)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            encoder = build_qwen_vl_encoder(tokenizer, **text)
+            vae = build_qwen_autoencoder(**vae_settings)
+            inferred = {
+                "in_channels": vae.config.z_dim * PATCH**2,
+                "out_channels": vae.config.z_dim,
+                "joint_attention_dim": encoder.config.text_config.hidden_size,
+            }
+            transformer = diffusers.QwenImageTransformer2DModel(**{**inferred, **denoiser})
+            torch.nn.init.zeros_(transformer.proj_out.weight)
+            torch.nn.init.zeros_(transformer.proj_out.bias)
+        parts |= {"transformer": transformer, "vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+        parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**scheduler)
+        if cls.takes_image:
+            parts["processor"] = build_qwen_vl_processor(tokenizer, **sizes)
+        return make(**parts)
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.
+
+        Prompts are encoded one by one: in a batch they would be padded to the longest, which changes the bits.
+        """
+        found = {}
+        for prompt in dict.fromkeys(prompts):
+            embeds, _ = self.pipeline.encode_prompt(
+                prompt=[prompt or " "],  # what the model's authors take for the empty prompt
+                device=self.device,
+                max_sequence_length=self.max_sequence_length,
+            )
+            found[prompt] = padded(embeds, self.max_sequence_length)
+        names = found[prompts[0]]
+        return {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder, length = self.pipeline.text_encoder, self.max_sequence_length
+        return {
+            "prompt_embeds": ((length, encoder.config.get_text_config().hidden_size), encoder.dtype),
+            "prompt_mask": ((length,), torch.bool),
+        }
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, factor * PATCH, frames)
+        return (self.pipeline.vae.config.z_dim, height // factor, width // factor)
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * PATCH
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        normalized = pixels.to(vae.device, vae.dtype)[:, :, None] / 127.5 - 1  # a video of one frame
+        latents = vae.encode(normalized).latent_dist.mode()[:, :, 0].float()
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        mean, std = self._statistics(latents)
+        unscaled = (latents.float() * std + mean).to(vae.dtype)
+        return to_uint8(vae.decode(unscaled[:, :, None], return_dict=False)[0][:, :, 0])
+
+    def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the autoencoder's channels: ``[C, 1, 1]`` each."""
+        settings = self.pipeline.vae.config
+        mean, std = (
+            torch.tensor(each, device=latents.device)[:, None, None]
+            for each in (settings.latents_mean, settings.latents_std)
+        )
+        return mean, std
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
+
+    @property
+    def shift(self) -> float:
+        return flow_shift(self.pipeline.scheduler)
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        return flow_shift(self.pipeline.scheduler, latent_shape)
+
+    def guide(
+        self, unconditional: torch.Tensor, conditional: torch.Tensor, scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""
+        height, width = conditional.shape[-2:]
+        guided = pack(super().guide(unconditional, conditional, scale))
+        norms = [each.norm(dim=-1, keepdim=True) for each in (pack(conditional), guided)]
+        return unpack(guided * (norms[0] / norms[1].clamp_min(SMALLEST_NORM)), height, width)
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        dtype = self.input_dtype
+        images = [latents]
+        if "image_latents" in embeddings:
+            images.append(embeddings["image_latents"].to(dtype))
+        shape = [(1, each.shape[-2] // PATCH, each.shape[-1] // PATCH) for each in images]
+        velocity = self.denoiser(
+            hidden_states=torch.cat([pack(each) for each in images], dim=1),
+            timestep=sigma.to(latents.device),
+            encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
+            encoder_hidden_states_mask=embeddings["prompt_mask"],
+            img_shapes=[shape] * len(latents),
+            return_dict=False,
+        )[0]
+        return unpack(velocity[:, : num_tokens(latents.shape)], *latents.shape[-2:])
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit: Qwen2.5-VL reads the image beside the prompt, and its tokens follow those of the image made.
+
+    The image is taken in the size that it has; diffusers' own pipeline first resizes it to about a megapixel.
+    """
+
+    pipeline_class: ClassVar[str] = "QwenImageEditPipeline"
+    takes_image: ClassVar[bool] = True
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+        """What ``embed_prompts`` returns, of prompt and image, with ``image_latents`` ``[1, C, H, W]``.
+
+        ``max_sequence_length`` is that of the prompt and its frame; the tokens of the image are added to it.
+
+        Raises:
+            ConfigError: for a longer prompt, which cannot be cut behind the image.
+        """
+        from PIL import Image
+
+        self.latent_shape(*image.shape[:2])
+        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+        seen = self._as_read(Image.fromarray(image))
+        embeds, _ = self.pipeline.encode_prompt(prompt=[prompt or " "], image=[seen], device=self.device)
+        image_tokens = self._image_tokens(seen)
+        length = self.max_sequence_length + image_tokens
+        if embeds.shape[1] > length:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: this prompt takes "
+                f"{embeds.shape[1] - image_tokens} tokens, and one that goes with an image cannot be cut: {prompt!r}"
+            )
+        return {**padded(embeds, length), "image_latents": self.encode_pixels(pixels)}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        from PIL import Image
+
+        length = self.max_sequence_length + self._image_tokens(self._as_read(Image.new("RGB", (width, height))))
+        found = super().embedding_shapes(height, width)
+        found = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in found.items()}
+        return found | {"image_latents": (self.latent_shape(height, width), torch.float32)}
+
+    def _as_read(self, image: Any) -> Any:
+        """The image as Qwen2.5-VL gets it."""
+        return image
+
+    def _image_tokens(self, image: Any) -> int:
+        """Tokens that Qwen2.5-VL makes of it."""
+        processor = self.pipeline.processor.image_processor
+        return processor.get_number_of_image_patches(image.height, image.width, {}) // processor.merge_size**2
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-2509 and 2511, with one image: Qwen2.5-VL gets it in a size of its own, as in the pipeline."""
+
+    pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
+
+    def _as_read(self, image: Any) -> Any:
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+        width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)
+        return self.pipeline.image_processor.resize(image, height, width)
+
+
+def padded(embeds: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
+    """Embeddings ``[1, T, D]`` as ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
+    return {
+        "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),
+        "prompt_mask": (torch.arange(length, device=embeds.device) < embeds.shape[1])[None],
+    }

@@ -1,0 +1,317 @@
+"""Stable Diffusion 1.5, 2 (arXiv 2112.10752) and XL (arXiv 2307.01952): UNets that predict noise or v.
+
+They were trained on variance-preserving paths x_vp = a x0 + c eps with a^2 + c^2 = 1 at 1000 timesteps, and are flow
+models after a change of scale and time: with s = c / (a + c)
+
+    x = x_vp / (a + c) = (1 - s) x0 + s eps,    velocity = eps - x0 = (eps - x) / (1 - s)
+
+so that one deterministic step in s is one step of DDIM (arXiv 2010.02502), and ``DDIM`` of
+``sfumato.algorithms.dynamics`` with eta 1 the step that DDPO samples with (arXiv 2305.13301). The schedule of Stable
+Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.scratch import (
+    build_autoencoder,
+    build_clip_encoder,
+    build_clip_tokenizer,
+    section_of,
+    unknown_keys,
+)
+from sfumato.parallel.plan import ParallelPlan
+
+PUBLISHED_SCHEDULE = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "steps_offset": 1,
+}
+"""What the scheduler of every Stable Diffusion up to XL says; a description may say otherwise."""
+
+SAME_TIMESTEP = 1e-3
+"""A timestep this near to an integer is that integer: it was a point of the schedule, blurred by float32."""
+
+
+class StableDiffusion(DiffusionModel):
+    """Stable Diffusion 1.5 and 2."""
+
+    pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.UNET
+    lora_targets: ClassVar[tuple[str, ...]] = (  # diffusers examples/text_to_image/train_text_to_image_lora.py
+        "to_k",
+        "to_out.0",
+        "to_q",
+        "to_v",
+    )
+    denoiser_name: ClassVar[str] = "unet"
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for a UNet with further inputs, or unknown predictions."""
+        super().__init__(pipeline, *args, **kwargs)
+        unet, channels = pipeline.unet.config, pipeline.vae.config.latent_channels
+        if unet.in_channels != channels or unet.time_cond_proj_dim is not None:
+            raise ConfigError(
+                f"{self.pipeline_class}: the UNet takes more than {channels} channels of latents, timestep and text "
+                "(inpainting, or guidance as an input, in_channels and time_cond_proj_dim): this is not supported"
+            )
+        self.levels = noise_levels(self.schedule())
+        """float64, ascending: s of each timestep."""
+        self.largest = float(self.levels[-1])
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A StableDiffusionPipeline, or a StableDiffusionXLPipeline, with random weights.
+
+        Args:
+            description: sections ``unet``, ``vae``, ``scheduler`` (of DDIMScheduler, over ``PUBLISHED_SCHEDULE``),
+                ``text_encoder`` (width, layers, ... of each CLIP encoder) and ``tokenizer`` (words, max_length).
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key, or when there is no section ``unet``.
+        """
+        import diffusers
+
+        unknown_keys(description, {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"})
+        if "unet" not in description:
+            raise ValueError("unet: required, but not set")
+        unet = section_of(description, "unet", diffusers.UNet2DConditionModel)
+        vae = section_of(description, "vae", build_autoencoder, given=["shift_factor"])
+        scheduler = PUBLISHED_SCHEDULE | section_of(description, "scheduler", diffusers.DDIMScheduler)
+        tokens = section_of(description, "tokenizer", build_clip_tokenizer)
+        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
+        tokenizer = build_clip_tokenizer(**tokens)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parts = cls._build_encoders(tokenizer, text)
+            parts["unet"] = diffusers.UNet2DConditionModel(**cls._unet_settings(unet, parts))
+            parts["vae"] = build_autoencoder(**vae)
+        pipeline = getattr(diffusers, cls.pipeline_class)
+        return pipeline(scheduler=diffusers.DDIMScheduler(**scheduler), **parts)
+
+    @classmethod
+    def _build_encoders(cls, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """Tokenizers and text encoders, and what else the pipeline is made of besides networks."""
+        return {
+            "tokenizer": tokenizer,
+            "text_encoder": build_clip_encoder(tokenizer, projection=False, **settings),
+            "safety_checker": None,
+            "feature_extractor": None,
+            "requires_safety_checker": False,
+        }
+
+    @classmethod
+    def _unet_settings(cls, settings: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the UNet with those that follow from the encoders."""
+        return {"cross_attention_dim": parts["text_encoder"].config.hidden_size, **settings}
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]``, as the pipeline itself computes them."""
+        return {"prompt_embeds": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        if frames != 1:
+            raise ValueError(f"{self.pipeline_class} makes single images")
+        factor = self.pipeline.vae_scale_factor
+        if height % factor or width % factor:
+            raise ValueError(f"height {height} and width {width} must be multiples of {factor} pixels")
+        return (self.denoiser.config.in_channels, height // factor, width // factor)
+
+    @property
+    def probe_size(self) -> int:
+        return 2 * self.pipeline.vae_scale_factor
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        mean, scale = self._latent_scale(latents)
+        return (latents - mean) * scale
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        mean, scale = self._latent_scale(latents)
+        decoded = vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0].float()
+        return ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+    def _latent_scale(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
+        config = self.pipeline.vae.config
+        mean = getattr(config, "latents_mean", None) or [0.0]
+        std = getattr(config, "latents_std", None) or [1.0]
+        shape = {"dtype": torch.float32, "device": like.device}
+        scale = config.scaling_factor / torch.tensor(std, **shape)
+        return torch.tensor(mean, **shape)[:, None, None], scale[:, None, None]
+
+    def schedule(self) -> Any:
+        """A DDIMScheduler with the noise schedule and the spacing of timesteps of the pipeline's scheduler.
+
+        Raises:
+            ConfigError: when its predictions are neither noise nor v, or it starts from pure noise with the former.
+        """
+        from diffusers import DDIMScheduler
+
+        # without the note of what was left at its default, which is another class's default
+        settings = {name: each for name, each in self.pipeline.scheduler.config.items() if not name.startswith("_")}
+        scheduler = DDIMScheduler.from_config(settings)
+        prediction = scheduler.config.prediction_type
+        if prediction not in ("epsilon", "v_prediction"):
+            raise ConfigError(f"the scheduler's prediction_type {prediction!r} is not known: epsilon, v_prediction")
+        if prediction == "epsilon" and float(scheduler.alphas_cumprod[-1]) == 0:
+            raise ConfigError(
+                "the scheduler's rescale_betas_zero_snr starts from pure noise, where a prediction of the noise says "
+                "nothing of the image: it goes with prediction_type v_prediction"
+            )
+        return scheduler
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        """s of DDIM's timesteps as the pipeline's scheduler spaces them, then 0.
+
+        Under ``set_alpha_to_one`` false diffusers' DDIM stops at the noise of the first timestep (s = 0.028 in Stable
+        Diffusion); here the end is the image, as with EulerDiscreteScheduler, which XL is published with. Under
+        ``timestep_spacing`` trailing, diffusers' DDIM steps to a level beside the next one when the number of steps
+        does not divide that of timesteps; here levels follow each other.
+        """
+        scheduler = self.schedule()
+        scheduler.set_timesteps(num_steps)
+        return torch.cat([self.levels[scheduler.timesteps], torch.zeros(1, dtype=torch.float64)]).to(torch.float32)
+
+    def start(self, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        """Pure noise of variance 1 on the variance-preserving path, as the pipeline starts."""
+        return noise * torch.sqrt((1 - sigma) ** 2 + sigma**2)
+
+    def training_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+        """s of the timestep at this fraction of the schedule, so that a uniform density is that of the training."""
+        levels = self.levels.to(sigma.device)
+        place = sigma.double() * (len(levels) - 1)
+        lower = place.floor().long().clamp(0, len(levels) - 2)
+        return torch.lerp(levels[lower], levels[lower + 1], place - lower).to(torch.float32)
+
+    def loss_weight(self, sigma: torch.Tensor) -> torch.Tensor:
+        """Turns the squared error of the velocity into that of the network's own prediction, which it was trained by.
+
+        (1 - s)^2 for noise and (1 - s)^2 + s^2 for v.
+        """
+        noise = self.pipeline.scheduler.config.prediction_type == "epsilon"
+        return (1 - sigma) ** 2 if noise else (1 - sigma) ** 2 + sigma**2
+
+    @property
+    def shift(self) -> float:
+        return 1.0
+
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        """The timestep, between two if need be, whose noise level is ``sigma``; the nearest one outside of them."""
+        levels = self.levels.to(sigma.device)
+        upper = torch.searchsorted(levels, sigma.double().contiguous()).clamp(1, len(levels) - 1)
+        below, above = levels[upper - 1], levels[upper]
+        found = upper - 1 + ((sigma - below) / (above - below)).clamp(0, 1)
+        nearest = found.round()
+        return torch.where((found - nearest).abs() < SAME_TIMESTEP, nearest, found).to(torch.float32)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """float32, in which latents change their scale; the UNet then gets them in the dtype of its weights."""
+        return torch.float32
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The velocity, float32. Beyond the largest noise level of the schedule the network is asked as if at it."""
+        sigma = sigma.to(latents.device, torch.float32)
+        s = sigma.reshape(-1, 1, 1, 1)
+        norm = torch.sqrt((1 - s) ** 2 + s**2)  # 1 / (a + c)
+        x, dtype = latents.float(), super().input_dtype
+        predicted = self.denoiser(
+            (x / norm).to(dtype),
+            self.timestep(sigma),
+            encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
+            added_cond_kwargs=self._added_conditions(latents, embeddings),
+            return_dict=False,
+        )[0].float()
+        if self.pipeline.scheduler.config.prediction_type == "v_prediction":
+            return predicted / norm + (2 * s - 1) * x / norm**2
+        return (predicted - x) / (1 - s.clamp(max=self.largest))
+
+    def _added_conditions(
+        self, latents: torch.Tensor, embeddings: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """What else the UNet is conditioned on, by its names."""
+        return None
+
+    def parallelize(self, mesh: Any, config: Any) -> None:
+        if mesh.layout.cp > 1:
+            raise ConfigError(
+                "train.context_parallel_size and train.ulysses_parallel_size: a UNet's convolutions need their "
+                "neighbours, so its images cannot be cut: set both to 1"
+            )
+        super().parallelize(mesh, config)
+
+
+class StableDiffusionXL(StableDiffusion):
+    """Stable Diffusion XL: two text encoders, a pooled embedding, and the size of the image as a condition."""
+
+    pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+
+    @classmethod
+    def _build_encoders(cls, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "tokenizer": tokenizer,
+            "tokenizer_2": copy.deepcopy(tokenizer),
+            "text_encoder": build_clip_encoder(tokenizer, projection=False, **settings),
+            "text_encoder_2": build_clip_encoder(tokenizer, **settings),
+            "add_watermarker": False,
+        }
+
+    @classmethod
+    def _unet_settings(cls, settings: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+        first, second = parts["text_encoder"].config, parts["text_encoder_2"].config
+        time_width = settings.get("addition_time_embed_dim", 8)
+        return {
+            "cross_attention_dim": first.hidden_size + second.hidden_size,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": time_width,
+            "projection_class_embeddings_input_dim": second.projection_dim + 6 * time_width,
+            **settings,
+        }
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``.
+
+        Zeros for the empty prompt where the pipeline says ``force_zeros_for_empty_prompt``, as it guides away from.
+        """
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompts, device=self.device, do_classifier_free_guidance=False
+        )
+        if self.pipeline.config.force_zeros_for_empty_prompt:
+            given = torch.tensor([each != "" for each in prompts], device=embeds.device)
+            embeds = torch.where(given[:, None, None], embeds, 0)
+            pooled = torch.where(given[:, None], pooled, 0)
+        return {"prompt_embeds": embeds, "pooled": pooled}
+
+    def _added_conditions(
+        self, latents: torch.Tensor, embeddings: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        factor = self.pipeline.vae_scale_factor
+        size = [latents.shape[-2] * factor, latents.shape[-1] * factor]
+        times = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)  # original, crop, target
+        return {"text_embeds": embeddings["pooled"].float(), "time_ids": times.expand(len(latents), -1)}
+
+
+def noise_levels(scheduler: Any) -> torch.Tensor:
+    """s = c / (a + c) of each timestep of a variance-preserving schedule: float64, ascending."""
+    kept = scheduler.alphas_cumprod.double()
+    signal, noise = kept.sqrt(), (1 - kept).sqrt()
+    return noise / (signal + noise)

@@ -1,0 +1,378 @@
+"""Wan 2.1 and 2.2 (arXiv 2503.20314): videos from text, or from text and a first frame.
+
+Latents are ``[B, C, F, H, W]``: the first frame makes one latent frame, four further ones each another. One frame is an
+image. Wan 2.2 A14B has two transformers, one for high noise levels and one for low ones, which are trained as one
+module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``): a first frame is then at noise level 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from sfumato.config.sections import TrainConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import to_uint8
+from sfumato.models.diffusion.scratch import build_t5_tokenizer, section_of, unknown_keys
+from sfumato.models.diffusion.scratch_video import (
+    build_clip_vision_encoder,
+    build_umt5_encoder,
+    build_wan_autoencoder,
+)
+from sfumato.models.diffusion.wan_pair import WanPair
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import ParallelPlan
+
+SETTINGS = ("boundary_ratio", "expand_timesteps")
+"""What a description may hold besides sections, as the pipelines have it."""
+
+PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+"""UniPCMultistepScheduler as Wan 2.1 is published with; 3 is for 480p, 5 for 720p."""
+
+TEXT_TOKENS = 512
+"""Where image embeddings stand in front of the text, diffusers takes the last so many tokens for the text."""
+
+ALMOST_ONE = 2e-6
+"""UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
+
+
+class Wan(DiffusionModel):
+    """Text to video."""
+
+    pipeline_class: ClassVar[str] = "WanPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.WAN
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
+    further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    sections: ClassVar[tuple[str, ...]] = (
+        "transformer",
+        "transformer_2",
+        "vae",
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+    )
+    """Of a description."""
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs, or an unknown scheduler."""
+        self.guidance_scale_2: float | None = None
+        """Guidance at the low noise levels of two transformers; None is that of the high ones, as in the pipeline."""
+        first, second = pipeline.transformer, pipeline.transformer_2
+        if second is not None:
+            ratio = pipeline.config.boundary_ratio
+            if first is None or ratio is None:
+                raise ConfigError(
+                    f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
+                )
+            boundary = ratio * pipeline.scheduler.config.num_train_timesteps
+            pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
+            self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
+        settings = pipeline.scheduler.config
+        if not settings.get("use_flow_sigmas") and "FlowMatch" not in type(pipeline.scheduler).__name__:
+            raise ConfigError(f"{type(pipeline.scheduler).__name__} needs use_flow_sigmas: Wan is a flow model")
+        super().__init__(pipeline, *args, **kwargs)
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A pipeline with random weights.
+
+        Args:
+            description: sections ``transformer`` (of WanTransformer3DModel), optionally ``transformer_2`` (settings
+                that differ; then ``boundary_ratio``), ``vae`` (of ``build_wan_autoencoder``), ``scheduler`` (of
+                UniPCMultistepScheduler), ``text_encoder``, ``tokenizer`` (words), optionally ``image_encoder``, and
+                ``expand_timesteps``. Channels and text widths of the transformer follow from the other sections.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key, or when there is no section ``transformer``.
+        """
+        import diffusers
+
+        unknown_keys(description, {"pipeline", *SETTINGS, *cls.sections})
+        if "transformer" not in description:
+            raise ValueError("transformer: required, but not set")
+        first = section_of(description, "transformer", diffusers.WanTransformer3DModel)
+        second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
+        vae_settings = section_of(description, "vae", build_wan_autoencoder)
+        scheduler = section_of(description, "scheduler", diffusers.UniPCMultistepScheduler)
+        text = section_of(description, "text_encoder", build_umt5_encoder, given=["tokenizer"])
+        vision = section_of(description, "image_encoder", build_clip_vision_encoder)
+        tokenizer = build_t5_tokenizer(**section_of(description, "tokenizer", build_t5_tokenizer))
+        settings = {name: description[name] for name in SETTINGS if name in description}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parts: dict[str, Any] = {
+                "tokenizer": tokenizer,
+                "text_encoder": build_umt5_encoder(tokenizer, **text),
+                "vae": build_wan_autoencoder(**vae_settings),
+            }
+            if "image_encoder" in description:
+                parts["image_encoder"], parts["image_processor"] = build_clip_vision_encoder(**vision)
+            widths = cls._inferred(parts, bool(settings.get("expand_timesteps")), first)
+            parts["transformer"] = _build_transformer({**widths, **first})
+            if "transformer_2" in description:
+                parts["transformer_2"] = _build_transformer({**widths, **first, **second})
+        scheduler = diffusers.UniPCMultistepScheduler(**{**PUBLISHED_SCHEDULE, **scheduler})
+        return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
+
+    @classmethod
+    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the transformers that follow from the other parts."""
+        channels = parts["vae"].config.z_dim
+        return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
+
+    def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
+        return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
+
+    @property
+    def _network(self) -> nn.Module:
+        """A transformer, for its configuration."""
+        return getattr(self.denoiser, "transformer", self.denoiser)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Not that of the first parameter: diffusers keeps some in float32."""
+        return self._network.patch_embedding.weight.dtype
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]``, zero behind the prompt's end, as the pipeline itself computes them."""
+        from diffusers import WanPipeline
+
+        # that of text to video for both, since the copy in WanImageToVideoPipeline fails without ftfy
+        embeds = WanPipeline._get_t5_prompt_embeds(
+            self.pipeline, prompts, max_sequence_length=self.max_sequence_length, device=self.device
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        return {"prompt_embeds": ((self.max_sequence_length, encoder.config.d_model), encoder.dtype)}
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self._network.config.patch_size[1]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor, unit = self.pipeline.vae_scale_factor_spatial, self.probe_size
+        if height % unit or width % unit:
+            raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
+        step = self.pipeline.vae_scale_factor_temporal
+        if frames < 1 or (frames - 1) % step:
+            near = max(frames - 1, 0) // step * step + 1
+            raise ValueError(
+                f"frames {frames} must be 1 more than a multiple of {step}, such as {near} or {near + step}"
+            )
+        return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
+        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        mean, std = self._latent_statistics(latents)
+        return (latents - mean) / std
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.pipeline.vae
+        mean, std = self._latent_statistics(latents)
+        video = to_uint8(vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0])
+        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+
+    def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of each channel, ``[C, 1, 1, 1]``."""
+        config = self.pipeline.vae.config
+        both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
+        mean, std = both[:, :, None, None, None]
+        return mean, std
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(num_steps)
+        sigmas = scheduler.sigmas.to(torch.float32)
+        return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
+
+    @property
+    def shift(self) -> float:
+        settings = self.pipeline.scheduler.config
+        return float(settings["flow_shift"] if settings.get("use_flow_sigmas") else settings["shift"])
+
+    def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
+        pair = self.denoiser
+        if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
+            return scale
+        scales = torch.where(self._timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
+        return scales.reshape(-1, 1, 1, 1, 1)
+
+    def _timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        return sigma * self.pipeline.scheduler.config.num_train_timesteps
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.denoiser(
+            hidden_states=latents,
+            timestep=self._timestep(sigma.to(latents.device)),
+            encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
+            return_dict=False,
+        )[0]
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        is_pair = isinstance(self.denoiser, WanPair)
+        if is_pair:
+            if config.enable_forward_prefetch:
+                raise ConfigError(
+                    "train.enable_forward_prefetch: of Wan's two transformers often only one runs, so the next block "
+                    "is not known: set it to false"
+                )
+            if config.data_parallel_mode == "fsdp1":
+                raise ConfigError(
+                    "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
+                )
+            self.denoiser.mesh = mesh
+        super().parallelize(mesh, config)
+        if is_pair and self._dropout is not None:
+            raise ConfigError(
+                "model.lora.dropout: the two transformers take rows of a batch apart, so what is dropped cannot follow "
+                "the sample: set it to 0"
+            )
+
+    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Writes the adapter; that of a second transformer goes to ``transformer_2`` below, a file of its own.
+
+        diffusers reads that with ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
+        """
+        from peft.utils import get_peft_model_state_dict
+
+        parts = self.split_denoiser(self.plain_denoiser())
+        for name, plain in parts.items():
+            prefix = f"{name}." if len(parts) > 1 else ""
+            own = {key.removeprefix(prefix): each for key, each in weights.items() if key.startswith(prefix)}
+            self.pipeline.save_lora_weights(
+                folder if name == self.denoiser_name else folder / name,
+                transformer_lora_layers=get_peft_model_state_dict(plain, own),
+                transformer_lora_adapter_metadata=self._adapters["default"].to_dict(),
+            )
+
+
+class WanImageToVideo(Wan):
+    """A video from a first frame and a text. ``frames`` must be set before prompts and images are embedded."""
+
+    pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
+    takes_image: ClassVar[bool] = True
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
+    sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
+
+    @classmethod
+    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
+        inferred = super()._inferred(parts, expands, given)
+        vae, vision = parts["vae"].config, parts.get("image_encoder")
+        if not expands:
+            inferred["in_channels"] = 2 * vae.z_dim + vae.scale_factor_temporal
+        if vision is not None:
+            inferred["image_dim"] = vision.config.hidden_size
+            heads, width = given.get("num_attention_heads"), given.get("attention_head_dim")
+            if heads and width:
+                inferred["added_kv_proj_dim"] = heads * width
+        return inferred
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and what CLIP sees in it.
+
+        The frame is followed by ``frames - 1`` grey ones before it is encoded, except with ``expand_timesteps``.
+        """
+        pipeline, network = self.pipeline, self._network
+        self.latent_shape(*image.shape[:2], self.frames)
+        found = self.embed_prompts([prompt])
+        video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+        if not pipeline.config.expand_timesteps:
+            video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
+        latents = pipeline.vae.encode(video.to(pipeline.vae.dtype)).latent_dist.mode().float()
+        mean, std = self._latent_statistics(latents)
+        found["image_latents"] = (latents - mean) / std
+        if network.config.image_dim is None:
+            return found
+        if self.max_sequence_length != TEXT_TOKENS:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: this model reads image and text by their place "
+                f"in {TEXT_TOKENS} tokens of text; set it to {TEXT_TOKENS}"
+            )
+        found["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
+        return found
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
+        condition = embeddings["image_latents"].to(latents.dtype)
+        timestep = self._timestep(sigma.to(latents.device))
+        expands = self.pipeline.config.expand_timesteps
+        if not expands and condition.shape[2:] != latents.shape[2:]:
+            raise ValueError(
+                f"latents have frames and sizes {tuple(latents.shape[2:])}, the images were embedded for "
+                f"{tuple(condition.shape[2:])}: set model.frames, and sizes, before"
+            )
+        if expands:
+            inputs = torch.cat([condition, latents[:, :, 1:]], dim=2)
+            timestep = self._token_timesteps(latents, timestep)
+        else:
+            mask = torch.zeros_like(latents[:, :1]).repeat(1, self.pipeline.vae_scale_factor_temporal, 1, 1, 1)
+            mask[:, :, 0] = 1
+            inputs = torch.cat([latents, mask, condition], dim=1)
+        more = {}
+        if "image_embeds" in embeddings:
+            more["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
+        velocity = self.denoiser(
+            hidden_states=inputs,
+            timestep=timestep,
+            encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
+            **more,
+            return_dict=False,
+        )[0]
+        if not expands:
+            return velocity
+        away = (latents[:, :, :1] - condition) / sigma.to(latents.device, latents.dtype).reshape(-1, 1, 1, 1, 1)
+        return torch.cat([away.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        found = super().embedding_shapes(height, width)
+        frames = 1 if self.pipeline.config.expand_timesteps else self.frames
+        found["image_latents"] = self.latent_shape(height, width, frames), torch.float32
+        if self._network.config.image_dim is not None:
+            encoder = self.pipeline.image_encoder
+            num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2 + 1
+            found["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
+        return found
+
+    def _token_timesteps(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        """The timestep of each token ``[B, S]``: 0 in the first frame."""
+        _, patch_height, patch_width = self._network.config.patch_size
+        in_frame = (latents.shape[3] // patch_height) * (latents.shape[4] // patch_width)
+        noisy = torch.ones(latents.shape[2], device=latents.device)
+        noisy[0] = 0
+        return timestep[:, None] * noisy.repeat_interleave(in_frame)
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:
+            raise ConfigError(
+                "train.context_parallel_size and train.ulysses_parallel_size: timesteps of each token "
+                "(expand_timesteps) are not cut with the sequence: set both to 1"
+            )
+        super().parallelize(mesh, config)
+
+
+def _build_transformer(settings: dict[str, Any]) -> nn.Module:
+    """A WanTransformer3DModel whose output starts at zero."""
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(**settings)
+    nn.init.zeros_(transformer.proj_out.weight)
+    nn.init.zeros_(transformer.proj_out.bias)
+    return transformer

@@ -1,0 +1,90 @@
+"""Wan 2.2's two transformers, one for high noise levels and one for low ones, as one module that is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sfumato.parallel.mesh import Mesh
+
+
+class WanPair(nn.Module):
+    """Both transformers of Wan 2.2 as one: each row goes to the one for its noise level.
+
+    With several processes both run for every forward pass that is trained, and otherwise both wherever one process
+    needs them, if necessary on a row that does not count: processes must gather weights and sum gradients together.
+    """
+
+    def __init__(self, transformer: nn.Module, transformer_2: nn.Module, boundary: float) -> None:
+        """
+        Args:
+            transformer: for high noise.
+            transformer_2: for low noise.
+            boundary: timestep from which on the former is used.
+        """
+        super().__init__()
+        self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
+        self.mesh: Mesh | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What ``from_config`` takes."""
+        return {name: each.config for name, each in self.named_children()} | {"boundary": self.boundary}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WanPair:
+        """A pair with random weights."""
+        from diffusers import WanTransformer3DModel
+
+        names = ("transformer", "transformer_2")
+        return cls(*(WanTransformer3DModel.from_config(config[name]) for name in names), config["boundary"])
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """Adapters by name, the same in both."""
+        return self.transformer.peft_config
+
+    def add_adapter(self, config: Any, name: str = "default") -> None:
+        """Adds an adapter to both."""
+        for each in self.children():
+            each.add_adapter(config, name)
+
+    def disable_adapters(self) -> None:
+        """Switches the adapters of both off."""
+        for each in self.children():
+            each.disable_adapters()
+
+    def enable_adapters(self) -> None:
+        """Switches the adapters of both on."""
+        for each in self.children():
+            each.enable_adapters()
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **rows: Any) -> tuple[torch.Tensor]:
+        """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""
+        rows = {name: each for name, each in rows.items() if isinstance(each, torch.Tensor)}
+        if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: nothing is known
+            return self.transformer(hidden_states, timestep, **rows, return_dict=False)
+        high = (timestep >= self.boundary).cpu()
+        outputs, unused = [], 0.0
+        for module, is_mine in ((self.transformer, high), (self.transformer_2, ~high)):
+            mine = is_mine.nonzero().flatten()
+            if not self._runs(len(mine) > 0):
+                continue
+            index = mine if len(mine) else torch.zeros(1, dtype=torch.long)
+            index = slice(None) if len(mine) == len(high) else index.to(hidden_states.device)
+            own = {name: each[index] for name, each in rows.items()}
+            output = module(hidden_states[index], timestep[index], **own, return_dict=False)[0]
+            if len(mine):
+                outputs.append((mine, output))
+            else:
+                unused = output.sum() * 0
+        order = torch.cat([mine for mine, _ in outputs]).argsort().to(hidden_states.device)
+        return (torch.cat([output for _, output in outputs])[order] + unused,)
+
+    def _runs(self, needed: bool) -> bool:
+        if self.mesh is None or self.mesh.size == 1:
+            return needed
+        return torch.is_grad_enabled() or self.mesh.any(needed)

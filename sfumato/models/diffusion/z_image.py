@@ -1,0 +1,130 @@
+"""Z-Image (arXiv 2511.22699): ZImageTransformer2DModel, in which text and image are one sequence, and a Qwen3 encoder.
+
+The velocity that the network predicts points the other way, x0 - eps, over a time that runs from 0 (noise) to 1. Its
+pipeline counts guidance from 0: its guidance_scale is ours minus 1, so that ours means the same for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import PATCH, check_size, decode_kl, encode_kl, flow_shift, flow_sigmas
+from sfumato.models.diffusion.scratch import build_autoencoder, section_of, unknown_keys
+from sfumato.models.diffusion.scratch_qwen import build_qwen3_encoder, build_qwen_tokenizer
+from sfumato.parallel.plan import ParallelPlan
+
+
+class ZImage(DiffusionModel):
+    """Z-Image and Z-Image-Turbo."""
+
+    pipeline_class: ClassVar[str] = "ZImagePipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.Z_IMAGE
+    # diffusers examples/dreambooth/train_dreambooth_lora_z_image.py
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """A ZImagePipeline with random weights.
+
+        Args:
+            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
+                ``text_encoder`` (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the
+                transformer follow from the other sections.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key.
+        """
+        from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer"})
+        denoiser = section_of(description, "transformer", ZImageTransformer2DModel)
+        vae_settings = section_of(description, "vae", build_autoencoder)
+        scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
+        text = section_of(description, "text_encoder", build_qwen3_encoder, given=["tokenizer"])
+        tokenizer = build_qwen_tokenizer(**words)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            encoder = build_qwen3_encoder(tokenizer, **text)
+            vae = build_autoencoder(**vae_settings)
+            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}
+            transformer = ZImageTransformer2DModel(**{**inferred, **denoiser})
+            for layer in transformer.all_final_layer.values():
+                torch.nn.init.zeros_(layer.linear.weight)
+                torch.nn.init.zeros_(layer.linear.bias)
+        return ZImagePipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
+            vae=vae,
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``."""
+        length = self.max_sequence_length
+        rows, _ = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        embeds = [torch.nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows]
+        masks = [torch.arange(length, device=row.device) < len(row) for row in rows]
+        return {"prompt_embeds": torch.stack(embeds), "prompt_mask": torch.stack(masks)}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder, length = self.pipeline.text_encoder, self.max_sequence_length
+        return {
+            "prompt_embeds": ((length, encoder.config.hidden_size), encoder.dtype),
+            "prompt_mask": ((length,), torch.bool),
+        }
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, factor * PATCH, frames)
+        return (self.denoiser.config.in_channels, height // factor, width // factor)
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * PATCH
+
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        return encode_kl(self.pipeline.vae, pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return decode_kl(self.pipeline.vae, latents)
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
+
+    @property
+    def shift(self) -> float:
+        return flow_shift(self.pipeline.scheduler)
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        return flow_shift(self.pipeline.scheduler, latent_shape)
+
+    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+        lengths = token_counts(embeddings["prompt_mask"])
+        prompts = embeddings["prompt_embeds"].to(self.input_dtype)
+        outputs = self.denoiser(
+            list(latents[:, :, None].unbind()),  # videos of one frame
+            1 - sigma.to(latents.device),
+            [row[:length] for row, length in zip(prompts, lengths, strict=True)],
+            patch_size=PATCH,
+            return_dict=False,
+        )[0]
+        return -torch.stack(outputs)[:, :, 0]
+
+
+def token_counts(mask: torch.Tensor) -> list[int]:
+    """Tokens of each prompt, of a mask ``[B, T]``; all T where tensors have no values (memory and FLOP counts)."""
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return [mask.shape[1]] * len(mask)
+    return mask.sum(dim=1).tolist()

@@ -1,0 +1,176 @@
+"""Tiny pipelines of every diffusion model family, as descriptions that ``model.config_path`` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.tiny import tiny_pipeline_description
+
+
+def tiny_sd3() -> dict[str, Any]:
+    """Stable Diffusion 3.5 without dual attention, for images of up to 64 pixels."""
+    description = tiny_pipeline_description()
+    description["transformer"] |= {"pos_embed_max_size": 32}
+    return description
+
+
+def tiny_flux() -> dict[str, Any]:
+    """FLUX.1 dev: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens; one block of each kind more than one."""
+    return {
+        "pipeline": "FluxPipeline",
+        "transformer": {
+            "patch_size": 1,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "guidance_embeds": True,
+            "axes_dims_rope": [2, 2, 4],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4, "scaling_factor": 0.36, "shift_factor": 0.11},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "t5": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write", '"'], "max_length": 8},
+        "scheduler": {"use_dynamic_shifting": True, "shift": 3.0},
+    }
+
+
+def tiny_flux_schnell() -> dict[str, Any]:
+    """FLUX.1 schnell: no guidance inside, no shift."""
+    description = tiny_flux()
+    description["transformer"] = {**description["transformer"], "guidance_embeds": False}
+    return {**description, "scheduler": {"shift": 1.0}}
+
+
+def tiny_flux_kontext() -> dict[str, Any]:
+    """FLUX.1 Kontext."""
+    return {**tiny_flux(), "pipeline": "FluxKontextPipeline"}
+
+
+def tiny_stable_diffusion() -> dict[str, Any]:
+    """Stable Diffusion 1.5: 16x16 pixels are 4 x 8 x 8 latents; attention at one of two levels."""
+    return {
+        "pipeline": "StableDiffusionPipeline",
+        "unet": {
+            "sample_size": 8,
+            "block_out_channels": [16, 32],
+            "layers_per_block": 1,
+            "norm_num_groups": 8,
+            "attention_head_dim": 2,
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4, "scaling_factor": 0.18215},
+        "text_encoder": {"width": 16, "num_layers": 2, "num_heads": 2},
+        "tokenizer": {"words": ["write", '"'], "max_length": 8},
+        "scheduler": {"set_alpha_to_one": True},
+    }
+
+
+def tiny_stable_diffusion_2() -> dict[str, Any]:
+    """Stable Diffusion 2 as others went on training it: v prediction from pure noise."""
+    scheduler = {
+        "set_alpha_to_one": True,
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
+        "timestep_spacing": "trailing",
+    }
+    return {**tiny_stable_diffusion(), "scheduler": scheduler}
+
+
+def tiny_stable_diffusion_xl() -> dict[str, Any]:
+    """Stable Diffusion XL."""
+    return {**tiny_stable_diffusion(), "pipeline": "StableDiffusionXLPipeline"}
+
+
+def tiny_wan() -> dict[str, Any]:
+    """Wan 2.1: 16x16 pixels in 5 frames are 4 x 2 x 4 x 4 latents and 8 tokens."""
+    return {
+        "pipeline": "WanPipeline",
+        "transformer": {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "freq_dim": 16,
+            "ffn_dim": 32,
+            "num_layers": 2,
+            "rope_max_seq_len": 32,
+        },
+        "vae": {"channels": 8, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.0, 2.0, 0.5, 1.5]},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write"]},
+        "scheduler": {"flow_shift": 3.0},
+    }
+
+
+def tiny_wan_pair() -> dict[str, Any]:
+    """Wan 2.2 A14B: two transformers."""
+    return {**tiny_wan(), "transformer_2": {}, "boundary_ratio": 0.875}
+
+
+def tiny_wan_small() -> dict[str, Any]:
+    """Wan 2.2 5B: timesteps of tokens, an autoencoder that folds pixels and has shortcuts."""
+    return {**tiny_wan(), "expand_timesteps": True, "vae": {"channels": 8, "patch_size": 2, "residual": True}}
+
+
+def tiny_wan_image() -> dict[str, Any]:
+    """Wan 2.1 from a first frame, which CLIP sees too. It needs 512 tokens of text."""
+    vision = {"width": 16, "num_layers": 2, "num_heads": 2}
+    return {**tiny_wan(), "pipeline": "WanImageToVideoPipeline", "image_encoder": vision}
+
+
+def tiny_wan_image_pair() -> dict[str, Any]:
+    """Wan 2.2 A14B from a first frame."""
+    return {**tiny_wan_pair(), "pipeline": "WanImageToVideoPipeline"}
+
+
+def tiny_wan_image_small() -> dict[str, Any]:
+    """Wan 2.2 5B from a first frame."""
+    return {**tiny_wan_small(), "pipeline": "WanImageToVideoPipeline"}
+
+
+def tiny_qwen_image() -> dict[str, Any]:
+    """Qwen-Image: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens."""
+    return {
+        "pipeline": "QwenImagePipeline",
+        "transformer": {
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "axes_dims_rope": [2, 2, 4],
+        },
+        "vae": {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.1]},
+        "text_encoder": {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        "tokenizer": {"words": ["write", '"']},
+        "scheduler": {"use_dynamic_shifting": True, "max_shift": 0.9, "shift_terminal": 0.02},
+    }
+
+
+def tiny_qwen_image_edit() -> dict[str, Any]:
+    """Qwen-Image-Edit."""
+    return {**tiny_qwen_image(), "pipeline": "QwenImageEditPipeline", "processor": {"min_pixels": 784}}
+
+
+def tiny_qwen_image_edit_plus() -> dict[str, Any]:
+    """Qwen-Image-Edit-2511: the tokens of the given image are modulated as those of a clean one."""
+    description = {**tiny_qwen_image_edit(), "pipeline": "QwenImageEditPlusPipeline"}
+    description["transformer"] = {**description["transformer"], "zero_cond_t": True}
+    return description
+
+
+def tiny_z_image() -> dict[str, Any]:
+    """Z-Image: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens, which it pads to 32; prompts have a token a letter."""
+    return {
+        "pipeline": "ZImagePipeline",
+        "transformer": {
+            "dim": 48,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "axes_dims": [4, 4, 4],
+            "axes_lens": [128, 32, 32],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4, "scaling_factor": 0.36, "shift_factor": 0.11},
+        "text_encoder": {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        "scheduler": {"shift": 3.0},
+    }

@@ -1,0 +1,503 @@
+"""What every diffusion model family must do, against diffusers' own pipeline. A new family is one row of ``ROWS``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from sfumato.algorithms.dynamics.ode import EulerODE
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.checkpoint.export import export_model
+from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.latents import pack, unpack
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.flops import denoiser_flops
+from sfumato.models.memory_plan import plan_memory
+from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import find_blocks
+from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.tensor import match_plan
+from sfumato.rollout.diffusion import sample_images, sample_trajectories
+from tests import tiny_families
+
+PROMPTS = ['write "AB" in red', 'write "C"']
+ALONE = Mesh(Layout(), torch.device("cpu"))
+SEED, STEPS = 11, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family as the suite sees it."""
+
+    describe: Callable[[], dict[str, Any]]
+    """Its tiny description."""
+    call: Callable[[Row, Any, list[str], torch.Tensor, float, list[Image.Image] | None], np.ndarray]
+    """Runs the pipeline from latents ``[B, *latent_shape]`` with a guidance scale of ours: [B, H, W, 3] in 0..1."""
+    latent_shape: tuple[int, ...]
+    unit: int
+    """The sides of an image are multiples of so many pixels."""
+    size: tuple[int, int] = (16, 16)
+    scales: tuple[float, ...] = (1.0, 3.5)
+    tokens: int = 7
+    """model.max_sequence_length."""
+    batched: bool = True
+    """The pipeline can take several prompts at once."""
+    never_used: str = "(?!)"
+    """Parameters that can have no gradient, since the architecture does not use them."""
+    straight: bool = True
+    """Before the shift the schedule is 1, 1 - 1/n, ..., 0."""
+    needs: str = ""
+    """A package that the family needs and not every installation has."""
+
+
+def settings(row: Row, **more: Any) -> dict[str, Any]:
+    """What all pipelines are called with."""
+    height, width = row.size
+    return {
+        "height": height,
+        "width": width,
+        "num_inference_steps": STEPS,
+        "output_type": "np",
+        "max_sequence_length": row.tokens,
+        "callback_on_step_end": keep_latents,
+        **more,
+    }
+
+
+def keep_latents(pipeline: Any, step: int, timestep: Any, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The pipelines' callback after each step: the latents stay with the pipeline."""
+    del step, timestep
+    pipeline.last_latents = state["latents"]
+    return {}
+
+
+def call_sd3(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale)).images
+
+
+def call_flux(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    more: dict[str, Any] = {"guidance_scale": scale}
+    if not pipeline.transformer.config.guidance_embeds:
+        more = {"true_cfg_scale": scale, "negative_prompt": [""] * len(prompts)}
+    if images is not None:
+        more |= {"image": images[0], "max_area": row.size[0] * row.size[1], "_auto_resize": False}
+    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
+
+
+def call_stable_diffusion(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    more = settings(row, guidance_scale=scale)
+    del more["max_sequence_length"]
+    return pipeline(prompt=prompts, latents=latents, **more).images
+
+
+def call_wan(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    follow_the_grid(pipeline)
+    embeds = [wan_prompt_embeds(pipeline, each, row.tokens) for each in (prompts, [""] * len(prompts))]
+    more: dict[str, Any] = {"guidance_scale": scale, "num_frames": 1, "prompt_embeds": embeds[0]}
+    if scale > 1:
+        more["negative_prompt_embeds"] = embeds[1]
+    if images is not None:
+        more["image"] = images[0]
+    return pipeline(latents=latents, **settings(row, **more)).frames[:, 0]
+
+
+def follow_the_grid(pipeline: Any) -> None:
+    """Makes a Wan pipeline take Euler steps along the noise levels of the scheduler that it comes with."""
+    if isinstance(pipeline.scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+        return
+    pipeline.scheduler.set_timesteps(STEPS)
+    sigmas, euler = pipeline.scheduler.sigmas[:-1].tolist(), diffusers.FlowMatchEulerDiscreteScheduler()
+    along = type(euler).set_timesteps
+    euler.set_timesteps = lambda num_steps, device=None: along(euler, sigmas=sigmas, device=device)
+    pipeline.scheduler = euler
+
+
+def wan_prompt_embeds(pipeline: Any, prompts: list[str], tokens: int) -> torch.Tensor:
+    """WanImageToVideoPipeline.encode_prompt needs ftfy, which changes nothing here."""
+    return diffusers.WanPipeline._get_t5_prompt_embeds(pipeline, prompts, max_sequence_length=tokens)
+
+
+def call_qwen(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    more: dict[str, Any] = {"true_cfg_scale": scale, "negative_prompt": [" "] * len(prompts)}
+    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
+
+
+def call_qwen_edit(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    module = sys.modules[type(pipeline).__module__]
+    height, width = row.size
+    with pytest.MonkeyPatch.context() as patch:  # the pipelines would make a megapixel of the image
+        if hasattr(module, "VAE_IMAGE_SIZE"):
+            patch.setattr(module, "VAE_IMAGE_SIZE", height * width)
+        else:
+            patch.setattr(module, "calculate_dimensions", lambda area, ratio: (width, height, None))
+        more = {"true_cfg_scale": scale, "negative_prompt": [" "], "image": images[0]}
+        return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
+
+
+def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
+
+
+# what the last block makes of the text is not used
+LAST_QUERY = r"transformer_blocks\.1\.attn\.(add_q_proj|norm_added_q)"
+LAST_TEXT = r"transformer_blocks\.1\.(attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp|txt_mod)"
+
+ROWS = {
+    "sd3": Row(tiny_families.tiny_sd3, call_sd3, (4, 8, 8), 4, never_used=LAST_QUERY, straight=False),
+    "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24)),
+    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4),
+    "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False),
+    "qwen_image": Row(
+        tiny_families.tiny_qwen_image, call_qwen, (4, 8, 12), 4, size=(16, 24), tokens=24, never_used=LAST_TEXT
+    ),
+    "qwen_image_edit": Row(
+        tiny_families.tiny_qwen_image_edit,
+        call_qwen_edit,
+        (4, 16, 32),
+        4,
+        size=(32, 64),
+        tokens=24,
+        batched=False,
+        never_used=LAST_TEXT,
+        needs="torchvision",
+    ),
+    "qwen_image_edit_plus": Row(
+        tiny_families.tiny_qwen_image_edit_plus,
+        call_qwen_edit,
+        (4, 16, 32),
+        4,
+        size=(32, 64),
+        tokens=40,
+        batched=False,
+        never_used=LAST_TEXT,
+        needs="torchvision",
+    ),
+    "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),
+    "stable_diffusion": Row(tiny_families.tiny_stable_diffusion, call_stable_diffusion, (4, 8, 8), 2),
+    "stable_diffusion_2": Row(tiny_families.tiny_stable_diffusion_2, call_stable_diffusion, (4, 8, 8), 2),
+    "stable_diffusion_xl": Row(tiny_families.tiny_stable_diffusion_xl, call_stable_diffusion, (4, 8, 8), 2),
+    "wan": Row(tiny_families.tiny_wan, call_wan, (4, 1, 4, 4), 8),
+    "wan_pair": Row(tiny_families.tiny_wan_pair, call_wan, (4, 1, 4, 4), 8),
+    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32)),
+    "wan_image": Row(
+        tiny_families.tiny_wan_image, call_wan, (4, 1, 4, 4), 8, scales=(1.0, 30.0), tokens=512, batched=False
+    ),
+    "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, batched=False),
+}
+
+
+@dataclass
+class Built:
+    """A tiny model of a row, with the folder that it was saved to."""
+
+    row: Row
+    model: DiffusionModel
+    folder: Path
+    images: list[np.ndarray] | None = field(default=None)
+
+    def load(self, **config: Any) -> DiffusionModel:
+        precision = config.pop("mixed_precision", "no")
+        config = ModelConfig(model_path=str(self.folder), max_sequence_length=self.row.tokens, **config)
+        return build_diffusion_model(config, mixed_precision=precision)
+
+    def pipeline(self) -> Any:
+        pipeline = getattr(diffusers, self.model.pipeline_class).from_pretrained(self.folder)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def conditioning(self, model: DiffusionModel, rows: slice = slice(None)) -> Conditioning:
+        return model.encode_prompts(PROMPTS[rows], images=None if self.images is None else self.images[rows])
+
+    def velocity(self, model: DiffusionModel, scale: float = 1.0, rows: slice = slice(None)) -> torch.Tensor:
+        latents = keyed_normal(self.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
+        sigma = torch.tensor([0.9, 0.3])
+        return model.predict_velocity(latents[rows], sigma[rows], self.conditioning(model, rows), scale)
+
+    def by_sfumato(self, model: DiffusionModel, scale: float) -> tuple[np.ndarray, torch.Tensor]:
+        """Images [B, H, W, 3], and the latents that they were decoded from."""
+        conditioning, ids = self.conditioning(model), list(range(len(PROMPTS)))
+        common = {"size": self.row.size, "num_steps": STEPS, "guidance_scale": scale, "seed": SEED}
+        images = sample_images(model, conditioning, ids, micro_batch_size=8, **common)
+        latents, _ = sample_trajectories(
+            model, conditioning, ids, dynamics=EulerODE(), trained_steps=(), iteration=0, **common
+        )
+        return np.stack(images), latents
+
+    def by_diffusers(self, pipeline: Any, scale: float, together: bool) -> tuple[np.ndarray, torch.Tensor]:
+        """The same of diffusers' own sampling loop."""
+        start = keyed_normal(self.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
+        images = None if self.images is None else [Image.fromarray(each) for each in self.images]
+        parts = [slice(None)] if together else [slice(index, index + 1) for index in range(len(PROMPTS))]
+        found, latents = [], []
+        for part in parts:
+            found.append(self.row.call(self.row, pipeline, PROMPTS[part], start[part], scale, images and images[part]))
+            last = pipeline.last_latents
+            latents.append(unpack(last, *self.row.latent_shape[-2:]) if last.ndim == 3 else last)
+        return (np.concatenate(found) * 255).round().astype(np.uint8), torch.cat(latents)
+
+
+def wake(model: DiffusionModel) -> None:
+    """Small random weights where there are zeros, so that the model answers to its inputs."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.denoiser.parameters():
+            if not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    row = ROWS[request.param]
+    if row.needs:
+        pytest.importorskip(row.needs)
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(row.describe()))
+    config = ModelConfig(config_path=str(folder / "tiny.yaml"), max_sequence_length=row.tokens)
+    model = build_diffusion_model(config)
+    wake(model)
+    model.save_pipeline(folder / "pipe")
+    images = None
+    if model.takes_image:
+        generator = np.random.default_rng(3)
+        images = [generator.integers(0, 256, (*row.size, 3), dtype=np.uint8) for _ in PROMPTS]
+    return Built(row, model, folder / "pipe", images)
+
+
+def assert_same_images(first: np.ndarray, second: np.ndarray) -> None:
+    assert first.shape == second.shape
+    assert first.std() > 1, "an empty image proves nothing"
+    assert np.abs(first.astype(int) - second.astype(int)).max() <= 1
+
+
+def assert_close(first: torch.Tensor, second: torch.Tensor) -> None:
+    torch.testing.assert_close(first, second, atol=5e-5, rtol=1e-4)
+
+
+def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
+    pipeline = built.pipeline()
+    found = []
+    for scale in built.row.scales:
+        images, latents = built.by_sfumato(built.model, scale)
+        for together in (False, True)[: 1 + built.row.batched]:
+            expected = built.by_diffusers(pipeline, scale, together)
+            assert_same_images(images, expected[0])
+            torch.testing.assert_close(latents, expected[1], atol=1e-4, rtol=1e-4)
+        found.append(latents)
+    assert (found[0] - found[-1]).abs().max() > 2e-3, "guidance must matter"
+
+
+def test_pixels_to_latents_and_back_as_the_pipeline_does(built: Built) -> None:
+    model, (height, width) = built.model, built.row.size
+    assert model.latent_shape(height, width) == built.row.latent_shape
+    pixels = torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)
+    latents = model.encode_pixels(pixels)
+    assert latents.shape == (2, *built.row.latent_shape)
+    assert latents.dtype == torch.float32
+    decoded = model.decode(latents)
+    assert decoded.shape == pixels.shape
+    assert decoded.dtype == torch.uint8
+    side = model.probe_size
+    assert model.encode_pixels(pixels[:1, :, :side, :side]).shape[1:] == model.latent_shape(side, side)
+
+
+def test_a_saved_pipeline_loads_again_with_the_same_velocity(built: Built) -> None:
+    loaded = built.load()
+    assert list(loaded.components) == list(built.model.components)
+    assert torch.equal(built.velocity(loaded, 2.0), built.velocity(built.model, 2.0))
+
+
+def test_adapters_train_and_diffusers_loads_them(built: Built, tmp_path: Path) -> None:
+    model = built.load(lora=LoraConfig(rank=4, alpha=16))
+    base = built.velocity(model)
+    trained = trainable_parameters(model.denoiser)
+    assert all("lora_" in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    changed = built.velocity(model)
+    assert (changed - base).abs().max() > 1e-3
+    changed.square().sum().backward()
+    assert silent(model, built.row) == []
+
+    export_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    pipeline = built.pipeline()
+    pipeline.load_lora_weights(tmp_path / "hf_ckpt")
+    if (tmp_path / "hf_ckpt" / "transformer_2").is_dir():
+        pipeline.load_lora_weights(tmp_path / "hf_ckpt" / "transformer_2", load_into_transformer_2=True)
+    assert_close(built.velocity(type(model)(pipeline, built.row.tokens)), changed)
+
+
+def test_unknown_keys_of_a_description_are_named(built: Built) -> None:
+    family, description = type(built.model), built.row.describe()
+    with pytest.raises(ValueError, match="schedular: unknown key"):
+        family.build({**description, "schedular": {}}, 0)
+    for section, values in description.items():
+        if isinstance(values, dict):
+            with pytest.raises(ValueError, match=rf"{section}\.wrong_key: unknown key"):
+                family.build({**description, section: {**values, "wrong_key": 1}}, 0)
+
+
+def silent(model: DiffusionModel, row: Row) -> list[str]:
+    """Trainable parameters without gradient."""
+    names = [
+        name
+        for name, each in trainable_parameters(model.denoiser).items()
+        if each.grad is None or not each.grad.abs().sum() > 0
+    ]
+    return [name for name in names if not re.search(row.never_used, name)]
+
+
+def test_gradients_reach_every_parameter(built: Built) -> None:
+    model = built.load()
+    for scale in built.row.scales:
+        built.velocity(model, scale).square().sum().backward()
+        assert silent(model, built.row) == []
+
+
+def test_a_row_does_not_depend_on_the_others(built: Built) -> None:
+    for scale in built.row.scales:
+        together = built.velocity(built.model, scale)
+        for index in range(len(PROMPTS)):
+            assert_close(built.velocity(built.model, scale, slice(index, index + 1)), together[index : index + 1])
+
+
+def test_a_conditioning_follows_its_rows(built: Built) -> None:
+    model, scale = built.model, built.row.scales[-1]
+    latents = keyed_normal(built.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
+    sigma, conditioning, velocity = torch.tensor([0.9, 0.3]), built.conditioning(model), built.velocity(model, scale)
+    swapped = Conditioning.cat([conditioning.rows([1]), conditioning.rows(slice(0, 1))])
+    assert_close(model.predict_velocity(latents.flip(0), sigma.flip(0), swapped, scale), velocity.flip(0))
+    latents, sigma = (each.repeat_interleave(2, dim=0) for each in (latents, sigma))
+    doubled = model.predict_velocity(latents, sigma, conditioning.repeat_interleave(2), scale)
+    assert_close(doubled, velocity.repeat_interleave(2, dim=0))
+
+
+def test_a_dropped_prompt_is_the_empty_one(built: Built) -> None:
+    empty = built.model.encode_prompts([""] * len(PROMPTS), images=built.images)
+    dropped = built.conditioning(built.model).without_prompt(torch.tensor([True, False]))
+    for name, tensor in dropped.tensors.items():
+        assert torch.equal(tensor[0], empty.tensors[name][0]), name
+        assert torch.equal(tensor[1], built.conditioning(built.model).tensors[name][1]), name
+
+
+def test_an_embedding_does_not_depend_on_its_batch(built: Built) -> None:
+    built.model.forget_prompts()
+    together = built.conditioning(built.model)
+    for index in range(len(PROMPTS)):
+        built.model.forget_prompts()
+        alone = built.conditioning(built.model, slice(index, index + 1))
+        for name, tensor in alone.tensors.items():
+            assert torch.equal(tensor[0], together.tensors[name][index]), name
+
+
+def test_low_precision_is_close_and_gives_float32(built: Built) -> None:
+    exact, rounded = built.velocity(built.model), built.velocity(built.load(mixed_precision="bf16"))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max() + 0.05
+
+
+def test_adapters_over_frozen_weights_in_low_precision(built: Built) -> None:
+    model = built.load(dtype="bf16", lora=LoraConfig(rank=2))
+    velocity = built.velocity(model, built.row.scales[-1])
+    assert velocity.dtype == torch.float32
+    velocity.square().sum().backward()
+    trained = trainable_parameters(model.denoiser)
+    assert all(each.dtype == torch.float32 for each in trained.values())
+    assert sum(float(each.grad.abs().sum()) for each in trained.values() if each.grad is not None) > 0
+
+
+def test_weights_are_read_where_they_are_needed(built: Built) -> None:
+    config = ModelConfig(model_path=str(built.folder), max_sequence_length=built.row.tokens)
+    model = build_diffusion_model(config, init_device="meta")
+    assert all(each.is_meta for each in model.denoiser.parameters())
+    model.parallelize(ALONE, TrainConfig(output_dir=str(built.folder)))
+    assert torch.equal(built.velocity(model), built.velocity(built.model))
+
+
+def test_sizes_that_do_not_divide_are_refused(built: Built) -> None:
+    height, width = built.row.size
+    with pytest.raises(ValueError, match=f"multiples of {built.row.unit} pixels"):
+        built.model.latent_shape(height + built.row.unit // 2, width)
+    path = built.folder.parent / "wrong.yaml"
+    path.write_text(yaml.safe_dump({**built.row.describe(), "nothing": 1}))
+    with pytest.raises(ConfigError, match=r"cannot build .*nothing: unknown key"):
+        build_diffusion_model(ModelConfig(config_path=str(path)))
+
+
+def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
+    image = np.zeros((*built.row.size, 3), np.uint8)
+    if not built.model.takes_image:
+        with pytest.raises(DataError, match="takes no images"):
+            built.model.encode_prompts(PROMPTS, images=[image] * len(PROMPTS))
+        return
+    with pytest.raises(DataError, match="needs an image with every prompt"):
+        built.model.encode_prompts(PROMPTS)
+    with pytest.raises(DataError, match="2 prompts with 1 images"):
+        built.model.encode_prompts(PROMPTS, images=[image])
+    with pytest.raises(DataError, match="of one size"):
+        built.model.encode_prompts(PROMPTS, images=[image, image[:-1]])
+    with pytest.raises(ValueError, match="multiples of"):
+        built.model.encode_prompts(PROMPTS[:1], images=[image[:-1]])
+    assert built.images is not None
+    swapped = built.model.encode_prompts(PROMPTS, images=built.images[::-1])
+    latents, sigma = torch.zeros(2, *built.row.latent_shape), torch.tensor([0.9, 0.3])
+    mine = built.model.predict_velocity(latents, sigma, built.conditioning(built.model))
+    assert not torch.allclose(built.model.predict_velocity(latents, sigma, swapped), mine), "the image must matter"
+
+
+def test_the_parallel_plan_fits_the_denoiser(built: Built) -> None:
+    denoiser, plan = built.model.denoiser, built.model.parallel_plan
+    assert find_blocks(denoiser, plan)
+    for part in [denoiser.get_submodule(name) for name in plan.parts] or [denoiser]:
+        match_plan(part, plan.tensor)
+        names = [name for name, _ in part.named_modules()]
+        for pattern in (*plan.sequence, *plan.replicated_context):
+            expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+            assert any(expression.fullmatch(name) for name in names), pattern
+
+
+def test_memory_is_predicted_without_weights(built: Built, tmp_path: Path) -> None:
+    row, train = built.row, TrainConfig(output_dir=str(tmp_path), micro_batch_size=2)
+    config = ModelConfig(model_path=str(built.folder), max_sequence_length=row.tokens)
+    model = diffusion_model_on_meta(config, "no")
+    real = built.conditioning(built.model, slice(0, 1)).tensors
+    found = {name: (tuple(shape), dtype) for name, (shape, dtype) in model.embedding_shapes(*row.size).items()}
+    assert found == {name: (tuple(each.shape[1:]), each.dtype) for name, each in real.items()}
+    (memory,) = plan_memory(plan_diffusion_model(model, Layout(), 2, row.size), train, 1)
+    denoiser = built.model.denoiser
+    assert memory.parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
+    assert memory.parts["activations of blocks"] > 0
+
+
+def test_operations_are_counted(built: Built) -> None:
+    height, width = built.row.size
+    single = denoiser_flops(built.model, height, width)
+    assert denoiser_flops(built.model, 4 * height, width) > single > 0
+
+
+def test_the_training_shift_is_that_of_the_schedule(built: Built) -> None:
+    model, settings = built.model, built.model.pipeline.scheduler.config
+    if not built.row.straight or not hasattr(settings, "shift") or settings.get("shift_terminal"):
+        pytest.skip("the schedule is not a shifted straight line")
+    linear = torch.linspace(1, 0, STEPS + 1)
+    shift = model.shift_at(built.row.latent_shape)
+    assert_close(model.sigmas(STEPS, built.row.latent_shape), shift * linear / (1 + (shift - 1) * linear))
