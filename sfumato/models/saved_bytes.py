@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -100,8 +101,7 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
     """Makes an attention known to transformers that saves what flash attention does: no score matrix.
 
     Args:
-        on_gpu: false repeats keys and values to as many heads as queries, and keeps the scores of latent attention,
-            whose widths differ, as torch's kernels for CPUs do.
+        on_gpu: false repeats keys and values to as many heads as queries, as torch's kernel for CPUs needs.
         scores: keep the scores: eager attention.
 
     Returns:
@@ -118,8 +118,10 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
         times = query.shape[1] // key.shape[1]
         if not on_gpu and times > 1:
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        keeps = scores or (not on_gpu and query.shape[-1] != value.shape[-1])
-        return _StandIn.apply(query, key, value, keeps).transpose(1, 2), None
+        own = value.shape[-1]
+        if not scores:  # the kernels want one width
+            value = functional.pad(value, (0, query.shape[-1] - own))
+        return _StandIn.apply(query, key, value, scores)[..., :own].transpose(1, 2), None
 
     AttentionInterface.register(STAND_IN, attention)
     AttentionMaskInterface.register(STAND_IN, lambda *args, **kwargs: None)

@@ -35,6 +35,7 @@ from sfumato.models.diffusion.scratch_qwen import (
 from sfumato.parallel.plan import ParallelPlan
 
 SMALLEST_NORM = 1e-12
+"""Of a token, which may be zero in a model that is made from scratch."""
 
 
 class QwenImage(DiffusionModel):

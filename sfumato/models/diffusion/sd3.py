@@ -10,6 +10,7 @@ import torch
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import check_size, decode_kl, encode_kl
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -102,31 +103,19 @@ class StableDiffusion3(DiffusionModel):
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        if frames != 1:
-            raise ValueError("Stable Diffusion 3 makes single images")
-        unit = self.pipeline.vae_scale_factor * self.pipeline.patch_size
-        if height % unit or width % unit:
-            raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
         factor = self.pipeline.vae_scale_factor
+        check_size(height, width, factor * self.pipeline.patch_size, frames)
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
     @property
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    @torch.no_grad()
     def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        vae = self.pipeline.vae
-        normalized = pixels.to(vae.device, vae.dtype) / 127.5 - 1
-        latents = vae.encode(normalized).latent_dist.mode().float()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+        return encode_kl(self.pipeline.vae, pixels)
 
-    @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        vae = self.pipeline.vae
-        unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
-        decoded = vae.decode(unscaled.to(vae.dtype), return_dict=False)[0].float()
-        return ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        return decode_kl(self.pipeline.vae, latents)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
         scheduler = copy.deepcopy(self.pipeline.scheduler)
