@@ -159,7 +159,7 @@ def load(root: Path, kind: str, lora: bool, config: dict[str, Any]) -> Outcome:
     load_state(job.state, Stored(folder), job.mesh)
     outcome = Outcome(job.wholes())
     state = job.state
-    outcome.numbers = [state.step, state.loader.values, state.ema.num_updates, state.schedule.last_epoch]
+    outcome.numbers = [state.step, state.loader.state(), state.ema.num_updates, state.schedule.last_epoch]
     loss, norm = job.step()
     outcome.losses, outcome.norms, outcome.trained = [loss], [norm], job.wholes()
     return outcome

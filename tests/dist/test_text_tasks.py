@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
+from sfumato.tracking.trackers import read_jsonl
 from tests.dist.test_tasks import PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.tiny import run_task_here, tiny_text_config
 
@@ -101,3 +102,55 @@ def test_text(mode, ranks, tmp_path):
 @pytest.mark.parametrize("mode", DPO)
 def test_dpo(mode, ranks, tmp_path):
     both("train_text_dpo", mode, DPO, ranks, tmp_path, data={"data_type": "preference"})
+
+
+@pytest.mark.parametrize("datasets_type", ["mapping", "iterable"])
+def test_a_run_goes_on_with_other_ranks_and_another_parallelism(datasets_type, ranks, tmp_path):
+    """4 ranks, then 2, then 1: the losses of the undisturbed run, so that no sample is lost or seen twice."""
+    config = tiny_text_config(
+        tmp_path,
+        data={"datasets_type": datasets_type, "shuffle_buffer": 7, "synthetic": {"num_rows": 40}},
+        train={"max_steps": 6, "save_steps": 2, "max_checkpoints": 9, "eps": 1.0e-4, "ema_decay": 0.9},
+        eval={"every_steps": 0},
+    )
+
+    def stage(name: str, come_from: str | None, **train: Any) -> dict[str, Any]:
+        place = {"output_dir": str(tmp_path / name)}
+        if come_from is not None:
+            place["load_checkpoint_path"] = str(tmp_path / come_from)
+        return merge(config, {"train": {**place, **train}})
+
+    run_task_here("train_text", stage("undisturbed", None))
+    four = stage("four", None, tensor_parallel_size=2, micro_batch_size=2)
+    ranks.run(4, functools.partial(run_rank, "train_text"), four)
+    two = stage("two", "four/checkpoints/global_step_2", ulysses_parallel_size=2)
+    ranks.run(2, functools.partial(run_rank, "train_text"), two)
+    run_task_here("train_text", stage("one", "two/checkpoints/global_step_4"))
+
+    expected = {line["step"]: line for line in read_jsonl(tmp_path / "undisturbed/metrics.jsonl")}
+    for name, first in (("four", 1), ("two", 3), ("one", 5)):
+        lines = [line for line in read_jsonl(tmp_path / name / "metrics.jsonl") if line["step"]]
+        assert [line["step"] for line in lines] == list(range(first, 7))
+        for line in lines:
+            wanted = expected[line["step"]]
+            assert line["tokens"] == wanted["tokens"]
+            assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def test_another_global_batch_goes_on_with_the_samples_that_are_left(tmp_path):
+    """One epoch in steps of another size after a resume: every token of the data is learned once."""
+    config = tiny_text_config(
+        tmp_path,
+        data={"synthetic": {"num_rows": 40}},
+        train={"max_steps": None, "save_steps": 2, "max_checkpoints": 9},
+    )
+    whole = run_task_here("train_text", merge(config, {"train": {"output_dir": str(tmp_path / "whole")}}))
+    place = {"output_dir": str(tmp_path / "other"), "global_batch_size": 2}
+    place["load_checkpoint_path"] = str(whole / "checkpoints/global_step_2")
+    other = run_task_here("train_text", merge(config, {"train": place}))
+    before, after = (read_jsonl(each / "metrics.jsonl") for each in (whole, other))
+    total = sum(line.get("tokens", 0) for line in before)
+    seen = sum(line.get("tokens", 0) for line in before if line["step"] <= 2) + sum(line["tokens"] for line in after)
+    assert seen == total and len(after) > len(before) - 3
+    assert after[-1]["lr"] < 0.1 * after[0]["lr"]  # the schedule is laid over the steps that there are now
