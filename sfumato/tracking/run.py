@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
 from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl
+
+Item = TypeVar("Item")
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -142,6 +144,16 @@ class Run:
         started = time.perf_counter()
         yield
         self.add_time(name, time.perf_counter() - started)
+
+    def waiting(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; the seconds until each is there are added to ``time/<name>_s`` of the step."""
+        iterator = iter(items)
+        while True:
+            with self.timed(name):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
 
     def add_time(self, name: str, seconds: float) -> None:
         """Adds seconds to ``time/<name>_s`` of the step."""

@@ -64,6 +64,7 @@ def test_it_learns_what_it_was_not_shown(tmp_path):
     assert [each["text"].removesuffix("<|im_end|>") for each in shown] == answers[:3]
     assert "exact_match" in (run / "report.html").read_text()
     rates = read_jsonl(run / "timings.jsonl")[-1]
+    assert 0 <= rates["time/data_s"] < rates["time/step_s"]
     assert rates["throughput/tokens_per_s"] > 0 and rates["throughput/flops_per_s"] > 0
 
 
