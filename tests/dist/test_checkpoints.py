@@ -200,20 +200,26 @@ def saved(ranks, tmp_path_factory):
 
 QUICK = [
     ("dense", False, "fsdp2", ALONE),
-    ("dense", False, "fsdp2", "ulysses x ring"),
-    ("dense", False, "fsdp2 x tp", "fsdp1"),
     ("dense", False, "fsdp1", "fsdp2 x tp"),
     ("dense", False, "tp x pp", "hsdp"),
     ("dense", False, ALONE, "pp, interleaved 1f1b"),
-    ("dense", True, "fsdp2 x tp", "ddp"),
     ("moe", False, "fsdp2 x ep", ALONE),
-    ("moe", False, ALONE, "fsdp2 x ulysses x ep"),
     ("moe", False, "pp x fsdp2", "ep"),
-    ("moe", False, "fsdp2 x ep", "fsdp2 x tp"),
     ("flux", False, "fsdp2 x tp", "fsdp1"),  # matrices and biases of fused layers, cut in blocks
-    ("flux", False, "fsdp1", "fsdp2 x tp"),
 ]
 """Kind of model, adapters, the mode that saves and the mode that loads."""
+
+FURTHER = [
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in (
+        ("dense", False, "fsdp2", "ulysses x ring"),
+        ("dense", False, "fsdp2 x tp", "fsdp1"),
+        ("dense", True, "fsdp2 x tp", "ddp"),
+        ("moe", False, ALONE, "fsdp2 x ulysses x ep"),
+        ("moe", False, "fsdp2 x ep", "fsdp2 x tp"),
+        ("flux", False, "fsdp1", "fsdp2 x tp"),
+    )
+]
 
 FROM_AND_TO_ONE = [
     pytest.param(kind, lora, *pair, marks=pytest.mark.slow)
@@ -225,7 +231,7 @@ FROM_AND_TO_ONE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "lora", "before", "after"), [*QUICK, *FROM_AND_TO_ONE])
+@pytest.mark.parametrize(("kind", "lora", "before", "after"), [*QUICK, *FURTHER, *FROM_AND_TO_ONE])
 def test_training_goes_on_in_another_parallelism(kind, lora, before, after, ranks, saved):
     root, expected = saved(kind, lora, before)
     undisturbed = truth(kind, lora)

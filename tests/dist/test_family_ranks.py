@@ -18,7 +18,7 @@ CELLS = {
     "wan_image": ("fsdp2", "tp", "ulysses", "ring"),
     "unet": ("ddp", "fsdp1", "fsdp2", "tp", "fsdp2 x tp"),
 }
-SLOW = ("fsdp1", "ring", "fsdp2 x tp")
+SLOW = ("ddp", "fsdp1", "ring", "fsdp2 x tp")
 
 
 @functools.cache

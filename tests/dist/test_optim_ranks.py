@@ -64,7 +64,10 @@ def truth(kind: str) -> Outcome:
     return train_with_muon(kind)
 
 
-@pytest.mark.parametrize("mode", MODES)
+SLOW = ("fsdp2 x tp, fused matrices", "fsdp2 x tp, experts", "fsdp2, uneven pieces", "ep x efsdp, replicated")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in MODES])
 def test_muon_equals_one_process(mode, ranks):
     num_ranks, kind, config = MODES[mode]
     for outcome in ranks.run(num_ranks, functools.partial(train_with_muon, kind, **config)):

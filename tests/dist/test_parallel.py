@@ -26,7 +26,7 @@ def is_slow(mode: str, kind: str, lora: bool) -> bool:
     """Whether a cell is left to the slow tests, since others of its row and column are close to it."""
     if kind in LATER:
         return lora or mode not in ("tp", "ulysses x ring")
-    return (lora and kind in ("moe", "flux", "wan")) or (mode in FURTHER and kind not in ("dense", "moe"))
+    return (lora and kind != "dense") or (mode in FURTHER and kind not in ("dense", "moe"))
 
 
 CELLS = [

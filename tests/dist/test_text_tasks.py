@@ -94,17 +94,34 @@ def sources(tmp_path: Any) -> dict[str, Any]:
     return {"synthetic": None, "train_path": path, "eval_path": path, "shuffle_buffer": 16}
 
 
-@pytest.mark.parametrize("mode", TEXT)
+def quick_or_slow(cases: dict[str, Any], quick: tuple[str, ...]) -> list[Any]:
+    """What is close to another case is left to the slow tests."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in cases]
+
+
+QUICK_TEXT = (
+    "fsdp2",
+    "hsdp, chunked loss, reduced every micro-batch",
+    "ulysses",
+    "tp + sequence parallel",
+    "fsdp2 x ep, balanced",
+    "pp",
+    "adapters with dropout",
+    "several sources",
+)
+
+
+@pytest.mark.parametrize("mode", quick_or_slow(TEXT, QUICK_TEXT))
 def test_text(mode, ranks, tmp_path):
     both("train_text", mode, TEXT, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("mode", DPO)
+@pytest.mark.parametrize("mode", quick_or_slow(DPO, ("ulysses", "adapters")))
 def test_dpo(mode, ranks, tmp_path):
     both("train_text_dpo", mode, DPO, ranks, tmp_path, data={"data_type": "preference"})
 
 
-@pytest.mark.parametrize("datasets_type", ["mapping", "iterable"])
+@pytest.mark.parametrize("datasets_type", ["mapping", pytest.param("iterable", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_other_ranks_and_another_parallelism(datasets_type, ranks, tmp_path):
     """4 ranks, then 2, then 1: the losses of the undisturbed run, so that no sample is lost or seen twice."""
     config = tiny_text_config(
