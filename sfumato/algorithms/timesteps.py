@@ -21,8 +21,8 @@ class Timesteps(Protocol):
     of_schedule: ClassVar[bool]
     """Levels are of the sampler's schedule, not of a density, which a model may map (its ``training_sigma``)."""
 
-    def check(self, num_steps: int) -> None:
-        """Raises ValueError when nothing can be drawn where the sampler makes so many steps."""
+    def num_levels(self, num_steps: int) -> int:
+        """L where the sampler makes so many steps. Raises ValueError when nothing can be drawn."""
         ...
 
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
@@ -66,14 +66,15 @@ class SamplerGrid:
             )
         return found
 
-    def check(self, num_steps: int) -> None:
-        """As ``Timesteps.check``."""
-        self.steps(num_steps)
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``."""
+        there = len(self.steps(num_steps))
+        return min(self.num or there, there)
 
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """As ``Timesteps.draw``. Raises ValueError when no step is left."""
         steps = self.steps(len(sigmas) - 1)
-        num = min(self.num or len(steps), len(steps))
+        num = self.num_levels(len(sigmas) - 1)
         if self.stratified:
             drawn = _strata(num, seed, iteration, ids) * len(steps)
             chosen = drawn.long().clamp(max=len(steps) - 1)
@@ -103,8 +104,10 @@ class UniformTimesteps:
         if self.num < 1 or not 0 <= self.low < self.high <= 1 or not self.shift > 0:
             raise ValueError("num must be at least 1, 0 <= low < high <= 1, and shift above 0")
 
-    def check(self, num_steps: int) -> None:
-        """As ``Timesteps.check``: any schedule does."""
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``: any schedule does."""
+        del num_steps
+        return self.num
 
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
@@ -133,8 +136,10 @@ class LogitNormalTimesteps:
         if self.num < 1 or not self.std > 0 or not self.shift > 0:
             raise ValueError("num must be at least 1, std and shift above 0")
 
-    def check(self, num_steps: int) -> None:
-        """As ``Timesteps.check``: any schedule does."""
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``: any schedule does."""
+        del num_steps
+        return self.num
 
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""

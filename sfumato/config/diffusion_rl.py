@@ -169,6 +169,20 @@ class AlgorithmConfig(Section):
         """Guidance of the reference's prediction, where the penalty gives it one of its own."""
         return getattr(self.kl, "reference_guidance_scale", None)
 
+    def rows_per_sample(self, num_steps: int) -> int:
+        """Trained steps or noise levels of a sample in the first of all iterations.
+
+        Args:
+            num_steps: ``rollout.num_inference_steps``.
+
+        Raises:
+            ValueError: when the schedule is too short for the window or the noise levels.
+        """
+        if self.objective.kind == "sample":
+            return self.timesteps.num_levels(num_steps)
+        self.window.check(num_steps)
+        return len(self.window.steps(num_steps, seed=0, iteration=0))
+
     @property
     def whole_groups(self) -> bool:
         """Whether all trained samples of a group must be in one micro-batch."""
@@ -263,10 +277,10 @@ class DiffusionRLConfig(Section):
         algorithm, group_size = self.algorithm, self.rollout.n
         part = "window" if algorithm.objective.kind == "trajectory" else "timesteps"
         try:
-            getattr(algorithm, part).check(self.rollout.num_inference_steps)
+            algorithm.rows_per_sample(self.rollout.num_inference_steps)
         except ValueError as error:
             raise ValueError(f"algorithm.{part} and rollout.num_inference_steps: {error}") from error
-        if algorithm.objective.kind == "trajectory":
+        if part == "window":
             return self
         name = algorithm.objective.type
         if self.rollout.same_latent:

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sfumato.algorithms.decay import Constant, Decay
+from sfumato.algorithms.decay import FROZEN, Decay
 from sfumato.config.sections import TrainConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema
 from sfumato.parallel.mesh import Mesh
-
-FROZEN = Constant(1.0)
-"""Decay of a reference that stays the model before training."""
 
 
 class Policies:
