@@ -52,6 +52,7 @@ RL = {
     "fsdp2 with an old policy and adapters": (2, {}, {"algorithm": NFT, "model": {"lora": {"rank": 4, "alpha": 8}}}),
     "fsdp2 with an old policy": (2, {"init_device": "meta"}, {"algorithm": NFT}),
     "fsdp1 with an old policy": (2, {"data_parallel_mode": "fsdp1", "micro_batch_size": 2}, {"algorithm": NFT}),
+    "fsdp1 with an average": (2, {"data_parallel_mode": "fsdp1", "ema_decay": 0.9}, {}),
     "fsdp2 with whole groups": (2, {}, {"algorithm": {"recipe": "flow_dpo", "reference": {"every": 2}}}),
     "uneven ddp": (2, {"data_parallel_mode": "ddp"}, {"rollout": {"num_prompts": 3}, "eval": {"num_prompts": 2}}),
 }

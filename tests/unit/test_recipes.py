@@ -26,6 +26,11 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pipeline(tmp_path_factory.mktemp("recipes") / "pipeline")
 
 
+@pytest.fixture(scope="module")
+def diffusers_pipeline(pipeline: Path) -> StableDiffusion3Pipeline:
+    return StableDiffusion3Pipeline.from_pretrained(pipeline)
+
+
 def config_of(recipe: str, pipeline: Path, folder: Path) -> dict[str, Any]:
     """One update in each iteration, so that the policy is always the one that sampled."""
     config = tiny_rl_config(
@@ -39,7 +44,9 @@ def config_of(recipe: str, pipeline: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", DIFFUSION_RECIPES)
-def test_two_iterations(recipe: str, pipeline: Path, tmp_path: Path) -> None:
+def test_two_iterations(
+    recipe: str, pipeline: Path, diffusers_pipeline: StableDiffusion3Pipeline, tmp_path: Path
+) -> None:
     (tmp_path / "pipeline").symlink_to(pipeline)
     config = config_of(recipe, pipeline, tmp_path)
     task, seen = load_task("rl_diffusion"), {}
@@ -81,9 +88,10 @@ def test_two_iterations(recipe: str, pipeline: Path, tmp_path: Path) -> None:
     trained = {name for name, each in parameters.items() if each.requires_grad}
     assert changed == {name for name in trained if UNUSED not in name}
     assert all(each.grad is None for name, each in parameters.items() if name not in trained)
-    loaded = StableDiffusion3Pipeline.from_pretrained(pipeline)
-    loaded.load_lora_weights(run / "hf_ckpt")
-    assert any("lora" in name for name, _ in loaded.transformer.named_parameters())
+    diffusers_pipeline.load_lora_weights(run / "hf_ckpt")
+    found = {name for name, _ in diffusers_pipeline.transformer.named_parameters() if "lora" in name}
+    diffusers_pipeline.unload_lora_weights()
+    assert len(found) == len(trained)
 
 
 def test_kinds_are_shown_by_what_is_logged(pipeline: Path, tmp_path: Path) -> None:
