@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from diffusers import StableDiffusion3Pipeline
 
 from sfumato.config.recipes import DIFFUSION_RECIPES
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import load_task, run_task_here, tiny_rl_config, write_tiny_pipeline
+from tests.tiny import ROOT, load_task, run_task_here, tiny_rl_config, write_tiny_pipeline
 
 STEPS = 11
 """Denoising steps: DanceGRPO trains nine of them, and never the last."""
@@ -45,8 +47,13 @@ def config_of(recipe: str, pipeline: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", DIFFUSION_RECIPES)
 def test_two_iterations(
-    recipe: str, pipeline: Path, diffusers_pipeline: StableDiffusion3Pipeline, tmp_path: Path
+    recipe: str,
+    pipeline: Path,
+    diffusers_pipeline: StableDiffusion3Pipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Run, "write_report", lambda run: None)  # its curves would take most of the time
     (tmp_path / "pipeline").symlink_to(pipeline)
     config = config_of(recipe, pipeline, tmp_path)
     task, seen = load_task("rl_diffusion"), {}
@@ -92,6 +99,18 @@ def test_two_iterations(
     found = {name for name, _ in diffusers_pipeline.transformer.named_parameters() if "lora" in name}
     diffusers_pipeline.unload_lora_weights()
     assert len(found) == len(trained)
+
+
+def test_the_documentation_names_every_recipe_and_metric() -> None:
+    text = (ROOT / "docs" / "rl_diffusion.md").read_text(encoding="utf-8")
+    assert [name for name in DIFFUSION_RECIPES if f"| `{name}` |" not in text] == []
+    sources = [each.read_text(encoding="utf-8") for each in (ROOT / "sfumato" / "algorithms").rglob("*.py")]
+    logged = {
+        name
+        for source in [*sources, (ROOT / "tasks" / "rl_diffusion.py").read_text()]
+        for name in re.findall(r'"([a-z]+/[a-z_]+)"', source)
+    }
+    assert len(logged) > 15 and {name for name in logged if f"`{name}`" not in text and "eval" not in name} == set()
 
 
 def test_kinds_are_shown_by_what_is_logged(pipeline: Path, tmp_path: Path) -> None:
