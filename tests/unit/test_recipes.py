@@ -101,6 +101,26 @@ def test_two_iterations(
     assert len(found) == len(trained)
 
 
+def test_a_reference_that_is_renewed(pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipeline").symlink_to(pipeline)
+    config = config_of("flow_grpo", pipeline, tmp_path)
+    config["algorithm"]["reference"] = {"type": "refresh", "every": 2}
+    config["train"]["max_steps"] = 4
+    lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1:]
+    assert [line["kl/reference"] > 0 for line in lines] == [False, True, False, True]
+
+
+def test_advantages_that_look_at_every_reward(pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipeline").symlink_to(pipeline)
+    config = config_of("diffusion_nft", pipeline, tmp_path)
+    config["algorithm"]["advantage"] = {"type": "gdpo"}
+    watched = {"type": "jpeg_incompressibility", "evaluation_only": True}
+    config["reward"] = {"rewards": [{"type": "brightness"}, {"type": "jpeg_compressibility", "weight": 0.5}, watched]}
+    config["train"]["max_steps"] = 1
+    line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
+    assert line["advantage/abs_mean"] > 0 and math.isfinite(line["loss/policy"])
+
+
 def test_the_documentation_names_every_recipe_and_metric() -> None:
     text = (ROOT / "docs" / "rl_diffusion.md").read_text(encoding="utf-8")
     assert [name for name in DIFFUSION_RECIPES if f"| `{name}` |" not in text] == []
