@@ -2,23 +2,22 @@
 
     bash train.sh tasks/rl_diffusion.py configs/quickstart/rl.yaml --train.max_steps 6
 
-Each iteration samples groups of images per prompt with a stochastic denoising step, scores them while the next ones
-are generated, turns rewards into advantages within groups, and replays the trained steps with gradients. All parts
-of the algorithm are chosen in the configuration; their formulas stand in ``sfumato/algorithms``.
+Each iteration samples groups of images per prompt, scores them while the next ones are generated, turns rewards into
+advantages within groups, and learns from them: objectives on trajectories replay the stochastic steps with gradients,
+those on final samples noise the images anew. All parts of the algorithm are chosen in the configuration; their
+formulas stand in ``sfumato/algorithms``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from sfumato.algorithms.advantages import Advantages
-from sfumato.algorithms.noise import keyed_permutation
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -27,7 +26,7 @@ from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_promp
 from sfumato.errors import RewardError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.reference import Reference
+from sfumato.models.diffusion.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
@@ -43,6 +42,8 @@ from sfumato.rollout.diffusion import (
     sample_trajectories,
     to_images,
 )
+from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
 from sfumato.runtime.stream import RolloutStream
 from sfumato.tracking.run import Run, run_task, start_run
@@ -51,12 +52,16 @@ from sfumato.tracking.samples import SampleRecord
 SHOWN = {"reward": "reward/total", "eval": "eval/reward/total"}
 
 
+RowLosses = tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]
+"""Of R rows: losses, penalties if there are any, and sums for the log."""
+
+
 @dataclass
 class Actor:
     """The policy and what updates it."""
 
     model: DiffusionModel
-    reference: Reference | None
+    policies: Policies
     state: TrainState
     checkpointer: Checkpointer
     mesh: Mesh
@@ -109,7 +114,12 @@ def main(config: DiffusionRLConfig) -> None:
             roles.actor.call(save).result()  # the finished iterations are not lost
             raise
         group_ids = torch.tensor([group for _, groups in everyone for group in groups])
-        all_advantages = config.algorithm.advantage.compute(torch.from_numpy(all_scores.total), group_ids)
+        all_advantages = config.algorithm.advantage.compute(
+            torch.from_numpy(all_scores.total),
+            group_ids,
+            {name: torch.from_numpy(values) for name, values in all_scores.components.items()},
+            {each.label: each.weight for each in config.reward.rewards if not each.evaluation_only},
+        )
         advantages = all_advantages.rows([each.sample_id for each in batch.requests])
 
         with run.timed("update"):
@@ -122,7 +132,7 @@ def main(config: DiffusionRLConfig) -> None:
             with run.timed("evaluate"):
                 eval_metrics, records = evaluate(roles, mesh, eval_prompts, config, step + 1)
             metrics |= eval_metrics
-            run.save_samples(step + 1, records + training_records(batch, scores, advantages, config))
+            run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
         run.log(step + 1, metrics, show=SHOWN)
         if records:
             run.write_report()
@@ -140,18 +150,17 @@ def main(config: DiffusionRLConfig) -> None:
 
 
 def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
-    """Loads the policy with its optimiser, its average, and the reference that a KL penalty needs."""
+    """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.denoiser.eval()  # rollout and replay must be the same function
-    reference = Reference(model) if config.algorithm.kl.coef > 0 else None
-    model.parallelize(mesh, config.train)
-    if reference is not None:
-        reference.parallelize(mesh, config.train)
+    policies = Policies(model, config.algorithm.other_policies)
+    policies.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.denoiser, optimizer, schedule, ema, None if reference is None else reference.weights)
-    return Actor(model, reference, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
+    frozen, moving = policies.frozen_weights, policies.moving
+    state = TrainState(model.denoiser, optimizer, schedule, ema, frozen, policies=moving)
+    return Actor(model, policies, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
 
 
 def resume(actor: Actor) -> int:
@@ -201,26 +210,45 @@ def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[Sampl
 def generate(
     actor: Actor, requests: list[SampleRequest], iteration: int, version: int, config: DiffusionRLConfig
 ) -> RolloutBatch:
-    """Samples a micro-batch from the policy, keeping what the update needs of the window's steps."""
+    """Samples a micro-batch, keeping what the update needs: the window's steps, or the final latents."""
     rollout, algorithm = config.rollout, config.algorithm
     group_prompts = {each.group_id: each.prompt.text for each in requests}  # each prompt is embedded and kept once
-    conditioning = actor.model.encode_prompts(list(group_prompts.values()), rollout.guidance_scale != 1.0)
+    guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
+    conditioning = actor.model.encode_prompts(list(group_prompts.values()), guided)
     rows = [list(group_prompts).index(each.group_id) for each in requests]
-    latents, trajectories = sample_trajectories(
-        actor.model,
-        conditioning.rows(rows),
-        [each.sample_id for each in requests],
-        dynamics=algorithm.dynamics,
-        trained_steps=algorithm.window.steps(rollout.num_inference_steps, config.train.seed, iteration),
-        size=(rollout.height, rollout.width),
-        num_steps=rollout.num_inference_steps,
-        guidance_scale=rollout.guidance_scale,
-        seed=config.train.seed,
-        iteration=iteration,
-        latent_ids=[each.group_id for each in requests] if rollout.same_latent else None,
-    )
+    sample_ids, group_ids = zip(*((each.sample_id, each.group_id) for each in requests), strict=True)
+    settings: dict[str, Any] = {
+        "size": (rollout.height, rollout.width),
+        "num_steps": rollout.num_inference_steps,
+        "guidance_scale": rollout.guidance_scale,
+        "seed": config.train.seed,
+        "iteration": iteration,
+    }
+    if algorithm.objective.kind == "trajectory":
+        latents, kept = sample_trajectories(
+            actor.model,
+            conditioning.rows(rows),
+            sample_ids,
+            dynamics=algorithm.dynamics,
+            trained_steps=algorithm.window.steps(rollout.num_inference_steps, config.train.seed, iteration),
+            latent_ids=group_ids if rollout.same_latent else None,
+            **settings,
+        )
+    else:
+        with actor.policies.active(algorithm.sample_with) as policy:
+            kept = sample_final(
+                policy,
+                conditioning.rows(rows),
+                sample_ids,
+                group_ids,
+                solver=algorithm.solver,
+                timesteps=algorithm.timesteps,
+                shared_noise=algorithm.objective.shared_noise,
+                **settings,
+            )
+        latents = kept.latents
     images = to_images(actor.model.decode(latents))
-    return RolloutBatch(requests, trajectories, conditioning, rows, images, version)
+    return RolloutBatch(requests, kept, conditioning, rows, images, version)
 
 
 def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
@@ -231,41 +259,35 @@ def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
 def update_policy(
     actor: Actor, batch: RolloutBatch, advantages: Advantages, config: DiffusionRLConfig, step: int
 ) -> dict[str, float]:
-    """Optimiser steps on one iteration's samples. Returns means over the trained (sample, step) rows of all ranks."""
+    """Optimiser steps on one iteration's samples. Returns means over the trained rows of all ranks.
+
+    A row is a (sample, denoising step) or (sample, noise level) pair.
+    """
     algorithm, mesh = config.algorithm, actor.mesh
     denoiser, state = actor.model.denoiser, actor.state
+    losses_of = {"trajectory": trajectory_losses, "sample": sample_losses}[algorithm.objective.kind]
     useful = advantages.useful(keep_no_spread=not algorithm.drop_no_spread)
-    on_policy = batch.policy_version == step
-    bound = algorithm.objective.replay_tolerance if algorithm.self_check and on_policy else None
     sums: dict[str, float] = {}
-    rows_total, grad_norms, replay_error = 0.0, [], 0.0
+    rows_total, grad_norms, replay_errors = 0.0, [], []
     lr = state.schedule.get_last_lr()[0]
-    for update, part in enumerate(optimizer_batches(batch, useful, config, step)):
-        num_rows = mesh.sum(len(part) * len(batch.trajectories.steps))
+    for units in optimizer_batches(batch.requests, useful, config, step):
+        num_rows = mesh.sum(sum(len(each) for each in units) * batch.kept.rows_per_sample)
         if num_rows == 0:
             continue  # no sample of this part has anything to teach, on any rank
-        num_passes = int(mesh.max(math.ceil(len(part) / config.train.micro_batch_size)))  # ranks compute together
-        for micro, rows in enumerate(accumulate(denoiser, part.tensor_split(num_passes))):
+        for micro, rows in enumerate(accumulate(denoiser, micro_batches(units, config, mesh))):
             adds = len(rows) > 0  # else a pass that only keeps the other ranks company
             index = rows if adds else torch.zeros(1, dtype=torch.long)
-            samples = [batch.requests[row].sample_id for row in index.tolist()]
-            sampled, conditioning = batch.trajectories.rows(index), batch.conditioning_of(index)
-            replay = (sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
-            if actor.reference is not None:
-                with torch.no_grad(), actor.reference.active() as reference:
-                    reference_step = replay_trajectories(reference, *replay)
-            new, old = replay_trajectories(actor.model, *replay), sampled.sampled_steps()
-            if update == 0 and micro == 0 and adds:  # before any update the policy is the one that sampled
-                log_ratio = algorithm.objective.log_ratio(new, old).detach()
-                replay_error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
-            row_advantages = advantages.values[index].to(new.mean.device).repeat_interleave(len(sampled.steps))
-            losses, stats = algorithm.objective.loss(new, old, row_advantages)
+            part = batch.rows(index)
+            row_advantages = (advantages.values[index] * adds).repeat_interleave(batch.kept.rows_per_sample)
+            untrained = micro == 0 and not grad_norms and adds  # the policy is still the one that sampled
+            losses, penalty, stats = losses_of(actor, part, row_advantages, config, step, untrained)
+            if "ratio/replay_error" in stats:
+                replay_errors.append(float(stats.pop("ratio/replay_error")))
             stats["loss/policy"] = losses.detach().sum()
-            if actor.reference is not None:
-                penalty = algorithm.kl.penalty(new, reference_step)
+            if penalty is not None:
                 losses = losses + algorithm.kl.coef * penalty
                 stats["kl/reference"] = penalty.detach().sum()
-            check_finite(losses, f"step {step + 1}, rank {mesh.rank}, samples {samples}")
+            check_finite(losses, f"step {step + 1}, rank {mesh.rank}, samples {part.sample_ids}")
             loss = losses.sum() * adds / num_rows  # the mean over the rows of all ranks and micro-batches
             loss.backward()
             for name, value in stats.items():
@@ -273,27 +295,62 @@ def update_policy(
         grad_norms.append(reduce_and_clip(denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}"))
         state.optimizer.step()
         state.optimizer.zero_grad()
+        actor.policies.policy_changed()
         rows_total += num_rows
         if state.ema is not None:
             state.ema.update()
+    actor.policies.follow()
     state.schedule.step()
     state.step = step + 1
     means = {name: value / rows_total for name, value in mesh.sum_dict(sums).items()}
     grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
+    errors = {"ratio/replay_error": max(replay_errors, default=0.0)} if algorithm.objective.kind == "trajectory" else {}
     counts = {"rows": rows_total, "updates": float(len(grad_norms))}
-    return {**means, "grad_norm": grad_norm, "lr": lr, "ratio/replay_error": replay_error, **counts}
+    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts}
 
 
-def optimizer_batches(
-    batch: RolloutBatch, useful: torch.Tensor, config: DiffusionRLConfig, step: int
-) -> Iterator[torch.Tensor]:
-    """This rank's rows of ``batch`` for each optimiser step: the samples of all ranks, shuffled, in equal parts."""
-    num_samples = config.rollout.num_prompts * config.rollout.n
-    row_of = {each.sample_id: row for row, each in enumerate(batch.requests)}
-    order = keyed_permutation(num_samples, config.train.seed, "update", step)
-    for part in order.split(config.train.global_batch_size or num_samples):
-        rows = [row_of[each] for each in part.tolist() if each in row_of and useful[row_of[each]]]
-        yield torch.tensor(rows, dtype=torch.long)
+def trajectory_losses(
+    actor: Actor, batch: RolloutBatch, advantages: torch.Tensor, config: DiffusionRLConfig, step: int, untrained: bool
+) -> RowLosses:
+    """Replays the trained steps of a micro-batch."""
+    algorithm, guidance = config.algorithm, config.rollout.guidance_scale
+    sampled, conditioning = batch.kept, batch.row_conditioning
+    if "reference" in algorithm.compared:
+        scale = algorithm.reference_guidance_scale or guidance
+        with torch.no_grad(), actor.policies.active("reference") as model:
+            reference = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, scale)
+    new = replay_trajectories(actor.model, sampled, conditioning, algorithm.dynamics, guidance)
+    old, checked = sampled.sampled_steps(), {}
+    if untrained:
+        bound = algorithm.objective.replay_tolerance if algorithm.self_check and batch.policy_version == step else None
+        log_ratio = algorithm.objective.log_ratio(new, old).detach()
+        error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
+        checked = {"ratio/replay_error": torch.tensor(error)}
+    losses, stats = algorithm.objective.loss(new, old, advantages.to(new.mean.device))
+    penalty = algorithm.kl.penalty(new, reference) if "reference" in algorithm.compared else None
+    return losses, penalty, {**stats, **checked}
+
+
+def sample_losses(
+    actor: Actor, batch: RolloutBatch, advantages: torch.Tensor, config: DiffusionRLConfig, step: int, untrained: bool
+) -> RowLosses:
+    """Noises the samples of a micro-batch anew."""
+    del untrained  # nothing is replayed, so nothing can differ
+    algorithm = config.algorithm
+    noised = predict_noised(
+        actor.policies,
+        batch.kept,
+        batch.row_conditioning,
+        compared=algorithm.compared,
+        guidance_scale=config.rollout.guidance_scale,
+        reference_guidance_scale=algorithm.reference_guidance_scale,
+        seed=config.train.seed,
+        iteration=step,
+    )
+    advantages = advantages.to(noised.x0.device)
+    losses, stats = algorithm.objective.loss(noised, advantages)
+    penalty = algorithm.kl.sample_penalty(noised, advantages) if algorithm.kl.coef > 0 else None
+    return losses, penalty, stats
 
 
 def evaluate(
@@ -332,26 +389,6 @@ def draw_evaluation(actor: Actor, prompts: list[str], ids: list[int], config: Di
             seed=config.eval.seed,
             micro_batch_size=config.rollout.micro_batch_size,
         )
-
-
-def training_records(
-    batch: RolloutBatch, scores: Scores, advantages: Advantages, config: DiffusionRLConfig
-) -> list[SampleRecord]:
-    """The first two groups of this rank's iteration, for the report."""
-    groups = list(dict.fromkeys(each.group_id for each in batch.requests))[:2]
-    return [
-        scores.record(
-            row,
-            batch.sample(row),
-            kind="train",
-            seed=config.train.seed,
-            sample_id=request.sample_id,
-            policy_version=batch.policy_version,
-            advantage=float(advantages.values[row]),
-        )
-        for row, request in enumerate(batch.requests)
-        if request.group_id in groups
-    ]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ class Constant:
         return self.value
 
 
+FROZEN = Constant(1.0)
+"""A copy that stays what it was: the reference unless it is told to move."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """min(first + slope (step - start), limit), and ``first`` before ``start``.

@@ -18,6 +18,13 @@ from sfumato.algorithms.noise import keyed_permutation, keyed_uniform
 class Timesteps(Protocol):
     """What every class of this file offers."""
 
+    of_schedule: ClassVar[bool]
+    """Levels are of the sampler's schedule, not of a density, which a model may map (its ``training_sigma``)."""
+
+    def num_levels(self, num_steps: int) -> int:
+        """L where the sampler makes so many steps. Raises ValueError when nothing can be drawn."""
+        ...
+
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """Noise levels, float32 ``[B, L]`` on the CPU.
 
@@ -34,6 +41,7 @@ class SamplerGrid:
     """Levels of the sampler's own schedule, in random order without repetition (DiffusionNFT)."""
 
     type: ClassVar[str] = "sampler_grid"
+    of_schedule: ClassVar[bool] = True
 
     num: int | None = None
     """Levels per sample, fewer where there are not as many; null is all of them."""
@@ -48,15 +56,25 @@ class SamplerGrid:
         if self.first < 0 or not 0 < self.fraction <= 1 or (self.num is not None and self.num < 1):
             raise ValueError("first must not be below 0, fraction in (0, 1], and num at least 1")
 
-    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
-        """As ``Timesteps.draw``. Raises ValueError when no step is left."""
-        steps = list(range(self.first, int(self.fraction * (len(sigmas) - 1) + 1e-9)))
-        if not steps:
+    def steps(self, num_steps: int) -> list[int]:
+        """The steps of a schedule whose levels are drawn from. Raises ValueError when none is left."""
+        found = list(range(self.first, int(self.fraction * num_steps + 1e-9)))
+        if not found:
             raise ValueError(
-                f"no level is left of a schedule of {len(sigmas) - 1} steps from step {self.first} and with fraction "
+                f"no level is left of a schedule of {num_steps} steps from step {self.first} and with fraction "
                 f"{self.fraction}"
             )
-        num = min(self.num or len(steps), len(steps))
+        return found
+
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``."""
+        there = len(self.steps(num_steps))
+        return min(self.num or there, there)
+
+    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+        """As ``Timesteps.draw``. Raises ValueError when no step is left."""
+        steps = self.steps(len(sigmas) - 1)
+        num = self.num_levels(len(sigmas) - 1)
         if self.stratified:
             drawn = _strata(num, seed, iteration, ids) * len(steps)
             chosen = drawn.long().clamp(max=len(steps) - 1)
@@ -71,6 +89,7 @@ class UniformTimesteps:
     """Levels uniform in [low, high), then shifted; of several, one in each equal piece of the range."""
 
     type: ClassVar[str] = "uniform"
+    of_schedule: ClassVar[bool] = False
 
     num: int = 1
     """Levels per sample."""
@@ -85,6 +104,11 @@ class UniformTimesteps:
         if self.num < 1 or not 0 <= self.low < self.high <= 1 or not self.shift > 0:
             raise ValueError("num must be at least 1, 0 <= low < high <= 1, and shift above 0")
 
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``: any schedule does."""
+        del num_steps
+        return self.num
+
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
         del sigmas
@@ -97,6 +121,7 @@ class LogitNormalTimesteps:
     """Levels sigmoid(normal), then shifted (arXiv 2403.03206); of several, one in each equally likely piece."""
 
     type: ClassVar[str] = "logit_normal"
+    of_schedule: ClassVar[bool] = False
 
     num: int = 1
     """Levels per sample."""
@@ -110,6 +135,11 @@ class LogitNormalTimesteps:
     def __post_init__(self) -> None:
         if self.num < 1 or not self.std > 0 or not self.shift > 0:
             raise ValueError("num must be at least 1, std and shift above 0")
+
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``: any schedule does."""
+        del num_steps
+        return self.num
 
     def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""

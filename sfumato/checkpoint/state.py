@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,9 @@ from sfumato.parallel.shards import all_parameters, local
 OPTIONAL = {
     "ema": "moving average (train.ema_decay)",
     "reference": "reference model",
+    "old_policy": "old policy (algorithm.old)",
+    "ema_policy": "averaged policy (algorithm.ema)",
+    "reference_policy": "moving reference (algorithm.reference)",
     "balancer": "expert bias (train.expert_bias_rate)",
 }
 """What not every state has."""
@@ -63,6 +66,8 @@ class TrainState:
     """The data, where its position does not follow from ``step``."""
     balancer: ExpertBalancer | None = None
     """The biases that share tokens among experts."""
+    policies: dict[str, Ema] = field(default_factory=dict)
+    """Other sets of the trained weights that follow them: of old, ema, reference."""
 
 
 class Section:
@@ -110,6 +115,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
         "step": state.step,
         "model": model_name(state.model),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
+        "policy_updates": {name: each.num_updates for name, each in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
         "optimizer": {key: each for stage in mesh.gather(numbers, over="pp") for key, each in stage.items()},
         "random": random_values,
@@ -145,6 +151,8 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
         state.balancer.load_state_dict(next(each.tensors for each in sections if each.name == "balancer"))
     if state.ema is not None:
         state.ema.num_updates = values["ema_updates"]
+    for name, each in state.policies.items():
+        each.num_updates = values["policy_updates"][name]
     _restore_schedule(state.schedule, values["schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
@@ -191,6 +199,7 @@ def _sections(state: TrainState, pieces: Pieces, mesh: Mesh) -> list[Section]:
     found = [Section("model", {name: local(each.detach()) for name, each in pieces.parameters.items()}, pieces)]
     if state.ema is not None:
         found.append(Section("ema", state.ema.averages, pieces))
+    found += [Section(f"{name}_policy", each.averages, pieces) for name, each in state.policies.items()]
     if state.reference is not None:
         frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
         weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sfumato.algorithms.decay import FROZEN
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig
@@ -122,14 +123,16 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         "keep_encoders": config.model.keep_encoders,
     }
     if isinstance(config, DiffusionRLConfig):
-        rollout = config.rollout
+        rollout, algorithm = config.rollout, config.algorithm
+        others = algorithm.other_policies
+        is_frozen = others.get("reference") == FROZEN
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
-        window = config.algorithm.window.steps(rollout.num_inference_steps, train.seed, 0)
         settings |= {
-            "rows": train.micro_batch_size * len(window),
+            "rows": train.micro_batch_size * algorithm.rows_per_sample(rollout.num_inference_steps),
             "size": (rollout.height, rollout.width),
-            "guidance_scale": rollout.guidance_scale,
-            "has_reference": config.algorithm.kl.type != "none",
+            "guidance_scale": rollout.guidance_scale if algorithm.objective.kind == "trajectory" else 1.0,
+            "has_reference": is_frozen,
+            "num_policies": len(others) - is_frozen,
         }
     passes = math.ceil(per_rank / train.micro_batch_size)
     return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)

@@ -63,6 +63,8 @@ class Variant:
     """
 
     source: str
+    optional: bool = False
+    """The value may also be null."""
 
     def resolve(self, name: str) -> type:
         """The class of that ``type``. Raises PydanticCustomError when there is none."""
@@ -85,9 +87,11 @@ class Variant:
         return known[name]
 
     def validate(self, value: Any) -> Any:
-        """Builds the object from a mapping with ``type``; an object that was built already passes."""
+        """Builds the object from a mapping with ``type``, or from the type; an object that was built already passes."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return value
+        if value is None and self.optional:
+            return None
         if isinstance(value, str):
             value = {"type": value}
         if not isinstance(value, dict):
@@ -115,8 +119,10 @@ class Variant:
             )
         return built
 
-    def dump(self, value: Any) -> dict[str, Any]:
-        """The mapping that builds an equal object again."""
+    def dump(self, value: Any) -> dict[str, Any] | None:
+        """The mapping that builds an equal object again; None of None."""
+        if value is None:
+            return None
         cls = type(value)
         name = next((each for each, known in find_variants(self.source).items() if known is cls), None)
         name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states

@@ -11,6 +11,10 @@ from sfumato.config.base import Section, Variant
 from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
+TRAJECTORY_PARTS = ("dynamics", "window")
+SAMPLE_PARTS = ("solver", "timesteps", "old", "ema")
+"""Parts of an algorithm that mean something to objectives of one kind alone."""
+
 
 class PromptDataConfig(Section):
     """Prompts to train and to evaluate on."""
@@ -72,20 +76,32 @@ class AlgorithmConfig(Section):
 
     recipe: Literal[tuple(DIFFUSION_RECIPES)] = DEFAULT_RECIPE  # type: ignore[valid-type]
     """Preset of the parts below; any of their fields can be overridden."""
-    dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics")]
-    """Stochastic denoising step."""
-    window: Annotated[Any, Variant("sfumato.algorithms.windows")]
-    """Which denoising steps are stochastic and trained."""
     advantage: Annotated[Any, Variant("sfumato.algorithms.advantages")]
     """From rewards to advantages."""
     objective: Annotated[Any, Variant("sfumato.algorithms.objectives")]
-    """Policy loss."""
+    """Policy loss, on the steps of trajectories (kind trajectory) or on noised final samples (kind sample)."""
     kl: Annotated[Any, Variant("sfumato.algorithms.kl")]
     """Penalty that keeps the policy near its reference."""
+    dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics", optional=True)] = None
+    """Trajectories: the stochastic denoising step."""
+    window: Annotated[Any, Variant("sfumato.algorithms.windows", optional=True)] = None
+    """Trajectories: which denoising steps are stochastic and trained."""
+    solver: Annotated[Any, Variant("sfumato.algorithms.solvers", optional=True)] = None
+    """Final samples: the deterministic sampler."""
+    timesteps: Annotated[Any, Variant("sfumato.algorithms.timesteps", optional=True)] = None
+    """Final samples: the noise levels at which they are trained."""
+    old: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
+    """Final samples: how fast the old policy follows, once an iteration; kept where it is needed or samples."""
+    ema: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
+    """Final samples: the same for an averaged policy, which is not the average that train.ema_decay evaluates."""
+    reference: Annotated[Any, Variant("sfumato.algorithms.decay")] = "constant"
+    """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
+    sample_with: Literal["policy", "old", "ema"] = "policy"
+    """Final samples: whose they are."""
     drop_no_spread: bool = True
     """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
     self_check: bool = True
-    """Stop before the first update if replay and rollout disagree by more than a tenth of the clip range."""
+    """Trajectories: stop before the first update if replay and rollout disagree by a tenth of the clip range."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,12 +112,86 @@ class AlgorithmConfig(Section):
         return data
 
     @model_validator(mode="after")
-    def _stochastic(self) -> AlgorithmConfig:
-        if self.dynamics.type == "ode":
+    def _parts_fit(self) -> AlgorithmConfig:
+        kind, name = self.objective.kind, self.objective.type
+        own, others = TRAJECTORY_PARTS, SAMPLE_PARTS
+        if kind == "sample":
+            own, others = ("solver", "timesteps"), TRAJECTORY_PARTS
+        if missing := [part for part in own if getattr(self, part) is None]:
+            raise ValueError(f"algorithm.{missing[0]} is required by objective {name}, which is of kind {kind}")
+        if needless := [part for part in others if getattr(self, part) is not None]:
+            raise ValueError(
+                f"algorithm.{needless[0]} means nothing to objective {name}, which is of kind {kind}: set it to null, "
+                "or take a recipe of that objective"
+            )
+        if kind == "trajectory" and self.dynamics.type == "ode":
             raise ValueError(
                 "algorithm.dynamics: type ode has no log-probabilities, which the objective needs; use sde or cps"
             )
+        if kind not in self.kl.kinds:
+            raise ValueError(
+                f"algorithm.kl: type {self.kl.type} does not fit objective {name}, which is of kind {kind}: "
+                f"use {'velocity_mse' if kind == 'sample' else 'gaussian'} or none"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> AlgorithmConfig:
+        for policy in sorted(self.compared | {self.sample_with} - {"policy"}):
+            if getattr(self, policy) is None:
+                why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
+                raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
+        if self.objective.kind == "trajectory" and self.sample_with != "policy":
+            raise ValueError("algorithm.sample_with must be policy where trajectories are replayed")
+        if "reference" in self._needed and self.reference_guidance_scale is not None and self.kl.coef > 0:
+            raise ValueError(
+                f"algorithm.kl.reference_guidance_scale: objective {self.objective.type} compares with the reference, "
+                "too, and would see another guidance: set it to null"
+            )
+        return self
+
+    @property
+    def _needed(self) -> frozenset[str]:
+        return self.objective.needs if self.objective.kind == "sample" else frozenset()
+
+    @property
+    def compared(self) -> frozenset[str]:
+        """Policies whose predictions the loss takes besides those of the trained one: of old, ema, reference."""
+        return self._needed | ({"reference"} if self.kl.coef > 0 else frozenset())
+
+    @property
+    def other_policies(self) -> dict[str, Any]:
+        """Decays of the policies that are kept besides the trained one, by name."""
+        return {name: getattr(self, name) for name in sorted(self.compared | {self.sample_with} - {"policy"})}
+
+    @property
+    def reference_guidance_scale(self) -> float | None:
+        """Guidance of the reference's prediction, where the penalty gives it one of its own."""
+        return getattr(self.kl, "reference_guidance_scale", None)
+
+    def rows_per_sample(self, num_steps: int) -> int:
+        """Trained steps or noise levels of a sample in the first of all iterations.
+
+        Args:
+            num_steps: ``rollout.num_inference_steps``.
+
+        Raises:
+            ValueError: when the schedule is too short for the window or the noise levels.
+        """
+        if self.objective.kind == "sample":
+            return self.timesteps.num_levels(num_steps)
+        self.window.check(num_steps)
+        return len(self.window.steps(num_steps, seed=0, iteration=0))
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all trained samples of a group must be in one micro-batch."""
+        return self.objective.kind == "sample" and self.objective.whole_groups
+
+    def samples_per_group(self, group_size: int) -> int:
+        """Most samples of a group of that size that are trained on."""
+        chosen = getattr(self.advantage, "top", group_size) + getattr(self.advantage, "bottom", 0)
+        return min(chosen, group_size)
 
 
 class EvalConfig(Section):
@@ -180,8 +270,34 @@ class DiffusionRLConfig(Section):
                 f"reward {groupwise[0]!r} scores whole groups, so rollout.micro_batch_size "
                 f"{self.rollout.micro_batch_size} must be a multiple of rollout.n {self.rollout.n}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _suits_the_objective(self) -> DiffusionRLConfig:
+        algorithm, group_size = self.algorithm, self.rollout.n
+        part = "window" if algorithm.objective.kind == "trajectory" else "timesteps"
         try:
-            self.algorithm.window.check(self.rollout.num_inference_steps)
+            algorithm.rows_per_sample(self.rollout.num_inference_steps)
         except ValueError as error:
-            raise ValueError(f"algorithm.window and rollout.num_inference_steps: {error}") from error
+            raise ValueError(f"algorithm.{part} and rollout.num_inference_steps: {error}") from error
+        if part == "window":
+            return self
+        name = algorithm.objective.type
+        if self.rollout.same_latent:
+            raise ValueError(
+                f"rollout.same_latent makes all samples of a group the same: objective {name} samples without noise"
+            )
+        if not algorithm.whole_groups:
+            return self
+        if (self.train.global_batch_size or 0) % group_size:
+            raise ValueError(
+                f"objective {name} needs whole groups, so train.global_batch_size {self.train.global_batch_size} must "
+                f"be a multiple of rollout.n {group_size}"
+            )
+        together = algorithm.samples_per_group(group_size)
+        if self.train.micro_batch_size < together:
+            raise ValueError(
+                f"objective {name} needs whole groups, so train.micro_batch_size {self.train.micro_batch_size} must be "
+                f"at least the {together} trained samples of a group"
+            )
         return self

@@ -15,6 +15,7 @@ _NO_KL = {"type": "none"}
 _GLOBAL = {"type": "group", "std": "global", "clip": 5.0}
 _GROUP = {"type": "group", "std": "group", "clip": 5.0}
 _DANCE = {"type": "group", "std": "group", "clip": 5.0, "ddof": 1, "eps": 1e-8}
+_FINAL = {"solver": {"type": "euler"}, "sample_with": "policy", "kl": _NO_KL}
 
 DIFFUSION_RECIPES: dict[str, dict[str, Any]] = {
     # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3: 10 steps, guidance 4.5, groups of 24.
@@ -134,13 +135,7 @@ DIFFUSION_RECIPES: dict[str, dict[str, Any]] = {
         "objective": {"type": "dppo", "kl_threshold": 1e-5},
         "kl": _NO_KL,
     },
-}
-
-# Presets of objectives on final samples, with parts that AlgorithmConfig does not have yet: solver, timesteps, the
-# decays of the old policy, of the averaged one and of the reference, and which of them samples.
-_FINAL = {"solver": {"type": "euler"}, "sample_with": "policy", "kl": _NO_KL}
-
-DRAFT_RECIPES: dict[str, dict[str, Any]] = {
+    # From here on objectives on final samples.
     # DiffusionNFT, arXiv 2509.16117; config/nft.py, sd3_geneval and sd3_pickscore: 10 steps, guidance 1, 48 groups of
     # 24, LoRA 32 / 64, lr 3e-4. OCR: beta 0.1 and old {slope 0.0075, limit 0.999, start 75}; several rewards: beta 0.1
     "diffusion_nft": {
@@ -173,7 +168,8 @@ DRAFT_RECIPES: dict[str, dict[str, Any]] = {
         "timesteps": {"type": "logit_normal", "num": 1},
         "reference": {"type": "refresh", "every": 40},
     },
-    # Diffusion-DPO offline, arXiv 2311.12908, from given pairs (Flow-Factory's default beta for flows)
+    # Diffusion-DPO, arXiv 2311.12908, here from the policy's own pairs: the reference never moves, beta is
+    # Flow-Factory's default for flows
     "diffusion_dpo": {
         **_FINAL,
         "advantage": {"type": "best_worst", "top": 1, "bottom": 1},

@@ -56,6 +56,8 @@ class Planned:
     """What else lies whole in each rank, by name."""
     shares_samples: int = 1
     """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
+    num_policies: int = 0
+    """Other sets of the trained weights that RL keeps; one more is needed while they are looked at."""
 
 
 @dataclass
@@ -149,6 +151,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
         "gradients": trained * FULL_PRECISION,
         "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
         "moving average": trained * FULL_PRECISION if train.ema_decay else 0,
+        "other policies": (planned.num_policies + 1) * trained * FULL_PRECISION if planned.num_policies else 0,
         "frozen reference": copied * planned.reference.itemsize if copied else 0,
     }
     target = memory.host if fsdp and train.enable_fsdp_offload else memory.parts

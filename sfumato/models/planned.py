@@ -158,6 +158,7 @@ def plan_diffusion_model(
     guidance_scale: float = 1.0,
     num_micro_batches: int = 1,
     has_reference: bool = False,
+    num_policies: int = 0,
     keep_encoders: bool = True,
 ) -> Planned:
     """What is to be known of a diffusion model's memory.
@@ -165,11 +166,12 @@ def plan_diffusion_model(
     Args:
         model: of ``diffusion_model_on_meta``.
         layout: the mesh.
-        rows: samples (RL: and trained steps of each) in one forward pass.
+        rows: samples (RL: times trained steps or noise levels of each) in one forward pass.
         size: height and width of the images in pixels.
         guidance_scale: other than 1 runs two branches.
         num_micro_batches: in a step, of one data-parallel rank.
-        has_reference: RL with a KL penalty; with adapters the model is its own reference.
+        has_reference: RL with a frozen reference; with adapters the model is its own.
+        num_policies: RL: other sets of the trained weights.
         keep_encoders: ``model.keep_encoders``.
 
     Raises:
@@ -209,6 +211,7 @@ def plan_diffusion_model(
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
         frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
         shares_samples=layout.cp,
+        num_policies=num_policies,
     )
 
 

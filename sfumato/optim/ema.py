@@ -51,6 +51,11 @@ class Ema:
         share = 1 - self.decay.at(step)
         torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], share)
 
+    @property
+    def has_caught_up(self) -> bool:
+        """The averages are the weights as they were when ``update`` was last called, or in the beginning."""
+        return self.num_updates == 0 or (self.interval == 1 and self.decay.at(self.num_updates - 1) == 0)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module has the averaged weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -20,11 +20,14 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names of the plain module, as they are between two steps.
 
-    Weights that fsdp2 has gathered are put away first: while they are out, the module has other parameters.
+    Weights that FSDP has gathered are put away first: while they are out, the module has other parameters, and changes
+    of these pieces would not be seen.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
+        elif isinstance(each, FullyShardedDataParallel) and each._is_root is not None and each._handle is not None:
+            each._handle.reshard(free_unsharded_flat_param=True)  # the outermost keeps its own after a forward pass
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 

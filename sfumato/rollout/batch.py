@@ -11,7 +11,10 @@ import torch
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.rewards.base import Sample
+from sfumato.rewards.scorer import Scores
 from sfumato.rollout.diffusion import Trajectories
+from sfumato.rollout.final_samples import FinalSamples
+from sfumato.tracking.samples import SampleRecord
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class RolloutBatch:
     """B samples that are in this process."""
 
     requests: list[SampleRequest]
-    trajectories: Trajectories
+    kept: Trajectories | FinalSamples
+    """What the update needs of them."""
     conditioning: Conditioning
     """One row per prompt, kept once for its whole group."""
     conditioning_rows: list[int]
@@ -43,9 +47,27 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def conditioning_of(self, index: torch.Tensor) -> Conditioning:
-        """One row per sample at ``index``."""
-        return self.conditioning.rows([self.conditioning_rows[row] for row in index.tolist()])
+    @property
+    def sample_ids(self) -> list[int]:
+        """B numbers."""
+        return [each.sample_id for each in self.requests]
+
+    @property
+    def row_conditioning(self) -> Conditioning:
+        """One row per sample."""
+        return self.conditioning.rows(self.conditioning_rows)
+
+    def rows(self, index: torch.Tensor) -> RolloutBatch:
+        """The samples at ``index``."""
+        chosen = index.tolist()
+        return RolloutBatch(
+            [self.requests[row] for row in chosen],
+            self.kept.rows(index),
+            self.conditioning,
+            [self.conditioning_rows[row] for row in chosen],
+            [self.images[row] for row in chosen],
+            self.policy_version,
+        )
 
     def sample(self, row: int) -> Sample:
         """A sample as rewards see it."""
@@ -57,6 +79,23 @@ class RolloutBatch:
             group_id=request.group_id,
         )
 
+    def records(self, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2) -> list[SampleRecord]:
+        """The first few groups with their scores and advantages ``[B]``, for the run folder."""
+        groups = list(dict.fromkeys(each.group_id for each in self.requests))[:num_groups]
+        return [
+            scores.record(
+                row,
+                self.sample(row),
+                kind="train",
+                seed=seed,
+                sample_id=request.sample_id,
+                policy_version=self.policy_version,
+                advantage=float(advantages[row]),
+            )
+            for row, request in enumerate(self.requests)
+            if request.group_id in groups
+        ]
+
     @staticmethod
     def cat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """Micro-batches of one policy version as one batch."""
@@ -66,7 +105,7 @@ class RolloutBatch:
             offset += len(each.conditioning)
         return RolloutBatch(
             [request for each in parts for request in each.requests],
-            Trajectories.cat([each.trajectories for each in parts]),
+            type(parts[0].kept).cat([each.kept for each in parts]),
             Conditioning.cat([each.conditioning for each in parts]),
             rows,
             [image for each in parts for image in each.images],

@@ -37,6 +37,11 @@ class Trajectories:
     log_probs: torch.Tensor
     """float32 ``[B, W]``."""
 
+    @property
+    def rows_per_sample(self) -> int:
+        """W."""
+        return len(self.steps)
+
     def rows(self, index: torch.Tensor) -> Trajectories:
         """The samples at ``index``."""
         return Trajectories(
@@ -66,6 +71,16 @@ class Trajectories:
             for name in ("latents", "next_latents", "means", "log_probs")
         }
         return Trajectories(parts[0].steps, parts[0].sigmas, **joined)
+
+
+def start_latents(
+    model: DiffusionModel, size: tuple[int, int], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the noise levels ``[T + 1]``."""
+    shape = model.latent_shape(*size)
+    sigmas = model.sigmas(num_steps, shape).to(model.device)
+    noise = keyed_normal(shape, seed, "latent", iteration, ids, model.device)
+    return model.start(noise, sigmas[0]), sigmas
 
 
 @torch.no_grad()
@@ -100,11 +115,8 @@ def sample_trajectories(
     Returns:
         The final latents ``[B, ...]`` and the trajectories (None without trained steps).
     """
-    shape = model.latent_shape(*size)
-    sigmas = model.sigmas(num_steps, shape).to(model.device)
+    latents, sigmas = start_latents(model, size, num_steps, seed, iteration, latent_ids or sample_ids)
     sigma_max = float(sigmas[1])
-    noise = keyed_normal(shape, seed, "latent", iteration, latent_ids or sample_ids, model.device)
-    latents = model.start(noise, sigmas[0])
     ode, kept = EulerODE(), []
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
@@ -113,7 +125,7 @@ def sample_trajectories(
             latents = ode.step(velocity, latents, sigma, sigma_next, sigma_max).mean
             continue
         step = dynamics.step(velocity, latents, sigma, sigma_next, sigma_max)
-        noise = keyed_normal(shape, seed, f"step noise {index}", iteration, sample_ids, model.device)
+        noise = keyed_normal(latents.shape[1:], seed, f"step noise {index}", iteration, sample_ids, model.device)
         drawn = step.draw(noise)
         kept.append((latents, drawn, step.mean, step.log_prob(drawn)))
         latents = drawn

@@ -37,6 +37,7 @@ DIT = {
     "recompute": (2, {"activation_checkpointing": "full"}),
     "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
 }
+NFT = {"recipe": "diffusion_nft", "old": {"type": "constant", "value": 0.5}, "timesteps": {"num": 2}}
 RL = {
     "fsdp2 with a reference": (2, {}, {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.04}}}),
     "fsdp2 with adapters and a reference": (
@@ -48,6 +49,11 @@ RL = {
     "fsdp1 with adapters": (2, {"data_parallel_mode": "fsdp1"}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
     "cfg": (2, {"cfg_parallel_size": 2}, {"rollout": {"guidance_scale": 3.0}}),
     "ulysses": (2, {"ulysses_parallel_size": 2}, {}),
+    "fsdp2 with an old policy and adapters": (2, {}, {"algorithm": NFT, "model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "fsdp2 with an old policy": (2, {"init_device": "meta"}, {"algorithm": NFT}),
+    "fsdp1 with an old policy": (2, {"data_parallel_mode": "fsdp1", "micro_batch_size": 2}, {"algorithm": NFT}),
+    "fsdp1 with an average": (2, {"data_parallel_mode": "fsdp1", "ema_decay": 0.9}, {}),
+    "fsdp2 with whole groups": (2, {}, {"algorithm": {"recipe": "flow_dpo", "reference": {"every": 2}}}),
     "uneven ddp": (2, {"data_parallel_mode": "ddp"}, {"rollout": {"num_prompts": 3}, "eval": {"num_prompts": 2}}),
 }
 
@@ -108,7 +114,10 @@ def test_pretraining(mode, ranks, tmp_path):
 @pytest.mark.parametrize("mode", RL)
 def test_rl(mode, ranks, tmp_path):
     num_ranks, train, settings = RL[mode]
-    config = merge(tiny_rl_config(tmp_path, train={"max_steps": STEPS, **train}, eval={"every_steps": 2}), settings)
+    config = tiny_rl_config(tmp_path, train={"max_steps": STEPS, **train}, eval={"every_steps": 2})
+    if "recipe" in settings.get("algorithm", {}):
+        del config["algorithm"]
+    config = merge(config, settings)
     if mode == "uneven ddp":
         config = merge(config, {"train": {"global_batch_size": 6}})
     ranks.run(num_ranks, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))

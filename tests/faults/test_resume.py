@@ -189,6 +189,29 @@ def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
         train={**TRAIN, "ema_decay": 0.9},
         eval={"every_steps": STEPS},
     )
+    kinds = resumed_exactly(tmp_path, config)
+    assert "ema" in kinds
+    with_lora = "lora" in model  # then the base weights are the reference
+    assert ("reference" in kinds) != with_lora
+
+
+OLD = {"type": "linear", "slope": 0.1, "limit": 0.7}
+SAMPLED = [
+    pytest.param({"recipe": "diffusion_nft", "old": OLD}, {"old_policy"}, id="nft"),
+    pytest.param({"recipe": "awm", "old": OLD, "ema": OLD}, {"old_policy", "ema_policy"}, id="awm"),
+    pytest.param({"recipe": "flow_dpo", "reference": {"every": 3}}, {"reference_policy"}, id="dpo"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "policies"), SAMPLED)
+def test_rl_with_other_policies_resumes_exactly(tmp_path, algorithm, policies):
+    config = tiny_rl_config(tmp_path, model={"lora": {"rank": 4, "alpha": 8}}, train=TRAIN, eval={"every_steps": STEPS})
+    kinds = resumed_exactly(tmp_path, {**config, "algorithm": algorithm})
+    assert {each for each in kinds if each.endswith("_policy")} == policies
+
+
+def resumed_exactly(tmp_path, config):
+    """Compares a run with one that crashed and was resumed; returns what its checkpoints hold."""
     undisturbed = run_task_here("rl_diffusion", config)
 
     broken = merge(config, {"train": {"output_dir": str(tmp_path / "broken")}})
@@ -204,11 +227,8 @@ def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
     with pytest.raises(Interrupted):
         run_task_here(task, broken)
     resumed = run_task_here("rl_diffusion", merge(broken, {"train": {"load_checkpoint_path": "auto"}}))
-    kinds = {key.split("/")[0] for key in tensors_in(list(list_checkpoints(resumed / "checkpoints").values())[-1])}
-    assert "ema" in kinds
-    with_lora = "lora" in model  # then the base weights are the reference
-    assert ("reference" in kinds) != with_lora
     assert_same_run(resumed, undisturbed)
+    return {key.split("/")[0] for key in tensors_in(list(list_checkpoints(resumed / "checkpoints").values())[-1])}
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_143(dit_runs, tmp_path):

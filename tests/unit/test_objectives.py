@@ -25,8 +25,9 @@ from sfumato.algorithms.objectives.nft import NFT
 from sfumato.algorithms.objectives.regression import BestOfN, RewardWeighted
 from sfumato.algorithms.objectives.sample import NoisedSamples, reward_probability
 from sfumato.algorithms.objectives.trajectory import SampledSteps, clipped_surrogate
-from sfumato.config.base import Variant, find_variants
-from sfumato.config.recipes import DIFFUSION_RECIPES, DRAFT_RECIPES
+from sfumato.config.base import find_variants
+from sfumato.config.diffusion_rl import AlgorithmConfig
+from sfumato.config.recipes import DIFFUSION_RECIPES
 
 SHAPE = (4, 2, 3, 3)
 SIGMA, SIGMA_NEXT = torch.tensor([1.0, 0.9, 0.6, 0.3]), torch.tensor([0.9, 0.6, 0.3, 0.1])
@@ -64,6 +65,7 @@ def noised(groups: list[int], levels: list[int] | None = None, seed: int = 10) -
         old_velocity=normal(seed + 3, shape),
         reference_velocity=normal(seed + 4, shape),
         ema_velocity=normal(seed + 5, shape),
+        error_weight=torch.ones(len(groups)),
     )
 
 
@@ -377,39 +379,27 @@ def test_noised_samples() -> None:
     assert torch.equal(batch.error(batch.target), torch.zeros(4))
 
 
+def test_an_error_has_the_weight_of_its_noise_level() -> None:
+    batch = noised([0, 1])
+    weighted = dataclasses.replace(batch, error_weight=torch.tensor([0.5, 2.0]))
+    error = batch.error(batch.velocity)
+    assert torch.equal(error, dataclasses.replace(batch, error_weight=None).error(batch.velocity))
+    assert torch.equal(weighted.error(batch.velocity), error * torch.tensor([0.5, 2.0]))
+
+
 # Presets
 
-PARTS = {
-    "dynamics": "dynamics",
-    "window": "windows",
-    "advantage": "advantages",
-    "objective": "objectives",
-    "kl": "kl",
-    "solver": "solvers",
-    "timesteps": "timesteps",
-    "old": "decay",
-    "ema": "decay",
-    "reference": "decay",
-}
 
-
-@pytest.mark.parametrize("name", [*DIFFUSION_RECIPES, *DRAFT_RECIPES])
+@pytest.mark.parametrize("name", DIFFUSION_RECIPES)
 def test_the_parts_of_every_recipe_fit_together(name: str) -> None:
-    recipe = {**DIFFUSION_RECIPES, **DRAFT_RECIPES}[name]
-    parts = {
-        part: Variant(f"sfumato.algorithms.{PARTS[part]}").validate(value)
-        for part, value in recipe.items()
-        if isinstance(value, dict)
-    }
-    kind = "trajectory" if name in DIFFUSION_RECIPES else "sample"
-    assert parts["objective"].kind == kind and kind in parts["kl"].kinds
-    if kind == "trajectory":
-        assert parts.keys() == {"dynamics", "window", "advantage", "objective", "kl"}
-        parts["window"].check(10)
+    algorithm = AlgorithmConfig(recipe=name, **DIFFUSION_RECIPES[name])
+    given = {part for part, value in DIFFUSION_RECIPES[name].items() if isinstance(value, dict)}
+    if algorithm.objective.kind == "trajectory":
+        assert given == {"dynamics", "window", "advantage", "objective", "kl"}
+        assert algorithm.rows_per_sample(10) > 0 and algorithm.other_policies.keys() <= {"reference"}
     else:
-        assert {"solver", "advantage", "objective", "timesteps", "kl"} <= parts.keys()
-        assert parts["objective"].needs - {"reference"} <= parts.keys(), "a policy that is needed has a decay"
-        assert recipe["sample_with"] == "policy" or recipe["sample_with"] in parts
+        assert {"solver", "advantage", "objective", "timesteps", "kl"} <= given
+        assert {"old", "ema", "reference"} & given <= algorithm.other_policies.keys(), "a decay that is of no use"
 
 
 def test_every_objective_says_what_it_is_given() -> None:

@@ -41,6 +41,8 @@ class NoisedSamples:
     """float32 ``[R, ...]``: the reference's, where ``needs`` names ``reference``."""
     ema_velocity: torch.Tensor | None = None
     """float32 ``[R, ...]``: the averaged policy's, where ``needs`` names ``ema``."""
+    error_weight: torch.Tensor | None = None
+    """float32 ``[R]``: factor of squared errors where the network predicts something else; None is 1."""
 
     @property
     def target(self) -> torch.Tensor:
@@ -64,8 +66,9 @@ class NoisedSamples:
         return self.noisy - per_sample(self.sigma, velocity) * velocity
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
-        """mean((v - u)^2) of each row, float32 ``[R]``."""
-        return mean_over_sample((velocity - self.target) ** 2)
+        """mean((v - u)^2) of each row, times its weight: float32 ``[R]``."""
+        error = mean_over_sample((velocity - self.target) ** 2)
+        return error if self.error_weight is None else error * self.error_weight
 
     def cells(self) -> torch.Tensor:
         """int64 ``[R]`` from 0: rows with the same number are one group at one noise level."""
