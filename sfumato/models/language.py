@@ -28,6 +28,9 @@ from sfumato.parallel.plan import language_plan
 from sfumato.parallel.sequence import shard_sequence
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
+WORTH_PICKING = 0.9
+"""Share of learned tokens up to which logits are computed for these alone; picking them out costs a copy."""
+
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[TokenScores, Tensors, TextBatch], torch.Tensor]
 """From the scores of a micro-batch, its tensors and the batch itself to its part of the loss, a scalar that is divided
@@ -254,7 +257,7 @@ class LanguageModel:
         kept = None
         if "number" not in tensors and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
             learned = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
-            if len(learned) < tensors["labels"].shape[1] - 1:
+            if len(learned) < WORTH_PICKING * tensors["labels"].shape[1]:
                 kept = (learned if len(learned) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
         more = {} if kept is None else {"logits_to_keep": kept}
         head = self._head() if self._chunked else None

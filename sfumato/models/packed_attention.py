@@ -95,23 +95,26 @@ def _attention(
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of [B, H, S, D]. Values as wide as keys: with others torch keeps whole score matrices."""
-    own = value.shape[-1]
-    value = functional.pad(value, (0, query.shape[-1] - own))
+    own, width = value.shape[-1], query.shape[-1]
+    if own == width:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    value = functional.pad(value, (0, width - own))
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :own]
 
 
 def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
     """Each run of documents of one length is a batch. Returns [T, H, Dv]."""
     key, value = _repeated(key[None], value[None], len(query))
-    found, start = [], 0
-    for length, count in rows.runs:
-        stop = start + length * count
-        parts = [
-            each[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for each in (query, key[0], value[0])
-        ]
-        found.append(_attend(*parts, scale).transpose(1, 2).flatten(0, 1))
-        start = stop
-    return torch.cat(found)
+    sizes = [length * count for length, count in rows.runs]
+    # split, whose backward pass is one concatenation: that of slices fills zeros around each
+    runs = zip(
+        *(each.split(sizes, dim=1) if len(sizes) > 1 else [each] for each in (query, key[0], value[0])), strict=True
+    )
+    found = []
+    for (length, count), parts in zip(rows.runs, runs, strict=True):
+        documents = [each.unflatten(1, (count, length)).transpose(0, 1) for each in parts]  # [count, H, length, D]
+        found.append(_attend(*documents, scale).transpose(1, 2).flatten(0, 1))
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
