@@ -101,7 +101,7 @@ class AlgorithmConfig(Section):
     drop_no_spread: bool = True
     """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
     self_check: bool = True
-    """Trajectories: stop before the first update if replay and rollout disagree by a tenth of the clip range."""
+    """Trajectories: stop before the first update if replay and rollout differ by over a tenth of the clip range."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,12 +137,12 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> AlgorithmConfig:
-        for policy in sorted(self.compared | {self.sample_with} - {"policy"}):
-            if getattr(self, policy) is None:
-                why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
-                raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
         if self.objective.kind == "trajectory" and self.sample_with != "policy":
             raise ValueError("algorithm.sample_with must be policy where trajectories are replayed")
+        for policy, decay in self.other_policies.items():
+            if decay is None:
+                why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
+                raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
         if "reference" in self._needed and self.reference_guidance_scale is not None and self.kl.coef > 0:
             raise ValueError(
                 f"algorithm.kl.reference_guidance_scale: objective {self.objective.type} compares with the reference, "

@@ -436,7 +436,12 @@ CROSS_CHECKS = [
     (DiffusionRLConfig, ["--algorithm.dynamics.type", "ode"], ["algorithm.dynamics"]),
     (DiffusionRLConfig, ["--algorithm.window", "null"], ["algorithm.window", "clipped_ratio", "trajectory"]),
     (DiffusionRLConfig, ["--algorithm.solver", "dpm2"], ["algorithm.solver", "clipped_ratio", "null"]),
-    (DiffusionRLConfig, ["--algorithm.sample_with", "old"], ["algorithm.old", "algorithm.sample_with"]),
+    (DiffusionRLConfig, ["--algorithm.sample_with", "old"], ["algorithm.sample_with", "policy"]),
+    (
+        DiffusionRLConfig,
+        ["--algorithm.recipe", "rwr", "--algorithm.sample_with", "old"],
+        ["algorithm.old", "algorithm.sample_with"],
+    ),
     (DiffusionRLConfig, ["--algorithm.objective", "nft"], ["algorithm.solver", "nft", "sample"]),
     (
         DiffusionRLConfig,
