@@ -20,13 +20,17 @@ def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Ou
 LATER = ("qwen_image", "z_image")
 """Kinds whose cells are nearly all left to the slow tests."""
 FURTHER = ("fsdp1, hybrid", "tp 4", "ring 4", "fsdp2 x tp + sequence parallel", "fsdp2 x ulysses x ep")
+COMMON = ("ddp", "fsdp2", "tp", "ulysses", "ring", "pp, 1f1b", "fsdp2 x tp", "fsdp2 x ulysses")
+"""Modes in which adapters, and the further diffusion transformers, are tested always."""
 
 
 def is_slow(mode: str, kind: str, lora: bool) -> bool:
     """Whether a cell is left to the slow tests, since others of its row and column are close to it."""
     if kind in LATER:
         return lora or mode not in ("tp", "ulysses x ring")
-    return (lora and kind != "dense") or (mode in FURTHER and kind not in ("dense", "moe"))
+    if lora or kind in ("flux", "wan"):
+        return mode not in COMMON or (lora and kind != "dense")
+    return mode in FURTHER and kind != "dense"
 
 
 CELLS = [
