@@ -200,6 +200,8 @@ class TrainTextDpoConfig(Section):
     def _fits(self) -> TrainTextDpoConfig:
         if self.data.data_type != "preference":
             raise ValueError("data.data_type must be preference")
+        if self.train.ema_decay:
+            raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")
         if self.model.made_by is not None:
             raise ValueError(
                 "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"

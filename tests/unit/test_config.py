@@ -652,3 +652,15 @@ def test_every_process_needs_a_prompt(monkeypatch: pytest.MonkeyPatch, field: st
     overrides = ["--train.global_batch_size", "null", f"--{field}", "3"]
     with pytest.raises(ConfigError, match=rf"{field} 3 .* 4 data-parallel processes"):
         load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(overrides))
+
+
+def test_preference_training_refuses_a_moving_average(tmp_path):
+    from sfumato.config.text import TrainTextDpoConfig
+
+    sections = {
+        "model": {"model_path": "m"},
+        "data": {"data_type": "preference", "train_path": "d.jsonl"},
+        "train": {"output_dir": str(tmp_path), "ema_decay": 0.9},
+    }
+    with pytest.raises(ConfigError, match=r"train\.ema_decay"):
+        load_config(TrainTextDpoConfig, overrides=sections)
