@@ -1,0 +1,396 @@
+"""The RL algorithms side by side: the same pretrained model, prompts, seeds and number of images, one page as result.
+
+    python benchmarks/compare_algorithms.py [--only awm flow_dpo ...] [--only-page] [--without-second-reader]
+
+Runs every file of ``configs/quickstart/algorithms`` by the command that it prints, one after another, then reads the
+evaluation images a second time with Tesseract, which no run was trained on, measures what rollout and update cost, and
+writes ``docs/algorithms_compared.md`` with a picture of the curves. Finished runs are kept, and interrupted ones go on
+where they stopped: start it again. A file whose settings have changed is run anew. ``--only-page`` writes the page from
+what is there. The model that all start from comes from the first two steps of ``make quickstart``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.load import load_config, read_yaml
+from sfumato.errors import ConfigError, UserError
+from sfumato.tracking.samples import read_samples, step_folder
+from sfumato.tracking.trackers import read_jsonl, write_atomically
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs" / "quickstart" / "algorithms"
+PAGE = ROOT / "docs" / "algorithms_compared.md"
+PICTURE = ROOT / "docs" / "images" / "algorithms_compared.svg"
+YARDSTICK = "flow_grpo_fast"
+"""The costs of the others are given as multiples of this one's."""
+REWARD = "eval/reward/total"
+KINDS = {"trajectory": "trajectories", "sample": "final samples"}
+HEADING = re.compile(r"# (?P<title>.+?) \((?P<source>.+?)\): (?P<note>.+)")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One file of ``configs/quickstart/algorithms`` and the run folder that it names."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.stem
+
+    @cached_property
+    def heading(self) -> re.Match[str]:
+        """Title, source and note, from the comment that the file begins with."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        comment = lines[: next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+        found = HEADING.fullmatch(" ".join([*comment[:1], *(line.removeprefix("#").strip() for line in comment[1:])]))
+        if found is None:
+            raise ConfigError(f"{self.path}: begin the file with a comment '# TITLE (SOURCE): what it does'")
+        return found
+
+    @cached_property
+    def config(self) -> DiffusionRLConfig:
+        """The validated settings."""
+        return load_config(DiffusionRLConfig, self.path)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return ROOT / self.config.train.output_dir
+
+    @property
+    def images_per_step(self) -> int:
+        """Images that an iteration samples and scores."""
+        return self.config.rollout.num_prompts * self.config.rollout.n
+
+    @property
+    def is_same_run(self) -> bool:
+        """Whether what stands in the run folder was made with these settings."""
+        path = self.folder / "config.yaml"
+        if not path.is_file():
+            return False
+        found, wanted = yaml.safe_load(path.read_text(encoding="utf-8")), self.config.model_dump(mode="json")
+        for each in (found, wanted):
+            for name in ("output_dir", "load_checkpoint_path", "trackers"):
+                each["train"].pop(name)
+        return found == wanted
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Images seen and mean reward on held-out prompts, at every evaluation so far."""
+        path = self.folder / "metrics.jsonl"
+        lines = read_jsonl(path) if self.is_same_run and path.is_file() else []
+        return [(line["step"] * self.images_per_step, line[REWARD]) for line in lines if REWARD in line]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last evaluation is there."""
+        curve = self.curve()
+        return bool(curve) and curve[-1][0] == self.config.train.max_steps * self.images_per_step
+
+
+def check_comparable(algorithms: Sequence[Algorithm]) -> None:
+    """Raises ConfigError where two files differ in what all must share."""
+
+    def shared(config: DiffusionRLConfig) -> dict[str, Any]:
+        found = config.model_dump(mode="json", include={"model", "data", "reward", "eval", "train", "rollout"})
+        rollout, train = found.pop("rollout"), found.pop("train")
+        kept = {"num_prompts", "n", "height", "width", "num_inference_steps", "guidance_scale"}
+        found |= {f"rollout.{name}": rollout[name] for name in kept}
+        return found | {f"train.{name}": train[name] for name in ("seed", "max_steps", "mixed_precision")}
+
+    first = algorithms[0]
+    for other in algorithms[1:]:
+        mine, theirs = shared(first.config), shared(other.config)
+        for name in mine:
+            if mine[name] != theirs[name]:
+                raise ConfigError(f"{other.path}: {name} differs from {first.path}, so they cannot be compared")
+
+
+def run(algorithms: Sequence[Algorithm]) -> None:
+    """Runs what is not finished. Raises UserError when a run fails or was stopped."""
+    start = ROOT / (algorithms[0].config.model.model_path or "")
+    if not (start / "model_index.json").is_file():
+        raise UserError(
+            f"{start} is not there: make it by the first two steps of the quickstart, "
+            "`bash train.sh tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml` and "
+            "`bash train.sh tasks/train_dit.py configs/quickstart/pretrain.yaml`"
+        )
+    for number, each in enumerate(algorithms, start=1):
+        config = str(each.path.relative_to(ROOT))
+        if each.is_finished:
+            print(f"[{number}/{len(algorithms)}] {each.name}: finished", flush=True)
+            continue
+        command = ["bash", "train.sh", "tasks/rl_diffusion.py", config]
+        if each.is_same_run:
+            command += ["--train.load_checkpoint_path", "auto"]
+        print(f"[{number}/{len(algorithms)}] {' '.join(command)}", flush=True)
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if code != 0:
+            raise UserError(f"{config} stopped with exit code {code}; start again to go on with it")
+
+
+def read_again(algorithms: Sequence[Algorithm]) -> None:
+    """Reads first and last evaluation images with Tesseract, into ``second_reader.json`` of each run folder.
+
+    All runs start from the same weights and latents, so the images before training are read once.
+    """
+    from sfumato.rewards.ocr import OcrReward
+
+    reader = OcrReward(engine="tesseract", detect=False, evaluation_only=True, timeout_s=3600.0)
+    reader.prepare()
+    before = None
+    for each in algorithms:
+        path = each.folder / "second_reader.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        run_id = {"mtime": (each.folder / "metrics.jsonl").stat().st_mtime, "curve": each.curve()}
+        if known.get("run") == json.loads(json.dumps(run_id)):
+            before = known["before"]
+            continue
+        print(f"{each.name}: reading again with Tesseract", flush=True)
+        before = _mean_reading(reader, each, step=0) if before is None else before
+        after = _mean_reading(reader, each, step=each.config.train.max_steps)
+        write_atomically(path, json.dumps({"run": run_id, "before": before, "after": after}).encode())
+
+
+def _mean_reading(reader: Any, algorithm: Algorithm, step: int) -> float:
+    import numpy as np
+    from PIL import Image
+
+    from sfumato.rewards.base import Sample
+
+    rows = [row for row in read_samples(algorithm.folder)[step] if row["kind"] == "eval"]
+    folder = step_folder(algorithm.folder, step)
+    images = [np.asarray(Image.open(folder / row["file"])) for row in rows]
+    return statistics.mean(
+        reader.score([Sample(image, row["prompt"], {}, 0) for image, row in zip(images, rows, strict=True)])
+    )
+
+
+def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str, dict[str, float]]:
+    """CPU seconds per image of rollout and update, scoring left out: medians of whole iterations taken in turns.
+
+    Rewards are drawn: of three letters, 0 to 3 are right. The first iteration of each is not counted.
+    """
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    from sfumato.data.prompts import PromptLoader, load_prompts
+    from sfumato.parallel.mesh import build_mesh
+    from sfumato.rollout.batch import RolloutBatch
+    from sfumato.tracking.run import Run, quiet_libraries
+    from tasks import rl_diffusion as task
+
+    quiet_libraries()
+    config = algorithms[0].config
+    mesh = build_mesh(config.train)
+    prompts = PromptLoader(
+        load_prompts(config.data, "train"), config.rollout.num_prompts, config.rollout.n, config.train.seed
+    )
+    seconds: dict[str, dict[str, list[float]]] = {each.name: {"rollout": [], "update": []} for each in algorithms}
+    with tempfile.TemporaryDirectory() as folder:
+        actors = {each.name: task.build_actor(each.config, mesh, Run(Path(folder), "", mesh)) for each in algorithms}
+        for step in range(repeats + 1):
+            requests = task.requests_of(prompts, step, mesh)
+            rewards = torch.randint(4, (len(requests),), generator=torch.Generator().manual_seed(step)) / 3
+            groups = torch.tensor([each.group_id for each in requests])
+            for each in algorithms:
+                print(f"costs: iteration {step + 1} of {repeats + 1}, {each.name}", flush=True)
+                actor, size = actors[each.name], each.config.rollout.micro_batch_size
+                parts = [requests[start : start + size] for start in range(0, len(requests), size)]
+                begun = time.process_time()
+                batch = RolloutBatch.cat([task.generate(actor, part, step, step, each.config) for part in parts])
+                sampled = time.process_time()
+                advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
+                task.update_policy(actor, batch, advantages, each.config, step)
+                if step > 0:
+                    seconds[each.name]["rollout"].append((sampled - begun) / len(requests))
+                    seconds[each.name]["update"].append((time.process_time() - sampled) / len(requests))
+    return {name: {phase: statistics.median(of) for phase, of in both.items()} for name, both in seconds.items()}
+
+
+def draw(algorithms: Sequence[Algorithm], path: Path) -> None:
+    """Held-out reward over images, one line per algorithm, the two kinds beside each other."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
+        for panel, (kind, label) in zip(panels, KINDS.items(), strict=True):
+            for number, each in enumerate(_ranked(each for each in algorithms if _kind(each) == kind)):
+                images, rewards = zip(*each.curve(), strict=True)
+                marker, colour = "osD^vPX*<>"[number % 10], f"C{number % 10}"
+                label_ = f"{rewards[-1]:.2f}  {each.heading['title']}"
+                panel.plot(images, rewards, marker=marker, markersize=4, color=colour, label=label_)
+            panel.set_title(f"learning from {label}")
+            panel.set_xlabel("images sampled and scored")
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.legend(loc="best", title="reward at the end", frameon=False)
+        panels[0].set_ylabel("mean OCR reward on held-out words")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], picture: str) -> str:
+    """The page as Markdown.
+
+    Args:
+        algorithms: with finished runs.
+        costs: what ``measure_costs`` returned; those that are not in it stand without.
+        picture: address of the picture, relative to the page.
+    """
+    first = algorithms[0]
+    rollout, evaluation, steps = first.config.rollout, first.config.eval, first.config.train.max_steps
+    totals = [row["total"] for row in read_samples(first.folder)[0]]
+    error = statistics.stdev(totals) / len(totals) ** 0.5
+    ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if _kind(each) == kind)]
+    notes = "\n".join(f"- **{each.heading['title']}**: {each.heading['note']}" for each in ranked)
+    return f"""# The algorithms compared
+
+Made by `python benchmarks/compare_algorithms.py`: do not edit it by hand.
+
+Each algorithm improves the model of the quickstart, which pretraining left mediocre, on one CPU core. All start from
+the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same number of images,
+{steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n} images of
+{rollout.num_inference_steps} denoising steps. What differs are each algorithm's own settings. They were tried out on
+this task, but not searched: **this says that each algorithm works here, not which is best elsewhere.** One seed each;
+the choice of words alone gives a figure a standard error of about {error:.2f}.
+
+![Held-out reward over images]({picture})
+
+*Evaluated {len(first.curve())} times on {evaluation.num_prompts} held-out words, always from the same latents, with
+{evaluation.num_inference_steps} steps without noise.*
+
+## Results
+
+*Before*, *after*, *best*: mean reward of the evaluation, read by RapidOCR, as the training's rewards are. *Second
+reader*: the first and the last evaluation's images read by Tesseract, which no run was trained on; it would stay behind
+if a run learned the habits of one reader rather than to write. *Rollout*, *update*: CPU seconds per image as multiples
+of {_title(YARDSTICK, algorithms)}'s, scoring left out; all took turns in one process.
+
+{_results(ranked, costs)}
+
+## Settings
+
+What is changed in the recipe of that name, see [RL of diffusion models](rl_diffusion.md). Updates are optimiser steps
+of an iteration. Run one by `bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`.
+
+{_settings(ranked)}
+
+## Notes
+
+{notes}
+"""
+
+
+def _results(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]]) -> str:
+    rows = []
+    for each in algorithms:
+        rewards = [reward for _, reward in each.curve()]
+        path = each.folder / "second_reader.json"
+        second = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        read = [f"{second[when]:.2f}" if second else "n/a" for when in ("before", "after")]
+        cost = ["n/a", "n/a"]
+        if each.name in costs and YARDSTICK in costs:
+            cost = [f"{costs[each.name][phase] / costs[YARDSTICK][phase]:.1f}" for phase in ("rollout", "update")]
+        figures = [f"{rewards[0]:.2f}", f"**{rewards[-1]:.2f}**", f"{max(rewards):.2f}", *read, *cost]
+        rows.append([each.heading["title"], _linked(each.heading["source"]), KINDS[_kind(each)], *figures])
+    columns = ["algorithm", "source", "learns from", "before", "after", "best"]
+    return _table([*columns, "second reader before", "after", "rollout", "update"], rows)
+
+
+def _settings(algorithms: Sequence[Algorithm]) -> str:
+    rows = []
+    for each in algorithms:
+        parts = dict(read_yaml(each.path)["algorithm"])
+        recipe = parts.pop("recipe")
+        link = f"[`{each.name}`](../configs/quickstart/algorithms/{each.path.name})"
+        train = each.config.train
+        updates = each.images_per_step // (train.global_batch_size or each.images_per_step)
+        changed = ", ".join(f"`{name} {value}`" for name, value in _flat(parts))
+        rows.append([link, f"`{recipe}`", changed or "none", f"{train.lr:.0e}".replace("e-0", "e-"), str(updates)])
+    return _table(["file", "recipe", "changed in it", "lr", "updates"], rows)
+
+
+def _flat(mapping: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value).strip('"')
+
+
+def _linked(source: str) -> str:
+    return re.sub(r"arXiv (\S+)", r"[arXiv \1](https://arxiv.org/abs/\1)", source)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _kind(algorithm: Algorithm) -> str:
+    return str(algorithm.config.algorithm.objective.kind)
+
+
+def _ranked(algorithms: Iterable[Algorithm]) -> list[Algorithm]:
+    return sorted(algorithms, key=lambda each: -each.curve()[-1][1])
+
+
+def _title(name: str, algorithms: Sequence[Algorithm]) -> str:
+    return next((each.heading["title"] for each in algorithms if each.name == name), name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = {path.stem: Algorithm(path) for path in sorted(CONFIGS.glob("*.yaml"))}
+    parser.add_argument("--only", nargs="+", choices=list(every), metavar="NAME", help="run these only, write no page")
+    parser.add_argument("--only-page", action="store_true", help="run nothing; write the page from finished runs")
+    parser.add_argument("--without-second-reader", action="store_true", help="do not read images with Tesseract")
+    arguments = parser.parse_args()
+    algorithms = list(every.values())
+    check_comparable(algorithms)
+    if not arguments.only_page:
+        run([every[name] for name in arguments.only or every])
+        if arguments.only:
+            return
+    finished = [each for each in algorithms if each.is_finished]
+    if not finished:
+        raise UserError("no run has finished yet: start without --only-page")
+    if not arguments.only_page and not arguments.without_second_reader:
+        read_again(finished)
+    kept = finished[0].folder.parent / "costs.json"
+    if not arguments.only_page:
+        write_atomically(kept, json.dumps(measure_costs(finished), indent=1).encode())
+    costs = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    draw(finished, PICTURE)
+    write_atomically(PAGE, page(finished, costs, f"images/{PICTURE.name}").encode())
+    print(f"{len(finished)} of {len(algorithms)} algorithms: {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
