@@ -25,8 +25,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config, read_yaml
 from sfumato.errors import ConfigError, UserError
@@ -86,11 +84,9 @@ class Algorithm:
         path = self.folder / "config.yaml"
         if not path.is_file():
             return False
-        found, wanted = yaml.safe_load(path.read_text(encoding="utf-8")), self.config.model_dump(mode="json")
-        for each in (found, wanted):
-            for name in ("output_dir", "load_checkpoint_path", "trackers"):
-                each["train"].pop(name)
-        return found == wanted
+        where_to = {"train": {"output_dir", "load_checkpoint_path", "trackers"}}
+        found = load_config(DiffusionRLConfig, path)
+        return found.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
 
     def curve(self) -> list[tuple[int, float]]:
         """Images seen and mean reward on held-out prompts, at every evaluation so far."""
@@ -177,10 +173,11 @@ def _mean_reading(reader: Any, algorithm: Algorithm, step: int) -> float:
 
     rows = [row for row in read_samples(algorithm.folder)[step] if row["kind"] == "eval"]
     folder = step_folder(algorithm.folder, step)
-    images = [np.asarray(Image.open(folder / row["file"])) for row in rows]
-    return statistics.mean(
-        reader.score([Sample(image, row["prompt"], {}, 0) for image, row in zip(images, rows, strict=True)])
-    )
+    samples = [
+        Sample(image=np.asarray(Image.open(folder / row["file"])), prompt=row["prompt"], metadata={}, group_id=0)
+        for row in rows
+    ]
+    return statistics.mean(reader.score(samples))
 
 
 def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str, dict[str, float]]:
