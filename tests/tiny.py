@@ -91,6 +91,12 @@ def tiny_dit_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     return merge(base, overrides)
 
 
+def tiny_dit_dpo_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_dit_dpo.py`` run of 6 steps of 4 glyph pairs, with 4 held-out ones; in ``tmp_path/run``."""
+    own = {"dpo": {"beta": 100.0}, "eval": {"every_steps": 3, "num_rows": 4}}
+    return merge(tiny_dit_config(tmp_path), merge(own, overrides))
+
+
 def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     """A ``tasks/rl_diffusion.py`` run of 6 iterations of 4 prompts x 4 samples, 2 updates each; in ``tmp_path/run``.
 

@@ -12,6 +12,7 @@ from sfumato.algorithms.decay import FROZEN
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
@@ -117,10 +118,12 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
-        "rows": train.micro_batch_size,
+        "rows": train.micro_batch_size * (2 if is_dpo else 1),
         "size": (config.data.height, config.data.width) if not isinstance(config, DiffusionRLConfig) else None,
         "keep_encoders": config.model.keep_encoders,
+        "has_reference": is_dpo,
     }
     if isinstance(config, DiffusionRLConfig):
         rollout, algorithm = config.rollout, config.algorithm

@@ -15,12 +15,13 @@ import torch
 
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_pairs import PairDataset
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 
-Dataset = ImageTextDataset | GlyphDataset
+Dataset = ImageTextDataset | GlyphDataset | PairDataset
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class EncodedBatch:
     """What a flow-matching step trains on."""
 
     latents: torch.Tensor
-    """float32 ``[B, *latent_shape]``."""
+    """float32 ``[B, *latent_shape]``; of pairs ``[B, 2, *latent_shape]``."""
     conditioning: Conditioning
     """B rows, with the empty prompt as negative."""
     sample_ids: list[int]
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
     num_images: int
-    """B; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
+    """B, pairs counting as one; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
 
 
 def read_pixels(
@@ -48,7 +49,7 @@ def read_pixels(
         captions: if given, the captions of the rows that could be read are appended to it.
 
     Returns:
-        uint8 ``[B, 3, H, W]`` and the B sample ids; None when no row could be read.
+        uint8 ``[B, 3, H, W]`` (pairs: ``[B, 2, 3, H, W]``) and the B sample ids; None when no row could be read.
     """
     pixels, sample_ids = [], []
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
@@ -76,11 +77,20 @@ class OnlineEncoder:
         rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
-            latents = torch.zeros(1, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
+            pair = (2,) if self.dataset.is_paired else ()
+            latents = torch.zeros(1, *pair, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
             return EncodedBatch(latents, self.model.encode_prompts([""]), index_batch.sample_ids[:1], num_images=0)
         pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(captions)
-        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids, len(sample_ids))
+        latents = encode_rows(self.dataset, self.model, pixels)
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids))
+
+
+def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs, of the pixels of B rows."""
+    if not dataset.is_paired:
+        return model.encode_pixels(pixels)
+    return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
 class LatentCache:
@@ -179,7 +189,7 @@ def _build(
                 number_of[caption] = len(number_of)
                 writer.add({name: each[row] for name, each in embedded.items()})
             model.forget_prompts()
-        latents = model.encode_pixels(torch.stack(list(images.values()))) if images else None
+        latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
         position = {index: row for row, index in enumerate(images)}
         for index in indices:
             row = position.get(index)

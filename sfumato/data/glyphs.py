@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.sections import GlyphConfig
-from sfumato.errors import DataError
+from sfumato.errors import ConfigError, DataError
+
+MOST_DRAWS = 10_000
+"""Random words that are tried before it is said that there are none."""
 
 
 class GlyphDataset:
     """Images of single words, black on white; image i is a function of (seed, i).
 
-    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears.
+    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears; with ``held_out``
+    no other words do.
     """
 
-    def __init__(self, config: GlyphConfig, height: int, width: int, seed: int) -> None:
-        self.config = config
+    is_paired: ClassVar[bool] = False
+
+    def __init__(self, config: GlyphConfig, height: int, width: int, seed: int, held_out: bool = False) -> None:
+        self.config, self.held_out = config, held_out
         self.height, self.width = height, width
         self.size = (height, width)
         self.seed = seed
@@ -41,9 +48,7 @@ class GlyphDataset:
     def pixels(self, index: int) -> torch.Tensor:
         """Image ``index``: uint8 ``[3, height, width]``."""
         word, generator = self._word(index)
-        size = self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)]
-        shift = [_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2)]
-        return render_word(word, self._fonts[size], self.height, self.width, shift)
+        return self._render([word], generator)[0]
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -59,10 +64,37 @@ class GlyphDataset:
 
     def _word(self, index: int) -> tuple[str, torch.Generator]:
         generator = keyed_generator(self.seed, "glyph", index)
-        while True:
+        return self._draw(generator), generator
+
+    def _draw(self, generator: torch.Generator, other_than: str = "") -> str:
+        for _ in range(MOST_DRAWS):
             word = _draw_word(generator, self.config)
-            if not is_held_out(word, self.config):
-                return word, generator
+            if is_held_out(word, self.config) == self.held_out and word != other_than:
+                return word
+        kind = "held-out" if self.held_out else "training"
+        few = f"fewer than {2 if other_than else 1} {kind} words"
+        raise ConfigError(f"data.glyphs: there are {few}; change held_out, length or characters")
+
+    def _render(self, words: list[str], generator: torch.Generator) -> torch.Tensor:
+        """Words in one size and place: uint8 ``[N, 3, height, width]``."""
+        size = self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)]
+        shift = [_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2)]
+        return torch.stack([render_word(each, self._fonts[size], self.height, self.width, shift) for each in words])
+
+
+class GlyphPairs(GlyphDataset):
+    """Pairs of images for one caption: the word that it names, and another one in the same size and place."""
+
+    is_paired: ClassVar[bool] = True
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """Pair ``index``, the right word first: uint8 ``[2, 3, height, width]``."""
+        right, generator = self._word(index)
+        return self._render([right, self._draw(generator, other_than=right)], generator)
+
+    def fingerprint(self) -> str:
+        """Identifies the images, for caches."""
+        return f"pairs|{super().fingerprint()}|{self.held_out}"
 
 
 def render_word(word: str, font: object, height: int, width: int, shift: list[int]) -> torch.Tensor:

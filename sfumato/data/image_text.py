@@ -6,7 +6,7 @@ import io
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,14 +49,18 @@ class FolderRows:
 class ImageTextDataset:
     """Images with captions from a file or folder, resized to one size."""
 
-    def __init__(self, config: ImageTextDataConfig) -> None:
-        """Opens the source. Raises DataError when it is missing or empty."""
+    is_paired: ClassVar[bool] = False
+
+    def __init__(self, config: ImageTextDataConfig, rows: Rows | None = None) -> None:
+        """Opens the source, or takes ``rows`` of it that are open. Raises DataError when it is missing or empty."""
         self.config = config
         self.size = (config.height, config.width)
         path = Path(str(config.train_path))
         self.root = path if path.is_dir() else path.parent
-        if path.is_dir() and not (path / "metadata.jsonl").is_file():
-            self.rows: Rows = FolderRows(path, config.image_key, config.text_key)
+        if rows is not None:
+            self.rows = rows
+        elif path.is_dir() and not (path / "metadata.jsonl").is_file():
+            self.rows = FolderRows(path, config.image_key, config.text_key)
             if len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no images ({', '.join(sorted(IMAGE_ENDINGS))})")
         else:
