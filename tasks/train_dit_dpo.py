@@ -2,9 +2,9 @@
 
     bash train.sh tasks/train_dit_dpo.py configs/dit/sd35_dpo_pickapic.yaml --dpo.beta 5000
 
-Both images of a pair get the same noise at the same noise level; the policy learns to err less than the reference on the
-better one and more on the worse one. The reference is the model before training: with LoRA the model itself without its
-adapters, otherwise a frozen copy that is sharded like the model. Everything random is keyed by (seed, step, pair).
+Both images of a pair get the same noise at the same noise level; the policy learns to err less than the reference on
+the better one and more on the worse one. The reference is the model before training: with LoRA the model itself without
+its adapters, otherwise a frozen copy that is sharded like the model. Everything random is keyed by (seed, step, pair).
 """
 
 from __future__ import annotations

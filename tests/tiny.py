@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,17 +62,25 @@ def tiny_pipeline_description() -> dict[str, Any]:
     }
 
 
-def write_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
-    """Saves the tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
+def write_tiny_pipeline(
+    folder: Path, seed: int = 0, describe: Callable[[], dict[str, Any]] = tiny_pipeline_description, tokens: int = 7
+) -> Path:
+    """Saves a tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
 
     What starts at zero (output projection, modulations) gets small random weights: as in a trained model, gradients
     then reach every layer from the first step.
+
+    Args:
+        folder: where to.
+        seed: of the weights.
+        describe: the pipeline's description, such as those of ``tests/tiny_families.py``.
+        tokens: model.max_sequence_length.
     """
     if not (folder / "model_index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         description = folder.with_name(f"{folder.name}.yaml")
-        description.write_text(yaml.safe_dump(tiny_pipeline_description()), encoding="utf-8")
-        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=7), seed=seed)
+        description.write_text(yaml.safe_dump(describe()), encoding="utf-8")
+        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=tokens), seed=seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.denoiser.parameters():
             if not parameter.any():

@@ -35,7 +35,8 @@ class EncodedBatch:
     sample_ids: list[int]
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
     num_images: int
-    """B, pairs counting as one; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
+    """B, a pair counting as one; 0 for a placeholder in the place of a batch of which no row could be read: ranks
+    compute together."""
 
 
 def read_pixels(

@@ -90,7 +90,8 @@ class GlyphPairs(GlyphDataset):
     def pixels(self, index: int) -> torch.Tensor:
         """Pair ``index``, the right word first: uint8 ``[2, 3, height, width]``."""
         right, generator = self._word(index)
-        return self._render([right, self._draw(generator, other_than=right)], generator)
+        wrong = self._draw(keyed_generator(self.seed, "wrong glyph", index), other_than=right)
+        return self._render([right, wrong], generator)
 
     def fingerprint(self) -> str:
         """Identifies the images, for caches."""

@@ -352,7 +352,9 @@ def _value_or_error(rows: Rows, index: int, key: str) -> Any:
     except DataError as error:
         return error
     columns = ", ".join(map(str, row))
-    return row[key] if key in row else DataError(f"{rows.describe(index)}: no column {key!r}; its columns are {columns}")
+    return (
+        row[key] if key in row else DataError(f"{rows.describe(index)}: no column {key!r}; its columns are {columns}")
+    )
 
 
 def _json_object(row: Any, where: str) -> dict[str, Any]:

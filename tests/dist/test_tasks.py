@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config
+from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config
 
 STEPS = 4
 PLAIN = {
@@ -37,6 +37,15 @@ DIT = {
     "recompute": (2, {"activation_checkpointing": "full"}),
     "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
 }
+DPO = {
+    "fsdp2 with a reference": (2, {}, {}),
+    "fsdp2 with adapters": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "meta": (2, {"init_device": "meta"}, {}),
+    "ulysses": (2, {"ulysses_parallel_size": 2}, {}),
+    "tp with adapters": (2, {"tensor_parallel_size": 2}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
+}
+"""Preference training from pairs; all but the first two are close to others and left to the slow tests."""
 NFT = {"recipe": "diffusion_nft", "old": {"type": "constant", "value": 0.5}, "timesteps": {"num": 2}}
 RL = {
     "fsdp2 with a reference": (2, {}, {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.04}}}),
@@ -109,6 +118,20 @@ def test_pretraining(mode, ranks, tmp_path):
     resume = {"train": {"output_dir": str(tmp_path / "many"), "load_checkpoint_path": _first(tmp_path / "many")}}
     resumed = run_task_here("train_dit", merge(merge(config, plain), resume))
     assert_equal_runs(one, resumed, 1e-5, {})
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if n < 2 else pytest.mark.slow) for n, mode in enumerate(DPO)]
+)
+def test_preferences(mode, ranks, tmp_path):
+    num_ranks, train, settings = DPO[mode]
+    config = tiny_dit_dpo_config(tmp_path, train={"max_steps": STEPS, "micro_batch_size": 1, **train})
+    config = merge(config, {"eval": {"every_steps": 2, "num_rows": 3}, "dpo": {"beta": 10.0}})
+    config = merge(config, settings)
+    ranks.run(num_ranks, functools.partial(run_rank, "train_dit_dpo"), merge(config, _in(tmp_path / "many")))
+    one = run_task_here("train_dit_dpo", merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
+    rewards = [f"{kind}/{name}" for kind in ("pairs", "eval") for name in ("margin", "reward_chosen", "reward_rejected")]
+    assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
 
 
 @pytest.mark.parametrize("mode", RL)

@@ -12,6 +12,7 @@ from sfumato.algorithms.windows import AllSteps
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES
@@ -19,7 +20,7 @@ from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError
 
 QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
-SCHEMAS = [TrainDitConfig, TrainAutoencoderConfig, DiffusionRLConfig]
+SCHEMAS = [TrainDitConfig, TrainDitDpoConfig, TrainAutoencoderConfig, DiffusionRLConfig]
 
 DIT = """
 model: {config_path: model.yaml}
