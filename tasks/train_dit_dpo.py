@@ -27,6 +27,7 @@ from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.diffusion.policies import Policies
 from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
@@ -34,10 +35,9 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.rollout.diffusion import sample_images
 from sfumato.rollout.final_samples import FinalSamples, predict_noised
+from sfumato.rollout.sample_grid import choose_grid, draw_grid
 from sfumato.tracking.run import Run, run_task, start_run
-from sfumato.tracking.samples import SampleRecord
 
 EVALUATION = -1
 """Stands for the step in the keys of what evaluation draws, which is always the same."""
@@ -51,13 +51,14 @@ def main(config: TrainDitDpoConfig) -> None:
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    set_output(model, dataset.size, "data")
 
     encoder = open_encoder(dataset, model, config, mesh, run)
     eval_encoder = None if held_out is None else open_encoder(held_out, model, config, mesh, run)
     eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh)
     loader = IndexLoader.from_config(len(dataset), config.train, mesh)
-    grid_prompts = config.sample.prompts or dataset.example_captions(config.sample.num_prompts)
-    model.remember_prompts(grid_prompts)
+    grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
+    model.remember_prompts(grid_prompts, grid_sources)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -108,7 +109,7 @@ def main(config: TrainDitDpoConfig) -> None:
                 metrics |= evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
         if is_due(state.step, config.sample.every_steps, loader.total_steps):
             with run.timed("sample"), averaged_weights(ema):
-                run.save_samples(state.step, draw_grid(model, grid_prompts, config, state.step))
+                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
         checkpointer.after_step(state)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
@@ -211,26 +212,6 @@ def evaluate(
             counted = torch.tensor(batch.sample_ids[: batch.num_images]) >= 0
             seen.add(objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
     return seen.means(mesh, "eval/")
-
-
-def draw_grid(model: DiffusionModel, prompts: list[str], config: TrainDitDpoConfig, step: int) -> list[SampleRecord]:
-    """One image per prompt, always from the same latents."""
-    images = sample_images(
-        model,
-        model.encode_prompts(prompts),
-        sample_ids=list(range(len(prompts))),
-        size=(config.data.height, config.data.width),
-        num_steps=config.sample.num_inference_steps,
-        guidance_scale=config.sample.guidance_scale,
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-    )
-    return [
-        SampleRecord(
-            content=image, kind="eval", prompt=prompt, seed=config.train.seed, sample_id=index, policy_version=step
-        )
-        for index, (image, prompt) in enumerate(zip(images, prompts, strict=True))
-    ]
 
 
 if __name__ == "__main__":

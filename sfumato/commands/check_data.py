@@ -14,6 +14,7 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.data.encoded import Dataset
+from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
@@ -115,7 +116,7 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
 
 
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
-    """Looks at images with captions, or pairs of them. Raises as ``check_text_data``."""
+    """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
     data, seed, held_out = config.data, config.train.seed, None
     if isinstance(config, TrainDitDpoConfig):
         dataset: Dataset = open_image_pairs(data, seed, lambda text: None)
@@ -139,6 +140,9 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     for split, listed in (("train", found.training), ("eval", found.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
         check_prompts(prompts, [each.check_row for each in config.reward.rewards])
+        for prompt in prompts:
+            if prompt.source is not None:
+                prompt.check_source()
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return found
@@ -169,7 +173,9 @@ def _look_at_text(name: str, rows: Rows, transform: TextTransform) -> SourceFind
 def _look_at_images(name: str, dataset: Dataset) -> SourceFindings:
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)
-        dataset.pixels(index)
+        pixels = dataset.pixels(index)
+        if not isinstance(dataset, GlyphDataset) and dataset.has_source(index):
+            dataset.source(index, pixels)
 
     return _look_at(name, dataset, look)
 

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse image for one prompt, read at random and checked row by row."""
+"""Pairs of a better and a worse image or video for one prompt, read at random and checked row by row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from sfumato.config.dit import ImageDataConfig, ImageTextDataConfig
@@ -34,7 +35,7 @@ class PairDataset:
             DataError: when it is missing, empty, or holds nothing but ties.
         """
         self.config = config
-        self.size = (config.height, config.width)
+        self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
         listed = path / "metadata.jsonl"
         rows = open_rows(listed if listed.is_file() else path, config.text_key, f"data.{option}")
@@ -61,7 +62,10 @@ class PairDataset:
         return self.sides[0].caption(self.indices[index])
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Both images, the better one first: uint8 ``[2, 3, height, width]``. Raises DataError that names the row."""
+        """Both images, the better one first: uint8 ``[2, 3, height, width]``; videos ``[2, 3, frames, height, width]``.
+
+        Raises DataError that names the row.
+        """
         row = self.indices[index]
         label, where = self.labels[row], self.describe(index)
         if isinstance(label, DataError):
@@ -73,9 +77,21 @@ class PairDataset:
             raise DataError(f"{where}: both images are the same")
         return torch.stack(images)
 
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """The image that both are made from, as ``ImageTextDataset`` has it; of videos the better one's first frame."""
+        return self.sides[0].source(self.indices[index], pixels[0])
+
+    def has_source(self, index: int) -> bool:
+        """Whether the row has a source image of its own."""
+        return self.sides[0].has_source(self.indices[index])
+
     def example_captions(self, count: int) -> list[str]:
         """As of ``ImageTextDataset``."""
         return self.sides[0].example_captions(count)
+
+    def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].example_edits(count)
 
     def fingerprint(self) -> str:
         """Identifies the pairs, for caches, as ``ImageTextDataset`` does."""
@@ -94,7 +110,7 @@ def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], Non
         DataError: when the source is missing, empty, or holds nothing but ties.
     """
     if config.data_type == "glyphs":
-        return GlyphPairs(config.glyphs, config.height, config.width, seed)
+        return GlyphPairs(config.glyphs, config.height, config.width, seed, config.num_frames)
     dataset = PairDataset(config, "train_path")
     if dataset.num_ties:
         say(f"{dataset.num_ties} of {len(dataset.labels)} rows of {config.train_path} are ties and are left out")
@@ -105,7 +121,7 @@ def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> Pai
     """The first ``num_rows`` pairs to evaluate on; None when there are none. Raises as ``open_image_pairs``."""
     if config.data_type == "glyphs":
         glyphs = config.glyphs.model_copy(update={"num_images": num_rows})
-        return GlyphPairs(glyphs, config.height, config.width, seed, held_out=True)
+        return GlyphPairs(glyphs, config.height, config.width, seed, config.num_frames, held_out=True)
     return None if config.eval_path is None else PairDataset(config, "eval_path", limit=num_rows)
 
 
