@@ -27,6 +27,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from tests.tiny import tiny_pipeline_description, write_config
+from tests.tiny_families import tiny_flux_kontext
 
 PICK_A_PIC = {"text_key": "caption", "chosen_key": "jpg_0", "rejected_key": "jpg_1", "label_key": "label_0"}
 
@@ -216,6 +217,46 @@ def test_cached_pairs_equal_pairs_encoded_online(tmp_path: Path, model: Diffusio
     for encoder in (online, cache):
         placeholder = encoder.batch(IndexBatch([2], [5]))
         assert placeholder.num_images == 0 and placeholder.latents.shape == (1, 2, *model.latent_shape(16, 16))
+
+
+def test_cached_edits_equal_edits_encoded_online(tmp_path: Path) -> None:
+    """Both images of a pair belong to one prompt and one source image."""
+    path = write_config(tiny_flux_kontext(), tmp_path / "tiny.yaml")
+    model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7))
+    source = {"source_image": "3a.png"}
+    rows = {
+        f"row{index}": {"prompt": "AB", "chosen": f"{index}a.png", "rejected": f"{index}b.png", **source}
+        for index in range(3)
+    }
+    data = open_pairs(write_rows(tmp_path / "rows", 4, **rows))
+    assert data.has_source(2) and not data.has_source(3)
+    np.testing.assert_array_equal(data.source(0, data.pixels(0)), np.array(picture(6)))
+    online = OnlineEncoder(data, model, BadRows(1, lambda text: None))
+    cache = open_cache(tmp_path / "cache", data, model, BadRows(1, lambda text: None))
+    ours, theirs = (each.batch(IndexBatch([1, 2, 3], [1, 2, 3])) for each in (online, cache))
+    assert ours.sample_ids == theirs.sample_ids == [1, 2], "the last has no source image"
+    torch.testing.assert_close(ours.latents, theirs.latents)
+    mine, other = ours.conditioning, theirs.conditioning
+    assert mine.own_negative and other.own_negative
+    torch.testing.assert_close(mine.tensors, other.tensors)
+    torch.testing.assert_close(mine.negative, other.negative)
+
+
+def test_pairs_of_videos(tmp_path: Path) -> None:
+    config = GlyphConfig(characters="ABCDEF", length=2, font_sizes=[8], num_images=4)
+    videos, words = GlyphPairs(config, 16, 24, 3, num_frames=5), GlyphDataset(config, 16, 24, 3, num_frames=5)
+    assert videos.pixels(1).shape == (2, 3, 5, 16, 24)
+    assert torch.equal(videos.pixels(1)[0], words.pixels(1))
+    first = videos.pixels(1)[0, :, 0].permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(videos.source(1, videos.pixels(1)), first)
+    for name in ("a", "b"):
+        frames = [picture(10 * ord(name) + index) for index in range(6)]
+        frames[0].save(tmp_path / f"{name}.png", save_all=True, append_images=frames[1:])
+    row = {"prompt": "x", "chosen": "a.png", "rejected": "b.png"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    pair = open_pairs(tmp_path / "data.jsonl", num_frames=2).pixels(0)
+    assert pair.shape == (2, 3, 2, 16, 16)
+    assert torch.equal(pair[1, :, 0], pixels(10 * ord("b")))
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(0, 1), (1, 2), (7, 2), (8, 2), (9, 3)])
