@@ -57,6 +57,8 @@ class RolloutBatch:
     """B rows of ``conditioning``."""
     images: list[np.ndarray]
     """B images, uint8 ``[H, W, 3]``."""
+    latents: torch.Tensor
+    """float32 ``[B, ...]``: of which the images were made."""
     policy_version: int
     """Number of iterations that the policy had been updated when it made them."""
 
@@ -82,6 +84,7 @@ class RolloutBatch:
             self.conditioning,
             [self.conditioning_rows[row] for row in chosen],
             [self.images[row] for row in chosen],
+            self.latents[index],
             self.policy_version,
         )
 
@@ -119,5 +122,6 @@ class RolloutBatch:
             Conditioning.cat([each.conditioning for each in parts]),
             rows,
             [image for each in parts for image in each.images],
+            torch.cat([each.latents for each in parts]),
             parts[0].policy_version,
         )

@@ -10,11 +10,12 @@ from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.monitors import VelocityNorms
 
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], list[float]]:
     """One image per prompt, without noise after the first latent.
 
     Args:
@@ -24,11 +25,12 @@ def sample_evaluation(
         config: steps, guidance and seed of the evaluation, size of the rollout.
 
     Returns:
-        B images, uint8 ``[H, W, 3]``.
+        B images, uint8 ``[H, W, 3]``, and the norm of each one's velocities.
     """
     rollout, evaluation = config.rollout, config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
-    return sample_images(
+    norms = VelocityNorms(evaluation.num_inference_steps)
+    images = sample_images(
         model,
         model.encode_prompts([each.text for each in prompts], guidance != 1.0),
         ids,
@@ -37,4 +39,6 @@ def sample_evaluation(
         guidance_scale=guidance,
         seed=evaluation.seed,
         micro_batch_size=rollout.micro_batch_size,
+        observe=norms,
     )
+    return images, norms.per_sample()
