@@ -318,6 +318,11 @@ def test_operations_are_counted(built: Built) -> None:
     assert denoiser_flops(built.model, 4 * height, width) > single > 0
 
 
+def test_a_schedule_may_have_one_step(built: Built) -> None:
+    start, end = built.model.sigmas(1, built.row.latent_shape).tolist()
+    assert 0 < start <= 1 and end == 0
+
+
 def test_the_training_shift_is_that_of_the_schedule(built: Built) -> None:
     model, settings = built.model, built.model.pipeline.scheduler.config
     if not built.row.straight or not hasattr(settings, "shift") or settings.get("shift_terminal"):
