@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import yaml
@@ -38,7 +37,7 @@ STEPS = 11
 """Denoising steps: DanceGRPO trains nine of them, and never the last."""
 HOME = {
     "ddpo": "stable_diffusion",
-    "dpok": "stable_diffusion_xl",
+    "dpok": "stable_diffusion",
     "flow_grpo_flux": "flux",
     "flow_grpo_qwen_image": "qwen_image",
     "flow_grpo_wan": "wan",
@@ -89,12 +88,15 @@ class Family:
             return model.predict_velocity(latents, torch.tensor([0.95, 0.3]), conditioning)
 
     def velocity_of_diffusers(self, model: DiffusionModel, adapter: Path | None = None) -> torch.Tensor:
-        """The same of diffusers' pipeline, with the adapter that it loads from a folder."""
+        """The same of diffusers' pipeline, with the adapter that it loads from a folder and drops again."""
         if adapter is not None:
             self.pipeline.load_lora_weights(adapter)
             if (adapter / "transformer_2").is_dir():
                 self.pipeline.load_lora_weights(adapter / "transformer_2", load_into_transformer_2=True)
-        return self.velocity(type(model)(copy.copy(self.pipeline), self.row.tokens))
+        try:
+            return self.velocity(type(model)(copy.copy(self.pipeline), self.row.tokens))
+        finally:
+            self.pipeline.unload_lora_weights()
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
             pytest.skip("no task feeds images yet")
         wake(model)
         model.save_pipeline(folder / "pipeline")
-        pipeline = getattr(diffusers, model.pipeline_class).from_pretrained(folder / "pipeline")
-        return Family(row, folder / "pipeline", pipeline)
+        return Family(row, folder / "pipeline", model.pipeline_type().from_pretrained(folder / "pipeline"))
 
     return make
 
@@ -211,7 +212,6 @@ def test_two_iterations(family: str, recipe: str, family_of: Callable[[str], Fam
     assert_gradients_where_they_belong(watched, tiny.row)
     adapter, base = run / "hf_ckpt", tiny.velocity_of_diffusers(watched.model)
     changed = tiny.velocity_of_diffusers(watched.model, adapter)
-    tiny.pipeline.unload_lora_weights()
     torch.testing.assert_close(changed, tiny.velocity(watched.model), atol=5e-5, rtol=1e-4)
     assert (changed - base).abs().max() > 1e-5
     assert torch.equal(tiny.velocity_of_diffusers(watched.model), base)
@@ -228,7 +228,6 @@ def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
     assert watched.changed() == first | second
     parts = model.split_denoiser(model.denoiser)
     prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{each}" for each in parts]
-    assert all(name.startswith(tuple(prefixes)) for name in trained)
     used = 0
     for prefix in prefixes:  # a part that no trained noise level needs is left alone; a first update moves B, not A
         own = {name for name in trained if name.startswith(f"{prefix}.")}

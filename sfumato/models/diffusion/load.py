@@ -43,12 +43,11 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
         ConfigError: when the folder or description is missing, or no family goes with it.
     """
     if config.config_path is not None:
-        pipeline_class, where = str(read_yaml(config.config_path).get("pipeline")), f"{config.config_path}: pipeline"
+        where = f"{config.config_path}: pipeline"
+        pipeline_class = str(read_yaml(config.config_path).get("pipeline"))
     else:
-        pipeline_class, where = (
-            _pipeline_class_of(Path(str(config.model_path))),
-            f"model.model_path {config.model_path}",
-        )
+        where = f"model.model_path {config.model_path}"
+        pipeline_class = _pipeline_class_of(Path(str(config.model_path)))
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
