@@ -339,7 +339,7 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    images = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    images, costs = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
     samples = [sample_of(prompts[index], image, index) for index, image in zip(mine, images, strict=False)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
@@ -349,11 +349,13 @@ def evaluate(
     ]
     gathered = mesh.gather((scores, records))
     all_scores = Scores.cat([each for each, _ in gathered])
-    return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+    return all_scores.metrics("eval/") | costs, [record for _, some in gathered for record in some]
 
 
-def draw_evaluation(actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig) -> list[np.ndarray]:
-    """One image per prompt, from the averaged weights."""
+def draw_evaluation(
+    actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """One image per prompt, from the averaged weights, and what leaving out steps saved and cost."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)
 

@@ -10,11 +10,12 @@ from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.step_cache import StepCache
 
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], dict[str, float]]:
     """One image per prompt, without noise after the first latent.
 
     Args:
@@ -24,11 +25,17 @@ def sample_evaluation(
         config: steps, guidance and seed of the evaluation, size of the rollout.
 
     Returns:
-        B images, uint8 ``[H, W, 3]``.
+        B images, uint8 ``[H, W, 3]``; what leaving out steps saved and cost, where that is configured.
+
+    Raises:
+        ConfigError: when ``eval.step_cache`` does not fit the model.
     """
     rollout, evaluation = config.rollout, config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
-    return sample_images(
+    cache = None
+    if evaluation.step_cache > 0:
+        cache = StepCache(model, evaluation.step_cache, evaluation.num_inference_steps)
+    images = sample_images(
         model,
         model.encode_prompts([each.text for each in prompts], guidance != 1.0),
         ids,
@@ -37,4 +44,6 @@ def sample_evaluation(
         guidance_scale=guidance,
         seed=evaluation.seed,
         micro_batch_size=rollout.micro_batch_size,
+        cache=cache,
     )
+    return images, {} if cache is None else cache.metrics()
