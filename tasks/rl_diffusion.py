@@ -34,6 +34,7 @@ from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.scorer import Scorer, Scores
 from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of, sample_of
+from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
@@ -91,6 +92,7 @@ def main(config: DiffusionRLConfig) -> None:
     if not config.model.keep_encoders:
         roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
     start = roles.actor.call(Actor.resume).result()
+    costs = roles.actor.call(lambda actor: count_costs(actor.model, config)).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
@@ -135,6 +137,7 @@ def main(config: DiffusionRLConfig) -> None:
 
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
+        run.count(images=len(batch), flops=costs.flops(len(batch), metrics["rows"] / mesh.data_size))
         stream.publish(version=step + 1)
         metrics |= all_scores.metrics("") | all_advantages.metrics
         records = []

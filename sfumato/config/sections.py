@@ -47,7 +47,7 @@ class ModelConfig(Section):
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
     offload_idle: bool = False
-    """Keep text encoders and autoencoder in CPU memory except while they work; each time they are copied there and back."""
+    """Keep text encoders and autoencoder in CPU memory except while they work, to and fro each time."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

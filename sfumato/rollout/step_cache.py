@@ -40,14 +40,13 @@ class StepCache:
         if not model.caches_steps:
             raise ConfigError(
                 f"eval.step_cache: diffusers' MagCache does not fit {type(model.denoiser).__name__} of "
-                f"{model.pipeline_class}; it fits the transformers of Stable Diffusion 3, FLUX, Qwen-Image and Wan with "
-                "one transformer: set it to 0"
+                f"{model.pipeline_class}; it fits the transformers of Stable Diffusion 3, FLUX, Qwen-Image, and Wan "
+                "with one transformer: set it to 0"
             )
-        unknown = {type(each).__name__ for each in self._blocks() if _registered(type(each)) is None}
-        if unknown:
+        if not (blocks := self._blocks()) or not all(_registered(type(each)) for each in blocks):
             raise ConfigError(
-                f"eval.step_cache: diffusers' MagCache does not reach into {', '.join(sorted(unknown))}: set it to 0, or "
-                "take train.data_parallel_mode fsdp2 or ddp"
+                "eval.step_cache: diffusers' MagCache cannot reach the blocks behind train.data_parallel_mode fsdp1: "
+                "set it to 0, or take fsdp2 or ddp"
             )
 
     def measured(self, draw: Callable[[], np.ndarray]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Text encoders and autoencoder that wait elsewhere: they are on the compute device whenever, and only while, they work.
+"""Text encoders and autoencoder that wait elsewhere: they are on the compute device while they work, and only then.
 
 Without a second device their moves are written down instead of made.
 """

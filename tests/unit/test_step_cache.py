@@ -116,9 +116,14 @@ def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
     model = build(tmp_path, *FAMILIES["sd3"])
     cache = StepCache(model, ALWAYS, STEPS)
     images_of(model, cache)
-    with pytest.raises(KeyboardInterrupt), cache.active():
-        assert traces(model) != []
-        raise KeyboardInterrupt
+
+    def fail() -> None:
+        with cache.active():
+            assert traces(model) != []
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
     assert traces(model) == []
 
 
@@ -148,3 +153,7 @@ def test_a_run_reports_it_and_trains_as_without(tmp_path: Path) -> None:
         assert "eval/cached_steps" not in plain
         training = [name for name in plain if not name.startswith("eval/")]
         assert [plain[name] for name in training] == [cached[name] for name in training]
+    timings = read_jsonl(tmp_path / "run0.0" / "timings.jsonl")[1]
+    assert timings["time/generate_per_image_s"] == pytest.approx(timings["time/generate_s"] / 16)
+    assert timings["time/update_per_image_s"] == pytest.approx(timings["time/update_s"] / 16)
+    assert timings["throughput/update_flops_per_s"] > 0

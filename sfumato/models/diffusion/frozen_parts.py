@@ -214,6 +214,16 @@ class FrozenParts(ABC):
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
         return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
 
+    def example_embeddings(self, height: int, width: int) -> dict[str, torch.Tensor]:
+        """Some conditioning of one row; where the encoders were freed, one that is remembered.
+
+        Args:
+            height, width: in pixels of the image that a family may take.
+        """
+        if self.encoders_freed:
+            return {name: each[None] for name, each in next(iter(self._prompts.values())).items()}
+        return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
+
     def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:
         """Black images for ``encode_prompts``; None for a family that takes none."""
         return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
