@@ -49,7 +49,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise DataError(f"{path}: torch cannot read it as weights only: {error}") from error
+        raise DataError(f"{path} is damaged, or holds more than weights, which is not executed") from error
     for wrapper in WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
             found = found[wrapper]

@@ -136,16 +136,15 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model_path {folder}: transformers cannot load its tokenizer: {error}") from error
 
 
-def iterate_tensors(folder: Path, pattern: str = "*.safetensors") -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the matching safetensors files, one at a time. Raises ConfigError for a broken file."""
-    check_folder(folder, pattern)
-    for path in sorted(folder.glob(pattern)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} is no readable safetensors file: {error}") from error
+def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one safetensors file, one at a time. Raises ConfigError when it is missing or broken."""
+    check_folder(folder, name)
+    try:
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  (it is no mapping)
+                yield key, file.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / name} is no readable safetensors file: {error}") from error
 
 
 def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

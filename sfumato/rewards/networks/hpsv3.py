@@ -29,6 +29,7 @@ from sfumato.rewards.networks.folder import (
 
 REWARD_TOKEN = "<|Reward|>"
 INSTRUCTION_FILE = "instruction.txt"
+WEIGHTS_FILE = "HPSv3.safetensors"
 PROMPT_FIELD = "{text_prompt}"
 NUM_PIXELS = 256 * 28 * 28
 NAMES = ((r"^model\.(visual|language_model)\.", r"\1."), (r"^model\.", "language_model."))  # new and old transformers
@@ -40,7 +41,7 @@ class HpsV3Network:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
         check_model_type(folder, ("qwen2_vl",))
-        check_folder(folder, INSTRUCTION_FILE, "*.safetensors")
+        check_folder(folder, INSTRUCTION_FILE, WEIGHTS_FILE)
         self.lock = threading.Lock()
         self.device, self.dtype = device, dtype
         self.instruction = _read_instruction(folder / INSTRUCTION_FILE)
@@ -112,7 +113,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
 
     body: dict[str, torch.Tensor] = {}
     head: dict[str, torch.Tensor] = {}
-    for name, tensor in iterate_tensors(folder):
+    for name, tensor in iterate_tensors(folder, WEIGHTS_FILE):
         if name.startswith("rm_head."):
             head[name.removeprefix("rm_head.")] = tensor.to(device, torch.float32)
         elif not name.startswith("lm_head."):

@@ -42,7 +42,7 @@ VISION_NAMES = (
     (r"^visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.projection."),
     (r"^visual_encoder\.blocks\.(\d+)\.mlp\.", r"encoder.layers.\1.mlp."),
 )
-UNUSED = re.compile(r"^(blip\.(vision_proj|text_proj)\.|blip\.text_encoder\.embeddings\.position_ids$)")
+UNUSED = "blip.text_encoder.embeddings.position_ids"  # a constant that older files hold
 
 
 class ImageRewardNetwork:
@@ -55,7 +55,7 @@ class ImageRewardNetwork:
         self.device, self.dtype = device, dtype
         self.tokenizer = load_tokenizer(folder)
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
-        vision, text, head = split_tensors(tensors, folder)
+        vision, text, head = split_tensors(tensors)
         self.vision = _build_vision(vision, folder).to(device, dtype)
         self.text = _build_text(text, folder, width=self.vision.config.hidden_size).to(device, dtype)
         self.head = build_score_head(head, self.text.config.hidden_size, folder).to(device)
@@ -103,20 +103,21 @@ def prepare_pixels(image: np.ndarray, size: int) -> torch.Tensor:
     return torch.from_numpy((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).permute(2, 0, 1)
 
 
-def split_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> tuple[dict, dict, dict]:
-    """Weights of the image encoder, the text encoder and the head, each under the names of its module here."""
+def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict]:
+    """Weights of the image encoder, the text encoder and the head, each under the names of its module here.
+
+    BLIP's projections, which the published file holds as well, take no part in the score.
+    """
     vision, text, head = {}, {}, {}
     for name, tensor in tensors.items():
-        if UNUSED.match(name):
-            continue
         if name.startswith("blip.visual_encoder."):
             renamed = name.removeprefix("blip.")
             for pattern, replacement in VISION_NAMES:
                 renamed = re.sub(pattern, replacement, renamed)
             vision[renamed] = tensor
-        elif name.startswith("blip.text_encoder."):
+        elif name.startswith("blip.text_encoder.") and name != UNUSED:
             text[name.removeprefix("blip.text_encoder.")] = tensor
-        else:
+        elif name.startswith("mlp."):
             head[name.removeprefix("mlp.")] = tensor
     return vision, text, head
 
