@@ -21,18 +21,18 @@ class Sample:
     """The image, uint8 [H, W, 3], red green blue; None for a text."""
     prompt: str
     """The text that the sample was made from."""
+    source: np.ndarray | None = None
+    """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int
     """Samples of the same prompt in the same step share this number."""
-    source_image: np.ndarray | None = None
-    """The image that was edited, uint8 [h, w, 3]; None when nothing was edited."""
     text: str | None = None
     """What a language model answered; None for an image."""
 
     def __post_init__(self) -> None:
         assert (self.image is None) != (self.text is None), "a sample is either an image or a text"
-        for image in (self.image, self.source_image):
+        for image in (self.image, self.source):
             assert image is None or (image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3), (
                 f"a sample's image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}"
             )

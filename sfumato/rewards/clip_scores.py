@@ -16,11 +16,9 @@ class _ClipReward(PretrainedReward):
     @staticmethod
     def load(folder: str, device: str, dtype: str) -> Any:
         """A CLIP model with its tokenizer and image processor."""
-        from sfumato.rewards.networks.embedder import load_embedder
+        from sfumato.rewards.networks.embedder import load_clip
 
-        embedder = load_embedder(folder, device, dtype)
-        embedder.tokenizer  # noqa: B018  (found missing here rather than at the first sample)
-        return embedder
+        return load_clip(folder, device, dtype)
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
         """Cosine of each image with its prompt, [B]."""

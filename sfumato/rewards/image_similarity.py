@@ -26,10 +26,10 @@ class ImageSimilarity(PretrainedReward):
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
         """``cos(embed(image), embed(source image))`` for each sample, [B]. Raises DataError without source image."""
         for sample in samples:
-            if sample.source_image is None:
+            if sample.source is None:
                 raise DataError(
                     f"reward {self.label!r} compares with the image that was edited, but the sample of prompt "
                     f"{sample.prompt!r} has none: it is for editing"
                 )
-        sources = network.images([sample.source_image for sample in samples])
+        sources = network.images([sample.source for sample in samples])
         return (network.images([sample.image for sample in samples]) * sources).sum(dim=-1)

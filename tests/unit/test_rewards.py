@@ -224,7 +224,7 @@ def test_sample_refuses_images_of_another_type():
     with pytest.raises(AssertionError, match="float32"):
         sample(np.zeros((4, 4, 3), np.float32))
     with pytest.raises(AssertionError, match="float32"):
-        Sample(image=np.zeros((4, 4, 3), np.uint8), source_image=np.zeros((4, 4, 3), np.float32), prompt="", group_id=0)
+        Sample(image=np.zeros((4, 4, 3), np.uint8), source=np.zeros((4, 4, 3), np.float32), prompt="", group_id=0)
 
 
 def test_sample_is_either_an_image_or_a_text():

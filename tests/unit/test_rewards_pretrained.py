@@ -54,7 +54,7 @@ def images(count, seed=0):
 
 def samples(count=3, **fields):
     return [
-        Sample(image=image, prompt=PROMPTS[i % 3], source_image=source, group_id=0, **fields)
+        Sample(image=image, prompt=PROMPTS[i % 3], source=source, group_id=0, **fields)
         for i, (image, source) in enumerate(zip(images(count), images(count, seed=1), strict=True))
     ]
 
@@ -139,7 +139,7 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
     batch = samples()
     with torch.no_grad():
         embeddings = []
-        for kept in ([each.image for each in batch], [each.source_image for each in batch]):
+        for kept in ([each.image for each in batch], [each.source for each in batch]):
             pixels = processor(kept, return_tensors="pt").pixel_values
             if kind == "dinov2":
                 embeddings.append(model(pixels).last_hidden_state[:, 0])
@@ -148,7 +148,7 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
                 embeddings.append(model.visual_projection(pooled) if kind == "clip" else pooled)
     values = reward.score(batch)
     np.testing.assert_allclose(values, F.cosine_similarity(*embeddings), **TOLERANCE)
-    same = [Sample(image=each.image, source_image=each.image, prompt="", group_id=0) for each in batch]
+    same = [Sample(image=each.image, source=each.image, prompt="", group_id=0) for each in batch]
     np.testing.assert_allclose(reward.score(same), np.ones(3), **TOLERANCE)
     assert max(values) < 0.9999
 

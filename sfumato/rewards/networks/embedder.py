@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,18 @@ IMAGE_MODELS = ("clip", "siglip", "dinov2")
 
 
 class Embedder:
-    """A model that embeds images and, where it is a CLIP model, texts; with what prepares both."""
+    """A model that embeds images and, once it has a ``tokenizer``, texts."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder holds no model of ``IMAGE_MODELS``."""
         from transformers import AutoModel
 
-        self.folder, self.device, self.dtype = folder, device, dtype
+        self.device, self.dtype = device, dtype
         self.lock = threading.Lock()
+        self.tokenizer: Any = None
         self.model_type = check_model_type(folder, IMAGE_MODELS)
         self.processor = load_image_processor(folder)
         self.model = load_model(AutoModel, folder, dtype, device)
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """Raises ConfigError when the folder has none or the model is no CLIP model."""
-        check_model_type(self.folder, ("clip",))
-        return load_tokenizer(self.folder)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -73,3 +67,13 @@ class Embedder:
 def load_embedder(folder: str, device: str, dtype: str) -> Embedder:
     """The embedder of a folder, one per process and setting, whichever rewards use it."""
     return Embedder(Path(folder), pick_device(device), DTYPES[dtype])
+
+
+@load_once
+def load_clip(folder: str, device: str, dtype: str) -> Embedder:
+    """The embedder of a folder with a CLIP model, with its tokenizer. Raises ConfigError for another model."""
+    check_model_type(Path(folder), ("clip",))
+    tokenizer = load_tokenizer(Path(folder))
+    embedder = load_embedder(folder, device, dtype)
+    embedder.tokenizer = tokenizer
+    return embedder
