@@ -179,7 +179,17 @@ def test_rewards_are_found_without_registration():
     assert list(found) == sorted(found)
     assert {"brightness", "clip_score", "jpeg_compressibility", "jpeg_incompressibility", "ocr"} <= set(found)
     assert all(issubclass(cls, Reward) for cls in found.values())
-    fields = {"name", "weight", "evaluation_only", "timeout_s", "engine", "detect", "num_threads", "batch_size"}
+    fields = {
+        "name",
+        "weight",
+        "evaluation_only",
+        "timeout_s",
+        "frame_step",
+        "engine",
+        "detect",
+        "num_threads",
+        "batch_size",
+    }
     assert set(attribute_docs(found["ocr"])) == fields
 
 

@@ -22,6 +22,7 @@ from sfumato.rewards.clip_scores import ClipScore, HpsV2, PickScore
 from sfumato.rewards.hpsv3 import HpsV3
 from sfumato.rewards.image_reward import ImageReward
 from sfumato.rewards.image_similarity import ImageSimilarity
+from sfumato.rewards.scorer import Scorer
 from sfumato.rewards.text_reward_model import TextRewardModel
 from tests import tiny_reward_models as tiny
 
@@ -355,6 +356,19 @@ def test_another_process_gives_the_same_to_the_bit(folders):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     expected = [build(name, folders).score(samples()) for name in ("clip_score", "image_reward")]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_a_video_has_the_mean_of_the_frames_that_are_looked_at(folders):
+    frames = np.stack([np.array(Image.fromarray(each).resize((40, 40))) for each in images(6)])
+    reward = build("clip_score", folders, frame_step=2)
+    expected = np.mean([reward.score([Sample(image=each, prompt="red", group_id=0)]) for each in frames[::2]])
+    total = Scorer([reward]).score([Sample(image=frames, prompt="red", group_id=0)]).total
+    np.testing.assert_allclose(total, [expected], **TOLERANCE)
+
+
+def test_a_text_reaches_its_reward_through_the_scorer(folders):
+    reward = build("text_reward_model", folders)
+    np.testing.assert_allclose(Scorer([reward]).score(texts()).total, reward.score(texts()), **TOLERANCE)
 
 
 def test_half_precision_changes_scores_a_little(folders):
