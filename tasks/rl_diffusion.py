@@ -38,6 +38,7 @@ from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.monitors import group_diversity, velocity_norms
 from sfumato.rollout.prompts import check_source_images, encode_prompts, remember_prompts
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
@@ -147,6 +148,7 @@ def main(config: DiffusionRLConfig) -> None:
             run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
         run.log(step + 1, metrics, show=SHOWN)
         if records:
+            run.say_signs_of_hacking()
             run.write_report()
         roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
@@ -235,7 +237,7 @@ def generate(
         latents = kept.latents
     images = to_images(actor.model.decode(latents))
     sources = sources and [sources[row] for row in rows]
-    return RolloutBatch(requests, kept, conditioning, rows, images, sources, version)
+    return RolloutBatch(requests, kept, conditioning, rows, images, sources, latents, version)
 
 
 def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
@@ -293,7 +295,7 @@ def update_policy(
     grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
     errors = {"ratio/replay_error": max(replay_errors, default=0.0)} if algorithm.objective.kind == "trajectory" else {}
     counts = {"rows": rows_total, "updates": float(len(grad_norms))}
-    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts}
+    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts, **group_diversity(batch, mesh)}
 
 
 def trajectory_losses(
@@ -302,6 +304,7 @@ def trajectory_losses(
     """Replays the trained steps of a micro-batch."""
     algorithm, guidance = config.algorithm, config.rollout.guidance_scale
     sampled, conditioning = batch.kept, batch.row_conditioning
+    reference = None
     if "reference" in algorithm.compared:
         scale = algorithm.reference_guidance_scale or guidance
         with torch.no_grad(), actor.policies.active("reference") as model:
@@ -314,7 +317,8 @@ def trajectory_losses(
         error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
         checked = {"ratio/replay_error": torch.tensor(error)}
     losses, stats = algorithm.objective.loss(new, old, advantages.to(new.mean.device))
-    penalty = algorithm.kl.penalty(new, reference) if "reference" in algorithm.compared else None
+    stats |= velocity_norms(new.velocity, None if reference is None else reference.velocity)
+    penalty = None if reference is None else algorithm.kl.penalty(new, reference)
     return losses, penalty, {**stats, **checked}
 
 
@@ -336,6 +340,7 @@ def sample_losses(
     )
     advantages = advantages.to(noised.x0.device)
     losses, stats = algorithm.objective.loss(noised, advantages)
+    stats |= velocity_norms(noised.velocity, noised.reference_velocity)
     penalty = algorithm.kl.sample_penalty(noised, advantages) if algorithm.kl.coef > 0 else None
     return losses, penalty, stats
 
@@ -346,7 +351,7 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    made = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    made, norms = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
     samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
@@ -354,13 +359,16 @@ def evaluate(
         for row, sample in enumerate(samples)
         if sample.group_id < config.eval.num_saved
     ]
-    gathered = mesh.gather((scores, records))
-    all_scores = Scores.cat([each for each, _ in gathered])
-    return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+    gathered = mesh.gather((scores, records, norms[: len(mine)]))
+    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/")
+    metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
+    return metrics, [record for _, some, _ in gathered for record in some]
 
 
-def draw_evaluation(actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig) -> list[Sample]:
-    """One image per prompt, from the averaged weights."""
+def draw_evaluation(
+    actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
+) -> tuple[list[Sample], list[float]]:
+    """One image per prompt, from the averaged weights, and the norms of the velocities."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)
 

@@ -6,7 +6,7 @@ sides; latents, sigmas and noise are float32 in it, and the latent that is score
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,7 @@ def sample_trajectories(
     seed: int,
     iteration: int,
     latent_ids: Sequence[int] | None = None,
+    observe: Callable[[torch.Tensor], object] | None = None,
 ) -> tuple[torch.Tensor, Trajectories | None]:
     """Denoises B samples; steps outside ``trained_steps`` are deterministic.
 
@@ -111,6 +112,7 @@ def sample_trajectories(
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.
         latent_ids: keys of the initial latents where they differ from ``sample_ids`` (groups that share one).
+        observe: is given the velocity ``[B, ...]`` of each step.
 
     Returns:
         The final latents ``[B, ...]`` and the trajectories (None without trained steps).
@@ -121,6 +123,8 @@ def sample_trajectories(
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
         velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+        if observe is not None:
+            observe(velocity)
         if index not in trained_steps:
             latents = ode.step(velocity, latents, sigma, sigma_next, sigma_max).mean
             continue
@@ -199,6 +203,7 @@ def sample_images(
     guidance_scale: float,
     seed: int,
     micro_batch_size: int,
+    observe: Callable[[torch.Tensor], object] | None = None,
 ) -> list[np.ndarray]:
     """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
@@ -219,6 +224,7 @@ def sample_images(
                 guidance_scale=guidance_scale,
                 seed=seed,
                 iteration=0,
+                observe=observe,
             )
         images += to_images(model.decode(latents))
     return images

@@ -10,12 +10,13 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import sample_of
 from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.monitors import VelocityNorms
 from sfumato.rollout.prompts import encode_prompts
 
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
-) -> list[Sample]:
+) -> tuple[list[Sample], list[float]]:
     """One image, or video, per prompt, without noise after the first latent.
 
     Args:
@@ -23,10 +24,14 @@ def sample_evaluation(
         prompts: B prompts.
         ids: B numbers, which key the latents, and are the samples' group ids.
         config: steps, guidance and seed of the evaluation, size of the rollout.
+
+    Returns:
+        B samples, and the norm of each one's velocities.
     """
     rollout, evaluation = config.rollout, config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     conditioning, sources = encode_prompts(model, prompts, rollout.size, guidance != 1.0)
+    norms = VelocityNorms(evaluation.num_inference_steps)
     images = sample_images(
         model,
         conditioning,
@@ -36,6 +41,7 @@ def sample_evaluation(
         guidance_scale=guidance,
         seed=evaluation.seed,
         micro_batch_size=rollout.micro_batch_size,
+        observe=norms,
     )
     drawn = zip(prompts, images, ids, sources or [None] * len(images), strict=True)
-    return [sample_of(*each) for each in drawn]
+    return [sample_of(*each) for each in drawn], norms.per_sample()

@@ -91,6 +91,13 @@ class DiffusionModel(ABC):
             component.requires_grad_(False).eval()
 
     @classmethod
+    def pipeline_type(cls) -> Any:
+        """The pipeline's class: diffusers' own of that name, unless a family brings another."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
     @abstractmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
         """A pipeline of this family from a description, with random weights (``config_path``)."""
