@@ -59,8 +59,6 @@ def main(config: TrainDitDpoConfig) -> None:
     loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
-    size = (config.data.height, config.data.width)
-    pair_flops = 2 * (denoiser_flops(model, *size) + denoiser_flops(model, *size, backward=False))
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -72,6 +70,8 @@ def main(config: TrainDitDpoConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
+    size = (config.data.height, config.data.width)
+    pair_flops = 2 * (denoiser_flops(model, *size) + denoiser_flops(model, *size, backward=False))
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and eval_encoder is not None:
         run.log(0, evaluate(policies, eval_encoder, eval_batches, objective, config, mesh), show={})

@@ -128,6 +128,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         "size": size,
         "keep_encoders": config.model.keep_encoders,
         "has_reference": is_dpo,
+        "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):
         rollout, algorithm = config.rollout, config.algorithm
