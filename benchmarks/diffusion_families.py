@@ -15,7 +15,7 @@ from torch import nn
 
 from sfumato.config.sections import LoraConfig
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.load import find_family
+from sfumato.models.diffusion.load import find_families
 from sfumato.models.lora import add_lora
 from sfumato.parallel.weights import build_on_meta
 
@@ -206,7 +206,7 @@ def build(name: str, size: str, device: torch.device, dtype: torch.dtype, lora_r
     """
     family = FAMILIES[name]
     description = family.small if size == "small" else family.real
-    cls = find_family(description["pipeline"], "benchmark")
+    cls = find_families()[description["pipeline"]]
     pipeline = build_on_meta(lambda: cls.build(description, seed=0))
     autocast = None if dtype == torch.float32 else dtype
     model = cls(pipeline, family.tokens[size == "real"], autocast)

@@ -30,7 +30,8 @@ from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
-from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl
+from sfumato.tracking.signs import signs_of_hacking
+from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl, series_of
 
 Item = TypeVar("Item")
 
@@ -57,6 +58,7 @@ class Run:
             if train.profile_steps is not None:
                 self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
         self._timings: dict[str, float] = {}
+        self._signs_said: set[str] = set()
         self._step_started = time.perf_counter()
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
@@ -107,13 +109,13 @@ class Run:
         self._progress.update(step, **shown)
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes samples with their prompts and rewards, for images a grid too, and gives the trackers a look."""
+        """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if not self._enabled or not records:
             return
         folder = save_samples(self.output_dir, step, records)
         for kind in dict.fromkeys(each.kind for each in records):
             shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:16]
-            images = [each.content for each in shown]
+            images = [each.still for each in shown]
             if len({image.shape for image in images}) == 1:
                 image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
                 for tracker in self._trackers:
@@ -131,6 +133,15 @@ class Run:
             if values and name.removeprefix(prefix) not in {"std", "failed"}:
                 parts.append(f"{name.removeprefix(prefix)} {values[0]:.3f} -> {values[-1]:.3f}")
         return ", ".join(parts)
+
+    def say_signs_of_hacking(self) -> None:
+        """Says what in the metrics points to reward hacking, each sign once."""
+        if not self._enabled:
+            return
+        for sign in signs_of_hacking(series_of(read_jsonl(self.output_dir / "metrics.jsonl"))):
+            if sign.metric not in self._signs_said:
+                self.say(f"sign of reward hacking: {sign.text}")
+                self._signs_said.add(sign.metric)
 
     def write_report(self) -> None:
         """Makes ``report.html`` from what the run folder holds now."""

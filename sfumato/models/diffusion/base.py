@@ -74,6 +74,13 @@ class DiffusionModel(FrozenParts):
         self._dropout: DropoutKeys | None = None
 
     @classmethod
+    def pipeline_type(cls) -> Any:
+        """The pipeline's class: diffusers' own of that name, unless a family brings another."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
     @abstractmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
         """A pipeline of this family from a description, with random weights (``config_path``)."""
@@ -134,6 +141,10 @@ class DiffusionModel(FrozenParts):
     def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
         """The guidance scale of each row, where it differs between noise levels ``[B]``."""
         return scale
+
+    def set_second_guidance(self, scale: float) -> None:
+        """Takes another guidance scale for a second denoiser. Raises ConfigError where there is none."""
+        raise ConfigError(f"rollout.guidance_scale_2: this {self.pipeline_class} has no second transformer: remove it")
 
     @abstractmethod
     def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
