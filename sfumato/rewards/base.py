@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,13 @@ class Sample:
         assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3, (
             f"a sample's image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}"
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands in the place of a value: this sample could not be scored, for this reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +85,15 @@ class Reward(ABC):
         """
 
     @abstractmethod
-    def score(self, samples: list[Sample]) -> list[float]:
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """Scores a batch, or one whole group when ``groupwise`` is true. Called from another thread.
 
         Args:
             samples: at least one sample.
 
         Returns:
-            One finite number per sample in the same order; NaN for a sample that could not be scored.
+            One finite number per sample in the same order; NaN, or a Failure that says why, for a sample that
+            could not be scored.
 
         Raises:
             UserError: a mistake that a person has to mend, such as a row without a target; it stops the run.

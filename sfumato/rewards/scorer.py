@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import ConfigError, RewardError, UserError
-from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.tracking.samples import SampleRecord
 
-_TIMED_OUT = "timed out"
+TIMED_OUT = "timed out"
+"""How the reason of a call that took too long begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class Scorer:
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
         for reward in self.objective if objective_only else self.rewards:
-            values, reasons = _score_with(reward, samples)
+            values, reasons = score_with(reward, samples)
             components[reward.label] = values
             failures += [
                 f"{_failure_prefix(reward)}{reason} ({count} of {len(samples)} samples)"
@@ -158,8 +159,15 @@ def _failure_prefix(reward: Reward) -> str:
     return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "
 
 
-def _score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
-    """Values float64 [B] of one reward, and for each sample the reason why it has none ("" where it has)."""
+def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
+    """Scores B samples with one reward, failures kept apart as ``Scorer.score`` does.
+
+    Returns:
+        Values float64 [B], and for each sample the reason why it has none ("" where it has one).
+
+    Raises:
+        UserError: what the reward raised as such.
+    """
     values = np.full(len(samples), math.nan)
     reasons = [""] * len(samples)
     timed_out = ""
@@ -167,7 +175,7 @@ def _score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list
         batch = [samples[index] for index in indices]
         # After one hanging call the other groups are not tried: each would cost the full timeout again.
         result, failed = (None, timed_out) if timed_out else _call(functools.partial(reward.score, batch), reward)
-        timed_out = failed if failed.startswith(_TIMED_OUT) else timed_out
+        timed_out = failed if failed.startswith(TIMED_OUT) else timed_out
         checked = [(math.nan, failed)] * len(batch) if failed else _check_values(result, len(batch))
         for index, (value, reason) in zip(indices, checked, strict=True):
             values[index], reasons[index] = value, reason
@@ -201,7 +209,7 @@ def _call(function: Callable[[], Any], reward: Reward) -> tuple[Any, str]:
     thread.start()
     thread.join(reward.timeout_s)
     if not outcome and thread.is_alive():
-        return None, f"{_TIMED_OUT} after {reward.timeout_s:g} s"
+        return None, f"{TIMED_OUT} after {reward.timeout_s:g} s"
     error = outcome.get("error")
     if isinstance(error, UserError):
         raise error
@@ -230,6 +238,8 @@ def _check_values(result: Any, num_samples: int) -> list[tuple[float, str]]:
 
 
 def _check_value(value: Any) -> tuple[float, str]:
+    if isinstance(value, Failure):
+        return math.nan, value.reason
     if getattr(value, "shape", None) == ():  # an array's or a tensor's element
         value = value.item()
     if not isinstance(value, numbers.Real):
