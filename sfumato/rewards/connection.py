@@ -251,15 +251,15 @@ def _read(response: http.client.HTTPResponse, base: BaseUrl, max_bytes: int) -> 
     encoding = (response.getheader("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         raise BadAnswerError(f"{base.text}: the answer is compressed ({encoding[:40]}) though that was not asked for")
-    too_large = BadAnswerError(f"{base.text}: the answer is larger than {max_bytes / 2**20:g} MiB", kind="too large")
+    too_large = f"{base.text}: the answer is larger than {max_bytes / 2**20:g} MiB"
     if response.length is not None and response.length > max_bytes:
-        raise too_large
+        raise BadAnswerError(too_large, kind="too large")
     pieces, size = [], 0
     while piece := response.read(min(65536, max_bytes + 1 - size)):
         pieces.append(piece)
         size += len(piece)
         if size > max_bytes:
-            raise too_large
+            raise BadAnswerError(too_large, kind="too large")
     if response.length:  # bytes that were announced and did not come
         raise TransientError("truncated", f"{base.text}: the answer was cut off")
     return b"".join(pieces)

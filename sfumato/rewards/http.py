@@ -192,10 +192,10 @@ class HttpCaller:
         try:
             data = exchange(server.base, method, path, body, {**self._headers, **headers}, limits, tls)
             self._count(bytes_received=len(data))
-            answer = request.parse(data)
-        except BadAnswerError as error:
-            message = str(error)
-            raise error if server.base.text in message else BadAnswerError(f"{server.base.text}: {message}") from error
+            try:
+                answer = request.parse(data)
+            except BadAnswerError as error:
+                raise BadAnswerError(f"{server.base.text}: {error}") from error
         finally:
             self._count(seconds=time.monotonic() - started)
         with self._lock:
