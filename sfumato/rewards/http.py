@@ -205,25 +205,33 @@ class HttpCaller:
 
     def _take_server(self, request: _Request) -> _Server:
         """Waits until a server may be asked, and takes the best one. Raises HttpError when it is time to give up."""
-        while True:
-            with self._lock:
-                servers = [each for each in self._servers if each not in request.refused_by]
-                if not servers or request.num_bad_answers >= MAX_BAD_ANSWERS:
-                    raise HttpError("; ".join(request.last.values()))
-                now = time.monotonic()
-                waits = {each: max(each.rests_until, request.not_before.get(each, 0.0), now) - now for each in servers}
-                server = min(servers, key=lambda each: (waits[each], each.outstanding, each.last_turn))
-                wait_s, give_up = waits[server], self._give_up_at(request)
-                if give_up <= now and not request.tries[server]:
-                    wait_s = 0.0  # in an outage that was waited out already, a request still asks each server once
-                elif give_up <= now + wait_s:
-                    said = request.last or {server: f"{server.base.text}: it rests after failures"}
-                    raise HttpError(f"{'; '.join(said.values())}; tried for {self._retry_for_s:g} s")
-                if wait_s == 0:
-                    server.outstanding += 1
-                    server.last_turn = next(self._turns)
-                    return server
-            time.sleep(wait_s)
+        with self._lock:
+            if request.num_bad_answers >= MAX_BAD_ANSWERS or len(request.refused_by) == len(self._servers):
+                raise HttpError("; ".join(request.last.values()))
+            now = time.monotonic()
+            server, wait_s = self._best_server(request, now)
+            give_up = self._give_up_at(request)
+            # In an outage that was waited out already, a request still asks each server once.
+            is_over = now >= give_up and request.tries[server] > 0
+            if is_over or (wait_s > MAX_DELAY_S and now + wait_s > give_up):
+                said = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
+                raise HttpError(f"{'; '.join(said.values())}; tried for {self._retry_for_s:g} s")
+        time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
+        with self._lock:
+            server, _ = self._best_server(request, time.monotonic())
+            server.outstanding += 1
+            server.last_turn = next(self._turns)
+        return server
+
+    def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
+        """The server that may be asked first, of those the least busy one, and in how many seconds."""
+        waits = {
+            each: max(each.rests_until - now, request.not_before.get(each, 0.0) - now, 0.0)
+            for each in self._servers
+            if each not in request.refused_by
+        }
+        server = min(waits, key=lambda each: (waits[each], each.outstanding, each.last_turn))
+        return server, waits[server]
 
     def _give_up_at(self, request: _Request) -> float:
         begins = [each for each in (request.first_failure, self._failing_since) if each is not None]
