@@ -32,16 +32,10 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores
-from sfumato.rollout.batch import RolloutBatch, SampleRequest
-from sfumato.rollout.diffusion import (
-    check_replay,
-    replay_trajectories,
-    sample_images,
-    sample_trajectories,
-    to_images,
-)
+from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of, sample_of
+from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
+from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
@@ -66,6 +60,23 @@ class Actor:
     checkpointer: Checkpointer
     mesh: Mesh
 
+    def resume(self) -> int:
+        """Loads the checkpoint that the configuration asks for. Returns the number of finished iterations."""
+        self.checkpointer.resume(self.state)
+        return self.state.step
+
+    def save(self) -> None:
+        """Writes a checkpoint of the finished iterations."""
+        self.checkpointer.save(self.state)
+
+    def after_step(self) -> None:
+        """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
+        self.checkpointer.after_step(self.state)
+
+    def export(self, config: DiffusionRLConfig) -> None:
+        """Writes the trained pipeline or adapter to ``hf_ckpt``."""
+        export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)
+
 
 def main(config: DiffusionRLConfig) -> None:
     mesh = build_mesh(config.train)
@@ -79,7 +90,7 @@ def main(config: DiffusionRLConfig) -> None:
     roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
     if not config.model.keep_encoders:
         roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
-    start = roles.actor.call(resume).result()
+    start = roles.actor.call(Actor.resume).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
@@ -111,7 +122,7 @@ def main(config: DiffusionRLConfig) -> None:
         try:
             roles.scorer.call(Scorer.check_budget, all_scores).result()
         except RewardError:
-            roles.actor.call(save).result()  # the finished iterations are not lost
+            roles.actor.call(Actor.save).result()  # the finished iterations are not lost
             raise
         group_ids = torch.tensor([group for _, groups in everyone for group in groups])
         all_advantages = config.algorithm.advantage.compute(
@@ -136,11 +147,11 @@ def main(config: DiffusionRLConfig) -> None:
         run.log(step + 1, metrics, show=SHOWN)
         if records:
             run.write_report()
-        roles.actor.call(save_if_due).result()
+        roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
-            roles.actor.call(export, config).result()
+            roles.actor.call(Actor.export, config).result()
 
-    roles.actor.call(export, config).result()
+    roles.actor.call(Actor.export, config).result()
     roles.close()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
     if changes := run.changes("eval/reward/"):
@@ -163,27 +174,6 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     return Actor(model, policies, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
 
 
-def resume(actor: Actor) -> int:
-    """Loads the checkpoint that the configuration asks for. Returns the number of finished iterations."""
-    actor.checkpointer.resume(actor.state)
-    return actor.state.step
-
-
-def save(actor: Actor) -> None:
-    """Writes a checkpoint of the finished iterations."""
-    actor.checkpointer.save(actor.state)
-
-
-def save_if_due(actor: Actor) -> None:
-    """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
-    actor.checkpointer.after_step(actor.state)
-
-
-def export(actor: Actor, config: DiffusionRLConfig) -> None:
-    """Writes the trained pipeline or adapter to ``hf_ckpt``."""
-    export_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", actor.mesh)
-
-
 def build_scorer(config: DiffusionRLConfig) -> Scorer:
     """All rewards, their engines loaded."""
     scorer = Scorer(config.reward.rewards, max_failed_fraction=config.reward.max_failed_fraction)
@@ -195,16 +185,6 @@ def embed_and_free(actor: Actor, prompts: list[str]) -> None:
     """Embeds every prompt of the run, then drops the text encoders."""
     actor.model.remember_prompts(prompts)
     actor.model.free_encoders()
-
-
-def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
-    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
-    groups = prompts.groups(iteration)
-    return [
-        SampleRequest(group * prompts.group_size + member, group, groups[group])
-        for group in mesh.share(len(groups))
-        for member in range(prompts.group_size)
-    ]
 
 
 def generate(
@@ -359,11 +339,8 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    images = roles.sampler.call(draw_evaluation, [prompts[index].text for index in drawn], drawn, config).result()
-    samples = [
-        Sample(image=image, prompt=prompts[index].text, metadata=prompts[index].metadata, group_id=index)
-        for index, image in zip(mine, images, strict=False)
-    ]
+    images = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    samples = [sample_of(prompts[index], image, index) for index, image in zip(mine, images, strict=False)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
         scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
@@ -375,20 +352,10 @@ def evaluate(
     return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
 
 
-def draw_evaluation(actor: Actor, prompts: list[str], ids: list[int], config: DiffusionRLConfig) -> list[np.ndarray]:
-    """One image per prompt, without noise, from the averaged weights, always from the same latents."""
-    guidance = config.rollout.guidance_scale if config.eval.guidance_scale is None else config.eval.guidance_scale
+def draw_evaluation(actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig) -> list[np.ndarray]:
+    """One image per prompt, from the averaged weights."""
     with averaged_weights(actor.state.ema):
-        return sample_images(
-            actor.model,
-            actor.model.encode_prompts(prompts, guidance != 1.0),
-            ids,
-            size=(config.rollout.height, config.rollout.width),
-            num_steps=config.eval.num_inference_steps,
-            guidance_scale=guidance,
-            seed=config.eval.seed,
-            micro_batch_size=config.rollout.micro_batch_size,
-        )
+        return sample_evaluation(actor.model, prompts, ids, config)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sfumato.data.prompts import Prompt
+from sfumato.data.prompts import Prompt, PromptLoader
 from sfumato.models.diffusion.base import Conditioning
+from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scores
 from sfumato.rollout.diffusion import Trajectories
@@ -26,6 +27,21 @@ class SampleRequest:
     group_id: int
     """Samples of one prompt of the iteration share it."""
     prompt: Prompt
+
+
+def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
+    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
+    groups = prompts.groups(iteration)
+    return [
+        SampleRequest(group * prompts.group_size + member, group, groups[group])
+        for group in mesh.share(len(groups))
+        for member in range(prompts.group_size)
+    ]
+
+
+def sample_of(prompt: Prompt, image: np.ndarray, group_id: int) -> Sample:
+    """A sample as rewards see it."""
+    return Sample(image=image, prompt=prompt.text, metadata=prompt.metadata, group_id=group_id)
 
 
 @dataclass(frozen=True)
@@ -71,13 +87,7 @@ class RolloutBatch:
 
     def sample(self, row: int) -> Sample:
         """A sample as rewards see it."""
-        request = self.requests[row]
-        return Sample(
-            image=self.images[row],
-            prompt=request.prompt.text,
-            metadata=request.prompt.metadata,
-            group_id=request.group_id,
-        )
+        return sample_of(self.requests[row].prompt, self.images[row], self.requests[row].group_id)
 
     def records(self, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2) -> list[SampleRecord]:
         """The first few groups with their scores and advantages ``[B]``, for the run folder."""
