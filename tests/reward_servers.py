@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import signal
@@ -79,7 +80,7 @@ def start_faulty_server(bomb: Path) -> ServerProcess:
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -87,6 +88,8 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
         stderr=subprocess.STDOUT,
         text=True,
     )
+    atexit.register(process.kill)  # for tests that fail half-way
+    return process
 
 
 def remote_reward(*urls: str, **fields: Any) -> RemoteReward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import ssl
 import threading
@@ -65,6 +66,8 @@ class _Server:
         """Failed rounds since the last success."""
         self.rests_until = 0.0
         """Preferably not asked before then."""
+        self.closed_until = 0.0
+        """Not to be asked before then: it said so."""
 
 
 @dataclass
@@ -73,6 +76,7 @@ class _Request:
 
     parse: Callable[[bytes], object]
     deadline: float
+    started: float = field(default_factory=time.monotonic)
     first_failure: float | None = None
     tries: Counter[_Server] = field(default_factory=Counter)
     not_before: dict[_Server, float] = field(default_factory=dict)
@@ -162,7 +166,7 @@ class HttpCaller:
         parse: Callable[[bytes], AnswerT],
         deadline: float | None,
     ) -> AnswerT:
-        request = _Request(parse, deadline if deadline is not None else float("inf"))
+        request = _Request(parse, deadline if deadline is not None else math.inf)
         self._count(requests=1)
         while True:
             server = self._take_server(request)
@@ -213,9 +217,10 @@ class HttpCaller:
             give_up = self._give_up_at(request)
             # In an outage that was waited out already, a request still asks each server once.
             is_over = now >= give_up and request.tries[server] > 0
-            if is_over or (wait_s > MAX_DELAY_S and now + wait_s > give_up):
+            if is_over or server.closed_until > max(give_up, now) or now + wait_s >= request.deadline:
                 said = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
-                raise HttpError(f"{'; '.join(said.values())}; tried for {self._retry_for_s:g} s")
+                tried_s = min(self._retry_for_s, request.deadline - request.started)
+                raise HttpError(f"{'; '.join(said.values())}; tried for {tried_s:.3g} s")
         time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
         with self._lock:
             server, _ = self._best_server(request, time.monotonic())
@@ -226,7 +231,7 @@ class HttpCaller:
     def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
         """The server that may be asked first, of those the least busy one, and in how many seconds."""
         waits = {
-            each: max(each.rests_until - now, request.not_before.get(each, 0.0) - now, 0.0)
+            each: max(each.closed_until - now, each.rests_until - now, request.not_before.get(each, now) - now, 0.0)
             for each in self._servers
             if each not in request.refused_by
         }
@@ -234,8 +239,9 @@ class HttpCaller:
         return server, waits[server]
 
     def _give_up_at(self, request: _Request) -> float:
+        """When the outage has lasted too long; infinity when there is none."""
         begins = [each for each in (request.first_failure, self._failing_since) if each is not None]
-        return min(request.deadline, min(begins, default=float("inf")) + self._retry_for_s)
+        return min(begins, default=math.inf) + self._retry_for_s
 
     def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:
         request.last[server] = str(error)
@@ -252,8 +258,8 @@ class HttpCaller:
                 self._failing_since = self._failing_since or now
                 if now >= server.rests_until:  # requests that fail together are one failure
                     server.failures += 1
-                rest_s = error.retry_after_s or self._delay_s(server.failures)
-                server.rests_until = max(server.rests_until, now + rest_s)
+                    server.rests_until = now + self._delay_s(server.failures)
+                server.closed_until = max(server.closed_until, now + error.retry_after_s)
 
     def _delay_s(self, num_failures: int) -> float:
         return min(FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 10), MAX_DELAY_S) * self._jitter.uniform(0.5, 1.0)
@@ -262,4 +268,3 @@ class HttpCaller:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
-

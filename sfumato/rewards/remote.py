@@ -70,9 +70,9 @@ class RemoteReward(HttpReward):
         def ask(piece: range) -> Sequence[float | Failure]:
             if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
                 what = "a group" if self.groupwise else "a sample"
-                return [
-                    Failure(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")
-                ] * len(piece)
+                return [Failure(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")] * len(
+                    piece
+                )
             body = wire.encode_request(label, encoded[piece.start : piece.stop])
             parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)

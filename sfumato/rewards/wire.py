@@ -144,7 +144,10 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
         values: one per sample; NaN where there is a reason.
         reasons: why a sample has no value; "" where it has one.
     """
-    pairs = [(None, reason[:_MAX_REASON]) if reason else (float(value), None) for value, reason in zip(values, reasons, strict=True)]
+    pairs = [
+        (None, reason[:_MAX_REASON]) if reason else (float(value), None)
+        for value, reason in zip(values, reasons, strict=True)
+    ]
     return _msgpack().packb(
         {"version": VERSION, "values": [value for value, _ in pairs], "failures": [reason for _, reason in pairs]}
     )
@@ -232,7 +235,7 @@ def _decode_png(data: bytes, max_bytes: int) -> np.ndarray:
     except WireError:
         raise
     except Exception as error:  # Pillow raises errors of many kinds for broken files
-        raise WireError(f"no readable PNG: {type(error).__name__}: {error}") from error
+        raise WireError(f"no readable PNG ({type(error).__name__})") from error
 
 
 def _msgpack() -> Any:
