@@ -273,7 +273,7 @@ def _remaining(deadline: float) -> float:
 
 
 class _TimedSocket:
-    """As much of a socket as http.client uses, with one deadline over all its operations, however small their pieces."""
+    """As much of a socket as http.client uses, with one deadline over all it does, however small the pieces."""
 
     def __init__(self, opened: socket.socket, deadline: float) -> None:
         self._opened, self._deadline = opened, deadline

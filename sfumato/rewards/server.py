@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sfumato
 from sfumato.config.base import Variant
@@ -45,7 +45,7 @@ READ_TIMEOUT_S = 120.0
 RETRY_AFTER_S = 1
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that is not answered with values."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -94,12 +94,12 @@ class RewardServer:
             self._check_state()
             return Response(wire.encode_description(self.describe()), media_type=wire.MEDIA_TYPE)
 
-        async def refuse(_request: Request, refusal: Exception) -> Response:
-            assert isinstance(refusal, Refusal)
+        async def refuse(_request: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestError)
             headers = {"Connection": "close"}  # its body was perhaps not read
-            if refusal.status in (429, 503):
+            if error.status in (429, 503):
                 headers["Retry-After"] = str(RETRY_AFTER_S)
-            return PlainTextResponse(f"{refusal}\n", refusal.status, headers)
+            return PlainTextResponse(f"{error}\n", error.status, headers)
 
         routes = [
             Route("/score", self.score, methods=["POST"]),
@@ -108,7 +108,7 @@ class RewardServer:
             Route("/ready", ready),
             Route("/metrics", metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={Refusal: refuse})
+        return Starlette(routes=routes, exception_handlers={RequestError: refuse})
 
     async def load(self) -> None:
         """Loads all engines and begins to score. Raises what ``prepare`` of a reward raises."""
@@ -160,12 +160,12 @@ class RewardServer:
             self._check_token(request)
             self._check_state()
             if self.num_accepted > self.config.max_queue:
-                raise Refusal(429, f"{self.config.max_queue} requests are waiting already")
+                raise RequestError(429, f"{self.config.max_queue} requests are waiting already")
             outcome = await self._score(request, await self._read(request))
             status = 200
             return Response(wire.encode_answer(*outcome), media_type=wire.MEDIA_TYPE)
-        except Refusal as refusal:
-            status = refusal.status
+        except RequestError as error:
+            status = error.status
             raise
         finally:
             self.metrics.count_request(status, time.monotonic() - started)
@@ -176,16 +176,16 @@ class RewardServer:
         try:
             label, samples = await asyncio.to_thread(wire.decode_request, body)
         except wire.WireError as error:
-            raise Refusal(400, str(error)) from error
+            raise RequestError(400, str(error)) from error
         if label not in self._batchers:
-            raise Refusal(404, f"no reward {label!r} here; served are: {', '.join(self._batchers)}")
+            raise RequestError(404, f"no reward {label!r} here; served are: {', '.join(self._batchers)}")
         job = self._batchers[label].put(samples)
         hung_up = asyncio.create_task(_wait_for_hang_up(request))
         await asyncio.wait({job.outcome, hung_up}, return_when=asyncio.FIRST_COMPLETED)
         hung_up.cancel()
         if not job.outcome.done():
             job.is_abandoned = True
-            raise Refusal(499, "the client has hung up")
+            raise RequestError(499, "the client has hung up")
         return job.outcome.result()
 
     async def _read(self, request: Request) -> bytes:
@@ -196,29 +196,29 @@ class RewardServer:
         too_large = f"the request is larger than max_request_mib {self.config.max_request_mib}"
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > max_bytes:
-            raise Refusal(413, too_large)
+            raise RequestError(413, too_large)
         body = bytearray()
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 async for piece in request.stream():
                     body += piece
                     if len(body) > max_bytes:
-                        raise Refusal(413, too_large)
+                        raise RequestError(413, too_large)
         except TimeoutError as error:
-            raise Refusal(408, f"the request did not arrive within {READ_TIMEOUT_S:g} s") from error
+            raise RequestError(408, f"the request did not arrive within {READ_TIMEOUT_S:g} s") from error
         except ClientDisconnect as error:
-            raise Refusal(499, "the client has hung up") from error
+            raise RequestError(499, "the client has hung up") from error
         self.metrics.bytes_received += len(body)
         return bytes(body)
 
     def _check_token(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if self._token is not None and not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise Refusal(401, "the key is missing or wrong: set api_key_env of the remote reward")
+            raise RequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
 
     def _check_state(self) -> None:
         if self.state != "ready":
-            raise Refusal(503, f"the server is {self.state}")
+            raise RequestError(503, f"the server is {self.state}")
 
 
 async def _wait_for_hang_up(request: Request) -> None:

@@ -187,7 +187,7 @@ def _decode(kind: type[MessageT], data: bytes) -> MessageT:
         raise WireError(f"not msgpack: {type(error).__name__}: {error}") from error
     if isinstance(plain, dict) and plain.get("version", VERSION) != VERSION:
         raise WireError(
-            f"version {str(plain['version'])[:20]} of the protocol, not {VERSION}: install the same sfumato at both ends"
+            f"version {str(plain['version'])[:20]} of the protocol, not {VERSION}: install one sfumato at both ends"
         )
     try:
         return kind.model_validate(plain)

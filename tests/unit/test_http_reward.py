@@ -153,7 +153,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused(monkeypatch, serve, a
     server = serve()
     resolving(monkeypatch, {"rewards.example": [address]})
     http = caller(f"http://rewards.example:{server.server_address[1]}", allow_private=False)
-    with pytest.raises(HttpError, match="rewards.example is the private address"):
+    with pytest.raises(HttpError, match=r"rewards\.example is the private address"):
         ask(http)
     assert server.seen == [] and http.counters.failures == {"private address": 1}
 

@@ -111,7 +111,7 @@ def test_requests_are_scored_in_calls_of_bounded_size_and_split_again():
     outcomes = score_requests(reward, [samples[:1], samples[1:4], samples[4:]], max_batch_size=3)
     assert reward.calls == [3, 3, 1]
     assert [len(values) for values, _ in outcomes] == [1, 3, 3]
-    assert sum((values for values, _ in outcomes), []) == [float(each.image.mean()) for each in samples]
+    assert [value for values, _ in outcomes for value in values] == [float(each.image.mean()) for each in samples]
 
 
 def test_groups_of_different_requests_are_never_joined_or_cut():
