@@ -120,6 +120,8 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
 def _score(reward: Reward, samples: list[Sample]) -> Outcome:
     """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
     try:
+        if any(each.image.ndim == 4 for each in samples):
+            reward.check_video()
         values, reasons = score_with(reward, samples)
     except UserError as error:
         return [math.nan] * len(samples), [str(error)] * len(samples)

@@ -33,8 +33,6 @@ class HttpReward(Reward):
     """Addresses such as http://127.0.0.1:8642 of servers that give equal answers; the load is spread over them."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key (bearer token); empty: none is sent."""
-    concurrency: int = 4
-    """Requests on their way at the same time."""
     request_timeout_s: float = 120.0
     """Seconds that one attempt may take, from the connection to the last byte."""
     retry_for_s: float = 300.0
@@ -50,8 +48,6 @@ class HttpReward(Reward):
             raise ConfigError(f"base_urls of reward {self.label!r} is empty: list at least one server")
         for url in self.base_urls:
             parse_base_url(url)
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency of reward {self.label!r} must be at least 1, not {self.concurrency}")
         for name, low in (("request_timeout_s", 1e-3), ("retry_for_s", 0.0)):
             value = getattr(self, name)
             if not low <= value < self.timeout_s:
@@ -85,8 +81,10 @@ class HttpReward(Reward):
                 base_urls or self.base_urls, key, self.retry_for_s, self.request_timeout_s, self.allow_private
             )
 
-    def ask_each(self, items: Sequence[ItemT], ask: Callable[[ItemT], AnswerT]) -> list[AnswerT | Failure]:
-        """``ask`` of every item, ``concurrency`` at a time, in order; a Failure where it raised HttpError."""
+    def ask_each(
+        self, items: Sequence[ItemT], ask: Callable[[ItemT], AnswerT], concurrency: int
+    ) -> list[AnswerT | Failure]:
+        """``ask`` of every item, so many at a time, in order; a Failure where it raised HttpError."""
 
         def answer(item: ItemT) -> AnswerT | Failure:
             try:
@@ -94,7 +92,7 @@ class HttpReward(Reward):
             except HttpError as error:
                 return Failure(str(error))
 
-        with ThreadPoolExecutor(min(self.concurrency, len(items)), thread_name_prefix=self.label) as pool:
+        with ThreadPoolExecutor(min(concurrency, len(items)), thread_name_prefix=self.label) as pool:
             return list(pool.map(answer, items))
 
 

@@ -18,6 +18,8 @@ from sfumato.rewards.http_reward import HttpReward
 
 AnswerT = TypeVar("AnswerT")
 
+REQUESTS_PER_SERVER = 2
+"""On their way at the same time: one that is scored and one that waits for its turn."""
 START_WAIT_S = 60.0
 """How long the first step waits for a server that is still loading."""
 
@@ -29,6 +31,7 @@ class RemoteReward(HttpReward):
     """A reward that one or several reward servers compute."""
 
     type: ClassVar[str] = "remote"
+    takes_video: ClassVar[bool] = True  # whole; which frames of it count is the server's business
 
     reward: str = ""
     """Label of the reward on the server; empty: the only one that it serves."""
@@ -78,7 +81,7 @@ class RemoteReward(HttpReward):
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
 
         pieces = [range(len(samples))] if self.groupwise else self._pieces(samples, sizes, served)
-        answers = self.ask_each(pieces, ask)
+        answers = self.ask_each(pieces, ask, REQUESTS_PER_SERVER * len(self.base_urls))
         return [
             value
             for piece, answer in zip(pieces, answers, strict=True)
@@ -93,13 +96,13 @@ class RemoteReward(HttpReward):
             is_full = (
                 row - start == most
                 or size + sizes[row] > served.max_request_mib * 2**20
-                or pixel_bytes + sample.image.nbytes > wire.MAX_PIXEL_BYTES
+                or pixel_bytes + wire.pixel_bytes(sample) > wire.MAX_PIXEL_BYTES
             )
             if is_full and row > start:
                 pieces.append(range(start, row))
                 start, size, pixel_bytes = row, 0, 0
             size += sizes[row]
-            pixel_bytes += sample.image.nbytes
+            pixel_bytes += wire.pixel_bytes(sample)
         return [*pieces, range(start, len(samples))]
 
 

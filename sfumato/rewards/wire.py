@@ -1,6 +1,7 @@
 """What a reward server and its clients send: msgpack maps of plain types, pixels as PNG. Nothing is ever unpickled.
 
-A request:  {version: 1, reward: text, samples: [{image: PNG, prompt: text, metadata: JSON text, group_id: integer}]}
+A request:  {version: 1, reward: text, samples: [{image: PNG, source: PNG or nil, prompt: text,
+               metadata: JSON text, group_id: integer}]}
 An answer:  {version: 1, values: [float or nil], failures: [text or nil]}
 
 A description: {version: 1, rewards: {label: {groupwise: true or false, fingerprint: text}}, max_batch_size: integer,
@@ -43,6 +44,7 @@ class _Message(BaseModel):
 
 class _WireSample(_Message):
     image: bytes | list[bytes]
+    source: bytes | None
     prompt: str
     metadata: str
     group_id: int
@@ -85,7 +87,8 @@ MessageT = TypeVar("MessageT", bound=_Message)
 def encode_sample(sample: Sample) -> dict[str, Any]:
     """A sample as it is sent. Raises DataError when its metadata cannot be written as JSON."""
     return {
-        "image": _encode_pixels(sample.image),
+        "image": _encode_png(sample.image) if sample.image.ndim == 3 else [_encode_png(each) for each in sample.image],
+        "source": None if sample.source is None else _encode_png(sample.source),
         "prompt": sample.prompt,
         "metadata": encode_metadata(sample.prompt, sample.metadata),
         "group_id": sample.group_id,
@@ -95,8 +98,13 @@ def encode_sample(sample: Sample) -> dict[str, Any]:
 def encoded_size(sample: dict[str, Any]) -> int:
     """At least as many bytes as an encoded sample takes in a request."""
     image = sample["image"]
-    pictures = [image] if isinstance(image, bytes) else image
+    pictures = [*([image] if isinstance(image, bytes) else image), sample["source"] or b""]
     return sum(len(each) + 8 for each in pictures) + 4 * (len(sample["prompt"]) + len(sample["metadata"])) + 100
+
+
+def pixel_bytes(sample: Sample) -> int:
+    """What a sample counts towards MAX_PIXEL_BYTES."""
+    return sample.image.nbytes + (0 if sample.source is None else sample.source.nbytes)
 
 
 def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
@@ -123,17 +131,19 @@ def encode_request(reward: str, samples: Sequence[dict[str, Any]]) -> bytes:
 def decode_request(data: bytes) -> tuple[str, list[Sample]]:
     """The label of the reward and the samples of a request. Raises WireError."""
     message = _decode(_Request, data)
-    samples, pixel_bytes = [], 0
+    samples, rest = [], MAX_PIXEL_BYTES
     for number, each in enumerate(message.samples):
         try:
-            image = _decode_pixels(each.image, MAX_PIXEL_BYTES - pixel_bytes)
+            image = _decode_pixels(each.image, rest)
+            source = None if each.source is None else _decode_png(each.source, rest - image.nbytes)
             metadata = json.loads(each.metadata)
             if not isinstance(metadata, dict):
                 raise WireError("metadata is no JSON object")
         except (ValueError, RecursionError) as error:
             raise WireError(f"samples.{number}: {error}") from error
-        pixel_bytes += image.nbytes
-        samples.append(Sample(image=image, prompt=each.prompt, metadata=metadata, group_id=each.group_id))
+        about = {"prompt": each.prompt, "metadata": metadata, "group_id": each.group_id}
+        samples.append(Sample(image=image, source=source, **about))
+        rest -= pixel_bytes(samples[-1])
     return message.reward, samples
 
 
@@ -197,13 +207,6 @@ def _decode(kind: type[MessageT], data: bytes) -> MessageT:
         raise WireError(f"{place}: {first['msg']}") from error
 
 
-def _encode_pixels(pixels: np.ndarray) -> bytes | list[bytes]:
-    """One PNG of an image [H, W, 3], or a list of them for a video [F, H, W, 3]."""
-    if pixels.ndim == 4:
-        return [_encode_png(frame) for frame in pixels]
-    return _encode_png(pixels)
-
-
 def _encode_png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
@@ -211,11 +214,13 @@ def _encode_png(image: np.ndarray) -> bytes:
 
 
 def _decode_pixels(data: bytes | list[bytes], max_bytes: int) -> np.ndarray:
+    """uint8 [H, W, 3] of a PNG, [F, H, W, 3] of a list of them."""
     if isinstance(data, bytes):
         return _decode_png(data, max_bytes)
     frames: list[np.ndarray] = []
     for each in data:
-        frames.append(_decode_png(each, max_bytes - sum(frame.nbytes for frame in frames)))
+        frames.append(_decode_png(each, max_bytes))
+        max_bytes -= frames[-1].nbytes
         if frames[-1].shape != frames[0].shape:
             raise WireError("the frames of a video differ in size")
     if not frames:

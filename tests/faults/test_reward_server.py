@@ -69,12 +69,11 @@ def test_a_fault_that_passes_costs_time_and_nothing_else(faulty, fault, kind, fi
 
 
 def test_the_pause_that_a_busy_server_asks_for_is_kept(faulty):
-    reward = remote_reward(f"{faulty.url}/busy-1", name="paused", retry_for_s=19.0)
+    reward = remote_reward(f"{faulty.url}/busy-01")
     reward.prepare()
-    before = requests_seen(faulty, "busy-1")
     started = time.monotonic()
     assert reward.score(SAMPLES) == RIGHT
-    assert before or time.monotonic() - started >= 1.0
+    assert time.monotonic() - started >= 1.0
 
 
 @pytest.mark.parametrize(
@@ -158,13 +157,11 @@ def test_a_server_that_takes_for_ever_is_left_in_time(faulty, fault):
 
 
 def test_the_answers_that_arrived_before_the_time_of_the_call_was_over_count(faulty):
-    reward = remote_reward(
-        f"{faulty.url}/silent-2", request_timeout_s=3.5, retry_for_s=3.9, timeout_s=4.0, concurrency=3
-    )
+    reward = remote_reward(f"{faulty.url}/silent-01", request_timeout_s=3.5, retry_for_s=3.9, timeout_s=4.0)
     reward.prepare()
-    samples = noise_samples(12)  # three requests, of which two hang
+    samples = noise_samples(8)  # two requests, of which one hangs
     scores = Scorer([reward]).score(samples)
-    assert np.isfinite(scores.total).sum() in (4, 12)
+    assert np.isfinite(scores.total).sum() == 4
     assert not any("timed out after" in failure for failure in scores.failures), "the whole call was lost"
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from sfumato.errors import ConfigError
 from sfumato.rewards import wire
+from sfumato.rewards.http import HttpError
 from sfumato.rewards.scorer import Scorer
 from tests.reward_servers import noise_samples, remote_reward, start_server
 from tests.tiny import ROOT, write_config
@@ -183,13 +184,19 @@ def png(width, height, mode=2, depth=8):
         (request_of(metadata="[]"), 400, "samples.0: metadata is no JSON object"),
         (request_of(metadata="[" * 100_000), 400, "samples.0: maximum recursion depth"),
         (request_of(extra=1), 400, "samples.0.extra: Extra inputs are not permitted"),
-        (b"x" * (2**20 + 1), 413, "larger than max_request_mib 1"),
     ],
 )  # fmt: skip
 def test_a_request_that_is_none_is_refused_with_the_reason(served, body, status, reason):
     got, text = post(served, body)
     assert got == status and reason in text
     assert f'sfumato_requests_total{{status="{status}"}}' in served.get("/metrics")
+
+
+def test_a_request_that_is_too_large_is_refused_before_it_is_read(served):
+    http = remote_reward(served.url).caller()
+    with pytest.raises(HttpError, match="HTTP status 413: the request is larger than max_request_mib 1"):
+        http.post("/score", bytes(50 * 2**20), wire.MEDIA_TYPE, bytes)
+    assert http.counters.failures["status 413"] == 1
 
 
 def test_other_methods_and_paths_are_not_found(served):

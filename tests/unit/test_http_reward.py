@@ -67,7 +67,6 @@ def test_a_password_in_an_address_is_refused_and_not_shown():
     ("fields", "message"),
     [
         ({"base_urls": ()}, "base_urls of reward 'remote' is empty"),
-        ({"concurrency": 0}, "concurrency of reward 'remote' must be at least 1"),
         ({"retry_for_s": 700.0}, "retry_for_s 700 of reward 'remote' must be from 0 to below its timeout_s 600"),
         ({"timeout_s": 300.0}, "retry_for_s 300 of reward 'remote' must be from 0 to below its timeout_s 300"),
         ({"request_timeout_s": 0.0}, "request_timeout_s 0 of reward 'remote'"),

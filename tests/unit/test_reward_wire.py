@@ -25,7 +25,9 @@ from tests.reward_servers import noise_samples
 
 
 def test_samples_arrive_as_they_were_sent():
+    video, source = np.stack([each.image for each in noise_samples(5, size=6)]), noise_samples(1, size=4)[0].image
     sent = [
+        dataclasses.replace(noise_samples(1)[0], image=video, source=source),
         *noise_samples(3, group_size=2, size=5),
         dataclasses.replace(
             noise_samples(1)[0], metadata={"big": 10**30, "none": None, "number": 0.1, "é": ["\u2028"]}
@@ -35,7 +37,8 @@ def test_samples_arrive_as_they_were_sent():
     assert label == "ocr"
     for before, after in zip(sent, received, strict=True):
         np.testing.assert_array_equal(after.image, before.image)
-        assert after.image.dtype == np.uint8
+        assert after.image.dtype == np.uint8 and (after.source is None) == (before.source is None)
+        assert before.source is None or np.array_equal(after.source, before.source)
         assert (after.prompt, after.metadata, after.group_id) == (before.prompt, before.metadata, before.group_id)
 
 
@@ -96,6 +99,15 @@ class Recording(Reward):
         if any(each.prompt == self.curse for each in samples):
             raise RuntimeError("cursed")
         return [float(each.image.mean()) for each in samples]
+
+
+def test_of_a_video_the_server_scores_frames_unless_its_reward_compares_images():
+    video = dataclasses.replace(noise_samples(1)[0], image=np.stack([each.image for each in noise_samples(5)]))
+    reward = Recording(frame_step=2)
+    ((values, _),) = score_requests(reward, [[video]], max_batch_size=8)
+    assert reward.calls == [3] and values == [pytest.approx(video.image[::2].mean())]
+    ((values, reasons),) = score_requests(RecordingGroups(), [[video]], max_batch_size=8)
+    assert math.isnan(values[0]) and "takes no videos" in reasons[0]
 
 
 @dataclass(frozen=True, kw_only=True)
