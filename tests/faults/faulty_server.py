@@ -1,9 +1,8 @@
 """A server that does everything wrong that a server can do: ``python faulty_server.py``.
 
 The first part of a path says what is wrong, ``/garbage/score``. With a number, ``/reset-2/score``, only that many
-requests fail, and later ones get the right answer: the mean of each picture (``/reset-02`` counts anew).
-``/count/NAME`` tells how many requests
-to POST /NAME/score came. Prints its port.
+requests fail, and later ones get the right answer: the mean of each picture. Every name counts for itself, also
+``reset-02``; ``/count/NAME`` tells how many requests to POST /NAME/score came. Prints its port.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def test_a_server_that_takes_for_ever_is_left_in_time(faulty, fault):
 
 
 def test_the_answers_that_arrived_before_the_time_of_the_call_was_over_count(faulty):
-    reward = remote_reward(f"{faulty.url}/silent-01", request_timeout_s=3.5, retry_for_s=3.9, timeout_s=4.0)
+    reward = remote_reward(f"{faulty.url}/silent-01", request_timeout_s=1.99, retry_for_s=1.99, timeout_s=2.0)
     reward.prepare()
     samples = noise_samples(8)  # two requests, of which one hangs
     scores = Scorer([reward]).score(samples)
