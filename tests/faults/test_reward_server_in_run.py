@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from sfumato.checkpoint.envelope import list_checkpoints
+from sfumato.config.load import merge, read_yaml
 from sfumato.errors import RewardError
 from sfumato.tracking.trackers import read_jsonl
 from tests.reward_servers import ServerProcess, remote_reward, start_server
-from tests.tiny import run_task_here, tiny_rl_config, weights_in
+from tests.tiny import ROOT, run_task_here, run_task_process, tiny_rl_config, weights_in
 
 BRIGHTNESS = [{"type": "brightness"}]
 
@@ -56,26 +57,63 @@ def undisturbed(tmp_path_factory) -> Path:
     return run_task_here("rl_diffusion", config_of(tmp_path_factory.mktemp("local") / "of", BRIGHTNESS[0]))
 
 
-@pytest.mark.parametrize("outage_s", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_server_that_is_down_for_a_while_changes_no_bit_of_the_run(
-    tmp_path: Path, undisturbed: Path, outage_s: int
-) -> None:
-    server = start_server(tmp_path, BRIGHTNESS)
-    reward = remote(server)
+def disturbed_run(folder: Path, config: dict[str, Any], served: list[dict[str, Any]], outage_s: float) -> Path:
+    """A run with the reward of a server that is killed after step 2 and comes back; every retry is counted.
+
+    Args:
+        folder: ``folder/run`` is the run folder.
+        config: of the run; its rewards are replaced.
+        served: what the server serves.
+        outage_s: how long it is away, besides the time that it takes to start.
+    """
+    folder.mkdir(exist_ok=True)
+    server = start_server(folder, served)
     later: list[ServerProcess] = []
 
     def go_down() -> None:
         server.end()
         time.sleep(outage_s)
-        later.append(start_server(tmp_path, BRIGHTNESS, port=server.port))
+        later.append(start_server(folder, served, port=server.port))
 
-    outage = after_step(tmp_path / "remote", 2, go_down)
-    disturbed = run_task_here("rl_diffusion", config_of(tmp_path / "remote", reward))
+    reward = remote(server, name=served[0]["type"])
+    outage = after_step(folder, 2, go_down)
+    run = run_task_here("rl_diffusion", merge(config, {"reward": {"rewards": [reward]}}))
     outage.join()
     later[0].end()
-
     counters = client(reward).caller().counters
     assert counters.failures["connection"] >= 2 and counters.answered == counters.requests
+    return run
+
+
+def test_a_server_that_is_down_for_a_while_changes_no_bit_of_the_run(tmp_path: Path, undisturbed: Path) -> None:
+    disturbed = disturbed_run(tmp_path, config_of(tmp_path, BRIGHTNESS[0]), BRIGHTNESS, outage_s=3)
+    assert (disturbed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
+    assert weights_in(disturbed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_outage_of_20_seconds_changes_no_bit_of_the_quickstart(tmp_path: Path) -> None:
+    """Its three steps, shortened: the images need not be good, but the rewards must differ."""
+    configs = ROOT / "configs" / "quickstart"
+    output = {name: str(tmp_path / name) for name in ("autoencoder", "pretrain")}
+    run_task_process("train_autoencoder", configs / "autoencoder.yaml", "--train.output_dir", output["autoencoder"],
+                     "--train.max_steps", "150", timeout_s=900)  # fmt: skip
+    run_task_process("train_dit", configs / "pretrain.yaml", "--train.output_dir", output["pretrain"],
+                     "--model.model_path", f"{output['autoencoder']}/hf_ckpt", "--data.cache_dir", f"{tmp_path}/cache",
+                     "--train.max_steps", "200", "--sample.every_steps", "200", timeout_s=900)  # fmt: skip
+    config = read_yaml(configs / "rl.yaml")
+    (ocr,) = config["reward"]["rewards"]
+
+    def shortened(folder: Path) -> dict[str, Any]:
+        train = {"output_dir": str(folder / "run"), "max_steps": 5, "trackers": []}
+        model = {"model_path": f"{output['pretrain']}/hf_ckpt"}
+        return merge(config, {"model": model, "train": train, "eval": {"every_steps": 100, "num_prompts": 16}})
+
+    undisturbed = run_task_here("rl_diffusion", shortened(tmp_path / "local"))
+    disturbed = disturbed_run(tmp_path / "remote", shortened(tmp_path / "remote"), [ocr], outage_s=20)
+    lines = read_jsonl(undisturbed / "metrics.jsonl")
+    assert sum(line.get("updates", 0) for line in lines) > 0, "nothing was learnt"
     assert (disturbed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     assert weights_in(disturbed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
 
