@@ -111,6 +111,10 @@ class Reward(ABC):
                 "rollout.num_frames to 1"
             )
 
+    def take_notes(self) -> list[str]:
+        """What people should know though no value was lost, such as an outage that was waited out; told once."""
+        return []
+
     def seen(self, sample: Sample) -> list[Sample]:
         """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
         if self.takes_video or sample.image is None or sample.image.ndim == 3:

@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sfumato.errors import UserError
@@ -44,6 +45,7 @@ class Batcher:
         self.reward = reward
         self._max_batch_size, self._max_wait_s, self._on_call = max_batch_size, max_wait_s, on_call
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=reward.label)  # one that hangs keeps no other waiting
         self._held_over: Job | None = None
 
     def put(self, samples: list[Sample]) -> Job:
@@ -61,7 +63,9 @@ class Batcher:
             started = time.monotonic()
             requests = [each.samples for each in jobs]
             try:
-                outcomes = await asyncio.to_thread(score_requests, self.reward, requests, self._max_batch_size)
+                outcomes = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, score_requests, self.reward, requests, self._max_batch_size
+                )
             except Exception as error:  # a fault of this program: the requests fail with it, the next ones are tried
                 for job in jobs:
                     job.outcome.set_exception(error)
@@ -120,7 +124,7 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
 def _score(reward: Reward, samples: list[Sample]) -> Outcome:
     """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
     try:
-        if any(each.image.ndim == 4 for each in samples):
+        if any(each.image is not None and each.image.ndim == 4 for each in samples):
             reward.check_video()
         values, reasons = score_with(reward, samples)
     except UserError as error:

@@ -130,6 +130,14 @@ class HttpCaller:
         self._failing_since: float | None = None
         self._jitter = random.Random()  # a generator of its own: training must not notice retries
         self.counters = HttpCounters()
+        self._told: Counter[str] = Counter()
+
+    def take_failures(self) -> Counter[str]:
+        """Attempts that failed since this was last asked, by kind."""
+        with self._lock:
+            failures = self.counters.failures - self._told
+            self._told = self.counters.failures.copy()
+        return failures
 
     def post(
         self,
@@ -259,7 +267,9 @@ class HttpCaller:
                 if now >= server.rests_until:  # requests that fail together are one failure
                     server.failures += 1
                     server.rests_until = now + self._delay_s(server.failures)
-                server.closed_until = max(server.closed_until, now + error.retry_after_s)
+                server.closed_until = max(
+                    server.closed_until, now + error.retry_after_s * self._jitter.uniform(1.0, 1.25)
+                )
 
     def _delay_s(self, num_failures: int) -> float:
         return min(FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 10), MAX_DELAY_S) * self._jitter.uniform(0.5, 1.0)

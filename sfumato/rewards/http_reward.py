@@ -81,6 +81,12 @@ class HttpReward(Reward):
                 base_urls or self.base_urls, key, self.retry_for_s, self.request_timeout_s, self.allow_private
             )
 
+    def take_notes(self) -> list[str]:
+        """Requests that were tried again, or given up, since this was last asked."""
+        failures = self.caller().take_failures()
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(failures.items()))
+        return [f"attempts that {' or '.join(self.base_urls)} did not answer: {kinds}"] if failures else []
+
     def ask_each(
         self, items: Sequence[ItemT], ask: Callable[[ItemT], AnswerT], concurrency: int
     ) -> list[AnswerT | Failure]:

@@ -54,7 +54,7 @@ class RemoteReward(HttpReward):
             _ask_servers(self)
         except HttpError as error:
             raise ConfigError(
-                f"reward {self.label!r}: no reward server at {' or '.join(self.base_urls)} ({error}): start it with "
+                f"reward {self.label!r} cannot ask its server ({error}): start it with "
                 "'python -m sfumato.rewards.server CONFIG', or correct base_urls"
             ) from error
 

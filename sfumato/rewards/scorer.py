@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Scores:
     """Values of every reward by label, unweighted, float64 [B]; NaN where it failed."""
     failures: list[str]
     """One message per reward and reason, with the number of samples; empty when all went well."""
+    notes: list[str] = field(default_factory=list)
+    """What else happened, such as requests that were tried again."""
 
     @staticmethod
     def cat(parts: Sequence[Scores]) -> Scores:
@@ -43,6 +45,7 @@ class Scores:
                 name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
             },
             failures=[failure for each in parts for failure in each.failures],
+            notes=[note for each in parts for note in each.notes],
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -127,6 +130,7 @@ class Scorer:
         """
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
+        notes: list[str] = []
         for reward in self.objective if objective_only else self.rewards:
             values, reasons = score_with(reward, samples)
             components[reward.label] = values
@@ -134,10 +138,11 @@ class Scorer:
                 f"{_failure_prefix(reward)}{reason} ({count} of {len(samples)} samples)"
                 for reason, count in Counter(reason for reason in reasons if reason).items()
             ]
+            notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
         total = np.zeros(len(samples)) if self.objective else np.full(len(samples), math.nan)
         for reward in self.objective:
             total += reward.weight * components[reward.label]
-        return Scores(total=total, components=components, failures=failures)
+        return Scores(total=total, components=components, failures=failures, notes=notes)
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.

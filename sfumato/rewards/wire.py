@@ -1,14 +1,14 @@
 """What a reward server and its clients send: msgpack maps of plain types, pixels as PNG. Nothing is ever unpickled.
 
-A request:  {version: 1, reward: text, samples: [{image: PNG, source: PNG or nil, prompt: text,
-               metadata: JSON text, group_id: integer}]}
-An answer:  {version: 1, values: [float or nil], failures: [text or nil]}
+A request:      {version: 1, reward: text, samples: [sample, ...]}
+A sample:       {image: PNG or nil, text: text or nil, source: PNG or nil, prompt: text, metadata: JSON text,
+                group_id: integer}
+An answer:      {version: 1, values: [float or nil, ...], failures: [text or nil, ...]}
+A description:  {version: 1, rewards: {label: {groupwise: true or false, fingerprint: text}}, max_batch_size: integer,
+                max_request_mib: integer}
 
-A description: {version: 1, rewards: {label: {groupwise: true or false, fingerprint: text}}, max_batch_size: integer,
-               max_request_mib: integer}
-
-A picture is one PNG of 8 bits RGB, a video a list of them. Each place of an answer has a value or a failure. Unknown
-and missing keys, other types, and other versions are refused on both sides.
+A sample is an image, a video (a list of PNGs in the place of one) or a text. PNGs are RGB of 8 bits. Each place of an
+answer has a value or a failure. Unknown and missing keys, other types, and other versions are refused on both sides.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class _Message(BaseModel):
 
 
 class _WireSample(_Message):
-    image: bytes | list[bytes]
+    image: bytes | list[bytes] | None
+    text: str | None
     source: bytes | None
     prompt: str
     metadata: str
@@ -87,8 +88,9 @@ MessageT = TypeVar("MessageT", bound=_Message)
 def encode_sample(sample: Sample) -> dict[str, Any]:
     """A sample as it is sent. Raises DataError when its metadata cannot be written as JSON."""
     return {
-        "image": _encode_png(sample.image) if sample.image.ndim == 3 else [_encode_png(each) for each in sample.image],
-        "source": None if sample.source is None else _encode_png(sample.source),
+        "image": _encode_pixels(sample.image),
+        "text": sample.text,
+        "source": _encode_pixels(sample.source),
         "prompt": sample.prompt,
         "metadata": encode_metadata(sample.prompt, sample.metadata),
         "group_id": sample.group_id,
@@ -97,14 +99,17 @@ def encode_sample(sample: Sample) -> dict[str, Any]:
 
 def encoded_size(sample: dict[str, Any]) -> int:
     """At least as many bytes as an encoded sample takes in a request."""
-    image = sample["image"]
-    pictures = [*([image] if isinstance(image, bytes) else image), sample["source"] or b""]
-    return sum(len(each) + 8 for each in pictures) + 4 * (len(sample["prompt"]) + len(sample["metadata"])) + 100
+    pictures = [
+        sample["source"] or b"",
+        *(sample["image"] if isinstance(sample["image"], list) else [sample["image"] or b""]),
+    ]
+    texts = [sample["text"] or "", sample["prompt"], sample["metadata"]]
+    return sum(len(each) + 8 for each in pictures) + 4 * sum(map(len, texts)) + 100
 
 
 def pixel_bytes(sample: Sample) -> int:
     """What a sample counts towards MAX_PIXEL_BYTES."""
-    return sample.image.nbytes + (0 if sample.source is None else sample.source.nbytes)
+    return sum(each.nbytes for each in (sample.image, sample.source) if each is not None)
 
 
 def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
@@ -134,15 +139,17 @@ def decode_request(data: bytes) -> tuple[str, list[Sample]]:
     samples, rest = [], MAX_PIXEL_BYTES
     for number, each in enumerate(message.samples):
         try:
+            if (each.image is None) == (each.text is None):
+                raise WireError("not either an image or a text")
             image = _decode_pixels(each.image, rest)
-            source = None if each.source is None else _decode_png(each.source, rest - image.nbytes)
+            source = _decode_pixels(each.source, rest - (0 if image is None else image.nbytes))
             metadata = json.loads(each.metadata)
             if not isinstance(metadata, dict):
                 raise WireError("metadata is no JSON object")
         except (ValueError, RecursionError) as error:
             raise WireError(f"samples.{number}: {error}") from error
         about = {"prompt": each.prompt, "metadata": metadata, "group_id": each.group_id}
-        samples.append(Sample(image=image, source=source, **about))
+        samples.append(Sample(image=image, text=each.text, source=source, **about))
         rest -= pixel_bytes(samples[-1])
     return message.reward, samples
 
@@ -207,16 +214,22 @@ def _decode(kind: type[MessageT], data: bytes) -> MessageT:
         raise WireError(f"{place}: {first['msg']}") from error
 
 
+def _encode_pixels(pixels: np.ndarray | None) -> bytes | list[bytes] | None:
+    if pixels is None or pixels.ndim == 3:
+        return None if pixels is None else _encode_png(pixels)
+    return [_encode_png(frame) for frame in pixels]
+
+
 def _encode_png(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 
-def _decode_pixels(data: bytes | list[bytes], max_bytes: int) -> np.ndarray:
+def _decode_pixels(data: bytes | list[bytes] | None, max_bytes: int) -> np.ndarray | None:
     """uint8 [H, W, 3] of a PNG, [F, H, W, 3] of a list of them."""
-    if isinstance(data, bytes):
-        return _decode_png(data, max_bytes)
+    if data is None or isinstance(data, bytes):
+        return None if data is None else _decode_png(data, max_bytes)
     frames: list[np.ndarray] = []
     for each in data:
         frames.append(_decode_png(each, max_bytes))

@@ -64,8 +64,10 @@ def test_a_fault_that_passes_costs_time_and_nothing_else(faulty, fault, kind, fi
     times = int(fault.rpartition("-")[2])
     counters = reward.caller().counters
     assert counters.failures == {kind: times}
-    assert (counters.requests, counters.answered, counters.retries) == (2, 2, times)  # the description is one
-    assert requests_seen(faulty, fault) == times + 1
+    assert scores.notes == [f"remote: attempts that {faulty.url}/{fault} did not answer: {kind} ({times})"]
+    assert Scorer([reward]).score(SAMPLES).notes == [], "told once"
+    assert (counters.requests, counters.answered, counters.retries) == (3, 3, times)  # the description is one
+    assert requests_seen(faulty, fault) == times + 2
 
 
 def test_the_pause_that_a_busy_server_asks_for_is_kept(faulty):

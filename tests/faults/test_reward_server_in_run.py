@@ -82,6 +82,7 @@ def disturbed_run(folder: Path, config: dict[str, Any], served: list[dict[str, A
     later[0].end()
     counters = client(reward).caller().counters
     assert counters.failures["connection"] >= 2 and counters.answered == counters.requests
+    assert f"attempts that {server.url} did not answer: connection (" in (run / "log.txt").read_text()
     return run
 
 

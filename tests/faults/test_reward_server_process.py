@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import pickle
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -183,6 +184,8 @@ def png(width, height, mode=2, depth=8):
         (request_of(image=png(60_000, 60_000)), 400, "samples.0: no readable PNG (DecompressionBombError)"),
         (request_of(metadata="[]"), 400, "samples.0: metadata is no JSON object"),
         (request_of(metadata="[" * 100_000), 400, "samples.0: maximum recursion depth"),
+        (request_of(text="a"), 400, "samples.0: not either an image or a text"),
+        (request_of(image=None), 400, "samples.0: not either an image or a text"),
         (request_of(extra=1), 400, "samples.0.extra: Extra inputs are not permitted"),
     ],
 )  # fmt: skip
@@ -257,10 +260,32 @@ def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
     assert np.isnan(scores.total).all() and f"{server.url}: Connection refused" in scores.failures[0]
 
 
+def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_server, tmp_path, [own("Slow", seconds=0.0, load_s=1.0)], port, modules)
+        reward = remote_reward(f"http://127.0.0.1:{port}")
+        reward.prepare()
+        server = starting.result()
+    failures = reward.caller().counters.failures
+    assert failures["connection"] >= 1 and failures["status 503"] >= 1
+    assert reward.score(noise_samples(2)) == [1.0, 1.0]
+    server.end()
+
+
 def test_a_full_server_asks_for_patience_and_a_slow_one_is_not_waited_for(modules, tmp_path):
     server = start_server(tmp_path, [own("Slow", seconds=0.3)], modules=modules, max_queue=1, max_batch_size=1)
     patient = remote_reward(server.url)
-    assert patient.score(noise_samples(4)) == [1.0] * 4
+    with ThreadPoolExecutor(1) as pool:
+        values = pool.submit(patient.score, noise_samples(4))
+        states = {post(server, b"", "/ready", "GET")}
+        while not values.done():
+            states.add(post(server, b"", "/ready", "GET"))
+            time.sleep(0.02)
+        assert values.result() == [1.0] * 4
+    assert (503, "full\n") in states
     counters = patient.caller().counters
     assert counters.failures["status 429"] >= 1 and counters.answered == counters.requests
     hurried = remote_reward(server.url, request_timeout_s=0.2, retry_for_s=0.3)
