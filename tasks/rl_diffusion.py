@@ -119,6 +119,8 @@ def main(config: DiffusionRLConfig) -> None:
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
         for failure in scores.failures:
             run.say(f"step {step + 1}: reward failed: {failure}")
+        for note in scores.notes:
+            run.say(f"step {step + 1}: reward {note}")
 
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
