@@ -48,6 +48,8 @@ class ModelConfig(Section):
     Diffusion 3."""
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
+    offload_idle: bool = False
+    """Keep text encoders and autoencoder in CPU memory except while they work, to and fro each time."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

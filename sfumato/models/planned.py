@@ -157,6 +157,7 @@ def plan_diffusion_model(
     has_reference: bool = False,
     num_policies: int = 0,
     keep_encoders: bool = True,
+    offload_idle: bool = False,
 ) -> Planned:
     """What is to be known of a diffusion model's memory.
 
@@ -170,6 +171,7 @@ def plan_diffusion_model(
         has_reference: RL with a frozen reference; with adapters the model is its own.
         num_policies: RL: other sets of the trained weights.
         keep_encoders: ``model.keep_encoders``.
+        offload_idle: ``model.offload_idle``.
 
     Raises:
         ConfigError: when the size does not fit the model.
@@ -207,6 +209,7 @@ def plan_diffusion_model(
         num_micro_batches=num_micro_batches,
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
         frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+        frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
     )

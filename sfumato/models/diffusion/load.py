@@ -125,8 +125,11 @@ def build_diffusion_model(
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
     model.device = torch.device(device)
+    model.idle_device = torch.device("cpu") if config.offload_idle else None
     for component in model.components.values():
-        if component is not model.denoiser or init_device == "cuda":
+        if component is not model.denoiser:
+            component.to(model.idle_device or device)
+        elif init_device == "cuda":
             component.to(device)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
