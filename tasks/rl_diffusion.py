@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sfumato.algorithms.advantages import Advantages
@@ -26,18 +25,21 @@ from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_promp
 from sfumato.errors import RewardError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.diffusion.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores
-from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of, sample_of
+from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
 from sfumato.rollout.monitors import group_diversity, velocity_norms
+from sfumato.rollout.prompts import check_source_images, encode_prompts, remember_prompts
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
 from sfumato.runtime.stream import RolloutStream
@@ -89,8 +91,7 @@ def main(config: DiffusionRLConfig) -> None:
     prompts = PromptLoader(train_prompts, config.rollout.num_prompts, config.rollout.n, config.train.seed)
 
     roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
-    if not config.model.keep_encoders:
-        roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
+    roles.sampler.call(prepare_prompts, train_prompts + eval_prompts, config).result()
     start = roles.actor.call(Actor.resume).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
@@ -166,6 +167,9 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    set_output(model, config.rollout.size, "rollout")
+    if config.rollout.guidance_scale_2 is not None:
+        model.set_second_guidance(config.rollout.guidance_scale_2)
     model.denoiser.eval()  # rollout and replay must be the same function
     policies = Policies(model, config.algorithm.other_policies)
     policies.parallelize(mesh, config.train)
@@ -183,10 +187,12 @@ def build_scorer(config: DiffusionRLConfig) -> Scorer:
     return scorer
 
 
-def embed_and_free(actor: Actor, prompts: list[str]) -> None:
-    """Embeds every prompt of the run, then drops the text encoders."""
-    actor.model.remember_prompts(prompts)
-    actor.model.free_encoders()
+def prepare_prompts(actor: Actor, prompts: list[Prompt], config: DiffusionRLConfig) -> None:
+    """Looks at what every prompt of the run needs; embeds them all where the text encoders are not kept."""
+    check_source_images(actor.model, prompts)
+    if not config.model.keep_encoders:
+        remember_prompts(actor.model, prompts, config.rollout.size)
+        actor.model.free_encoders()
 
 
 def generate(
@@ -194,13 +200,13 @@ def generate(
 ) -> RolloutBatch:
     """Samples a micro-batch, keeping what the update needs: the window's steps, or the final latents."""
     rollout, algorithm = config.rollout, config.algorithm
-    group_prompts = {each.group_id: each.prompt.text for each in requests}  # each prompt is embedded and kept once
+    group_prompts = {each.group_id: each.prompt for each in requests}  # each prompt is embedded and kept once
     guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
-    conditioning = actor.model.encode_prompts(list(group_prompts.values()), guided)
+    conditioning, sources = encode_prompts(actor.model, list(group_prompts.values()), rollout.size, guided)
     rows = [list(group_prompts).index(each.group_id) for each in requests]
     sample_ids, group_ids = zip(*((each.sample_id, each.group_id) for each in requests), strict=True)
     settings: dict[str, Any] = {
-        "size": (rollout.height, rollout.width),
+        "size": rollout.size,
         "num_steps": rollout.num_inference_steps,
         "guidance_scale": rollout.guidance_scale,
         "seed": config.train.seed,
@@ -230,7 +236,8 @@ def generate(
             )
         latents = kept.latents
     images = to_images(actor.model.decode(latents))
-    return RolloutBatch(requests, kept, conditioning, rows, images, latents, version)
+    sources = sources and [sources[row] for row in rows]
+    return RolloutBatch(requests, kept, conditioning, rows, images, sources, latents, version)
 
 
 def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
@@ -344,8 +351,8 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    images, norms = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
-    samples = [sample_of(prompts[index], image, index) for index, image in zip(mine, images, strict=False)]
+    made, norms = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
         scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
@@ -354,13 +361,14 @@ def evaluate(
     ]
     gathered = mesh.gather((scores, records, norms[: len(mine)]))
     metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/")
-    metrics["eval/velocity/rms"] = float(np.mean([norm for _, _, some in gathered for norm in some]))
+    all_norms = [norm for _, _, some in gathered for norm in some]
+    metrics["eval/velocity/rms"] = sum(all_norms) / len(all_norms)
     return metrics, [record for _, some, _ in gathered for record in some]
 
 
 def draw_evaluation(
     actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
-) -> tuple[list[np.ndarray], list[float]]:
+) -> tuple[list[Sample], list[float]]:
     """One image per prompt, from the averaged weights, and the norms of the velocities."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)

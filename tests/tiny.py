@@ -61,8 +61,8 @@ def tiny_pipeline_description() -> dict[str, Any]:
     }
 
 
-def write_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
-    """Saves the tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
+def write_tiny_pipeline(folder: Path, seed: int = 0, described: dict[str, Any] | None = None) -> Path:
+    """Saves a tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
 
     What starts at zero (output projection, modulations) gets small random weights: as in a trained model, gradients
     then reach every layer from the first step.
@@ -70,7 +70,7 @@ def write_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
     if not (folder / "model_index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         description = folder.with_name(f"{folder.name}.yaml")
-        description.write_text(yaml.safe_dump(tiny_pipeline_description()), encoding="utf-8")
+        description.write_text(yaml.safe_dump(described or tiny_pipeline_description()), encoding="utf-8")
         model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=7), seed=seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.denoiser.parameters():

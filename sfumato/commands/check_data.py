@@ -12,7 +12,7 @@ import numpy as np
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
-from sfumato.data.image_text import open_image_text
+from sfumato.data.image_text import ImageTextDataset, open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import check_prompts, load_prompts
 from sfumato.data.rows import Rows
@@ -112,12 +112,14 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
 
 
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
-    """Looks at images with captions. Raises as ``check_text_data``."""
+    """Looks at images or videos, their captions and perhaps source images. Raises as ``check_text_data``."""
     dataset = open_image_text(config.data, config.train.seed)
 
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)
-        dataset.pixels(index)
+        pixels = dataset.pixels(index)
+        if isinstance(dataset, ImageTextDataset) and dataset.has_source(index):
+            dataset.source(index, pixels)
 
     found = DataFindings([_look_at(config.data.train_path or "glyphs", dataset, look)])
     with pretended_mesh(layout) as mesh:
@@ -133,6 +135,9 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     for split, listed in (("train", found.training), ("eval", found.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
         check_prompts(prompts, [each.check_row for each in config.reward.rewards])
+        for prompt in prompts:
+            if prompt.source is not None:
+                prompt.check_source()
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return found

@@ -17,6 +17,7 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError, UserError
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.flops import FlopCount
 from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.planned import (
@@ -117,9 +118,12 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
+    size = (section.height, section.width)
+    set_output(model, (*size, section.num_frames), "rollout" if isinstance(config, DiffusionRLConfig) else "data")
     settings: dict[str, Any] = {
         "rows": train.micro_batch_size,
-        "size": (config.data.height, config.data.width) if not isinstance(config, DiffusionRLConfig) else None,
+        "size": size,
         "keep_encoders": config.model.keep_encoders,
     }
     if isinstance(config, DiffusionRLConfig):
@@ -129,7 +133,6 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
         settings |= {
             "rows": train.micro_batch_size * algorithm.rows_per_sample(rollout.num_inference_steps),
-            "size": (rollout.height, rollout.width),
             "guidance_scale": rollout.guidance_scale if algorithm.objective.kind == "trajectory" else 1.0,
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,

@@ -40,11 +40,23 @@ class Rows(Protocol):
         ...
 
 
+class FiledRows(Rows, Protocol):
+    """A table that is in files, beside which further files may lie."""
+
+    def folder(self, index: int) -> Path:
+        """What the paths in a row are relative to."""
+        ...
+
+
 class FileRows:
     """What the tables of one file share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def folder(self, index: int) -> Path:
+        """The folder of the file."""
+        return self.path.parent
 
     def describe(self, index: int) -> str:
         """File and row number, for messages."""
@@ -193,6 +205,11 @@ class JoinedRows:
         number, offset = _locate(self._ends, index)
         return self.parts[number].describe(offset)
 
+    def folder(self, index: int) -> Path:
+        """The folder of the row's file."""
+        number, offset = _locate(self._ends, index)
+        return self.parts[number].folder(offset)
+
     def fingerprint(self) -> str:
         """The files with their sizes and times."""
         return "\n".join(part.fingerprint() for part in self.parts)
@@ -251,7 +268,7 @@ KINDS: dict[str, Callable[[Path], Rows]] = {
 ENDINGS = [*KINDS, ".txt"]
 
 
-def open_rows(path: str | Path, text_column: str, option: str) -> Rows:
+def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     """Opens files by their endings.
 
     Args:

@@ -167,7 +167,7 @@ def plan_diffusion_model(
         model: of ``diffusion_model_on_meta``.
         layout: the mesh.
         rows: samples (RL: times trained steps or noise levels of each) in one forward pass.
-        size: height and width of the images in pixels.
+        size: height and width in pixels; of a video ``model.frames`` are made.
         guidance_scale: other than 1 runs two branches.
         num_micro_batches: in a step, of one data-parallel rank.
         has_reference: RL with a frozen reference; with adapters the model is its own.
@@ -178,20 +178,20 @@ def plan_diffusion_model(
         ConfigError: when the size does not fit the model.
     """
     try:
-        shape = (rows, *model.latent_shape(*size))
+        shape = (rows, *model.latent_shape(*size, model.frames))
     except ValueError as error:
         raise ConfigError(f"height and width: {error}") from error
-    embeddings = model.embedding_shapes(*size[:2])
+    embeddings = model.embedding_shapes(*size)
     is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
     def run(module: nn.Module) -> torch.Tensor:
         shadow = with_denoiser(model, module)
         shadow.device, shadow.mesh = torch.device("cpu"), None
         tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
-        negative = {name: each[:1] for name, each in tensors.items()}
+        negative = tensors if model.takes_image else {name: each[:1] for name, each in tensors.items()}
         scale = guidance_scale if is_guided else 1.0
         velocity = shadow.predict_velocity(
-            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative), scale
+            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
         )
         return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
 

@@ -18,9 +18,11 @@ class Sample:
     """One finished sample, as rewards see it."""
 
     image: np.ndarray
-    """The image, uint8 [H, W, 3], red green blue."""
+    """The image, uint8 [H, W, 3], red green blue; for a reward that ``takes_video`` perhaps a video, [F, H, W, 3]."""
     prompt: str
     """The text that the sample was made from."""
+    source: np.ndarray | None = None
+    """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int
@@ -28,21 +30,30 @@ class Sample:
 
     def __post_init__(self) -> None:
         image = self.image
-        assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3, (
-            f"a sample's image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}"
+        assert image.dtype == np.uint8 and image.ndim in (3, 4) and image.shape[-1] == 3, (
+            f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
         )
+
+    @property
+    def frames(self) -> np.ndarray:
+        """The video, uint8 [F, H, W, 3]; an image is one of a single frame."""
+        return self.image if self.image.ndim == 4 else self.image[None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(ABC):
     """Base of every reward. A subclass states ``type: ClassVar[str]`` and defines ``score``.
 
-    Raises ConfigError when ``weight`` is not finite or ``timeout_s`` is not positive. A subclass with a
-    ``__post_init__`` of its own calls ``super().__post_init__()``.
+    With ``groupwise`` it is given whole groups. With ``takes_video`` it sees videos whole; else it sees frames of them
+    as images, and a video has the mean of theirs.
+
+    Raises ConfigError when ``weight`` is not finite, or ``timeout_s`` or ``frame_step`` is not positive. A subclass
+    with a ``__post_init__`` of its own calls ``super().__post_init__()``.
     """
 
     type: ClassVar[str]
     groupwise: ClassVar[bool] = False
+    takes_video: ClassVar[bool] = False
 
     name: str = ""
     """Label in metrics and messages; empty: the type. Needed when two rewards have the same type."""
@@ -52,12 +63,16 @@ class Reward(ABC):
     """Scored and logged, but never part of what is optimised."""
     timeout_s: float = 120.0
     """Seconds that one call may take; after that the call is abandoned and its samples have no reward."""
+    frame_step: int = 4
+    """Of a video every so-manieth frame is scored, where a reward scores frames."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ConfigError(f"weight of reward {self.label!r} must be a finite number, not {self.weight}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
+        if self.frame_step < 1:
+            raise ConfigError(f"frame_step of reward {self.label!r} must be at least 1, not {self.frame_step}")
 
     @property
     def label(self) -> str:
@@ -75,6 +90,20 @@ class Reward(ABC):
 
         Raises DataError that says what is missing.
         """
+
+    def check_video(self) -> None:
+        """Raises ConfigError for a reward that can score no videos."""
+        if self.groupwise and not self.takes_video:
+            raise ConfigError(
+                f"reward {self.label!r} compares the images of a group and takes no videos: remove it, or set "
+                "rollout.num_frames to 1"
+            )
+
+    def seen(self, sample: Sample) -> list[Sample]:
+        """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
+        if self.takes_video or sample.image.ndim == 3:
+            return [sample]
+        return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
 
     @abstractmethod
     def score(self, samples: list[Sample]) -> list[float]:

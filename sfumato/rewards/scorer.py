@@ -57,7 +57,12 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(each[row]) for name, each in self.components.items()}
         return SampleRecord(
-            content=sample.image, prompt=sample.prompt, rewards=rewards, total=float(self.total[row]), **about
+            content=sample.image,
+            source=sample.source,
+            prompt=sample.prompt,
+            rewards=rewards,
+            total=float(self.total[row]),
+            **about,
         )
 
 
@@ -164,14 +169,22 @@ def _score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list
     reasons = [""] * len(samples)
     timed_out = ""
     for indices in _calls(reward, samples):
-        batch = [samples[index] for index in indices]
+        parts = [reward.seen(samples[index]) for index in indices]
+        batch = [each for part in parts for each in part]
         # After one hanging call the other groups are not tried: each would cost the full timeout again.
         result, failed = (None, timed_out) if timed_out else _call(functools.partial(reward.score, batch), reward)
         timed_out = failed if failed.startswith(_TIMED_OUT) else timed_out
         checked = [(math.nan, failed)] * len(batch) if failed else _check_values(result, len(batch))
-        for index, (value, reason) in zip(indices, checked, strict=True):
-            values[index], reasons[index] = value, reason
+        rest = iter(checked)
+        for index, part in zip(indices, parts, strict=True):
+            values[index], reasons[index] = _mean([next(rest) for _ in part])
     return values, reasons
+
+
+def _mean(checked: list[tuple[float, str]]) -> tuple[float, str]:
+    """Value and reason of a sample from those of its frames: without value when one of them has none."""
+    failed = [reason for _, reason in checked if reason]
+    return (math.nan, failed[0]) if failed else (sum(value for value, _ in checked) / len(checked), "")
 
 
 def _calls(reward: Reward, samples: list[Sample]) -> list[list[int]]:

@@ -74,7 +74,7 @@ class Trajectories:
 
 
 def start_latents(
-    model: DiffusionModel, size: tuple[int, int], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
+    model: DiffusionModel, size: tuple[int, ...], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the noise levels ``[T + 1]``."""
     shape = model.latent_shape(*size)
@@ -91,7 +91,7 @@ def sample_trajectories(
     *,
     dynamics: Dynamics,
     trained_steps: Sequence[int],
-    size: tuple[int, int],
+    size: tuple[int, ...],
     num_steps: int,
     guidance_scale: float,
     seed: int,
@@ -107,7 +107,7 @@ def sample_trajectories(
         sample_ids: B integers that key the noise.
         dynamics: the stochastic step.
         trained_steps: the steps that are stochastic and kept, ascending; may be empty.
-        size: height and width in pixels.
+        size: height and width in pixels, and of videos the number of frames.
         num_steps: denoising steps T.
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.
@@ -198,14 +198,14 @@ def sample_images(
     conditioning: Conditioning,
     sample_ids: Sequence[int],
     *,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     num_steps: int,
     guidance_scale: float,
     seed: int,
     micro_batch_size: int,
     observe: Callable[[torch.Tensor], object] | None = None,
 ) -> list[np.ndarray]:
-    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each.
+    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
     Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together.
     """

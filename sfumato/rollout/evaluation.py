@@ -4,41 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.rewards.base import Sample
+from sfumato.rollout.batch import sample_of
 from sfumato.rollout.diffusion import sample_images
 from sfumato.rollout.monitors import VelocityNorms
+from sfumato.rollout.prompts import encode_prompts
 
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
-) -> tuple[list[np.ndarray], list[float]]:
-    """One image per prompt, without noise after the first latent.
+) -> tuple[list[Sample], list[float]]:
+    """One image, or video, per prompt, without noise after the first latent.
 
     Args:
         model: the policy.
         prompts: B prompts.
-        ids: B numbers, which key the latents.
+        ids: B numbers, which key the latents, and are the samples' group ids.
         config: steps, guidance and seed of the evaluation, size of the rollout.
 
     Returns:
-        B images, uint8 ``[H, W, 3]``, and the norm of each one's velocities.
+        B samples, and the norm of each one's velocities.
     """
     rollout, evaluation = config.rollout, config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+    conditioning, sources = encode_prompts(model, prompts, rollout.size, guidance != 1.0)
     norms = VelocityNorms(evaluation.num_inference_steps)
     images = sample_images(
         model,
-        model.encode_prompts([each.text for each in prompts], guidance != 1.0),
+        conditioning,
         ids,
-        size=(rollout.height, rollout.width),
+        size=rollout.size,
         num_steps=evaluation.num_inference_steps,
         guidance_scale=guidance,
         seed=evaluation.seed,
         micro_batch_size=rollout.micro_batch_size,
         observe=norms,
     )
-    return images, norms.per_sample()
+    drawn = zip(prompts, images, ids, sources or [None] * len(images), strict=True)
+    return [sample_of(*each) for each in drawn], norms.per_sample()

@@ -281,9 +281,10 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
     for key in shown:
         sample_id, prompt, seed = key
         images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
+        source = _source(output_dir, *next(iter(cells[key].items())))
         body.append(
             f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{escape(prompt)} '
-            f"<small>seed {seed}</small></span></th></tr><tr>{images}</tr>"
+            f"<small>seed {seed}</small>{source}</span></th></tr><tr>{images}</tr>"
         )
     hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
     width = max(104, min(MAX_PIXELS, 1080 // len(steps) - 10))
@@ -311,7 +312,7 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
         figures = "".join(f"<div>{_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
         html.append(
             f'<div class="group"><p>{escape(prompt)} <small>{len(members)} samples</small></p>'
-            f'<div class="pair">{figures}</div></div>'
+            f'<div class="pair">{_source(output_dir, step, members[0])}{figures}</div></div>'
         )
     hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
     note = f"Step {step} · best and worst of each group{hidden}"
@@ -339,19 +340,29 @@ class _Chips:
 def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips, label: str = "") -> str:
     if row is None:
         return '<span class="gap">absent</span>'
-    path = step_folder(output_dir, step) / str(row.get("file", ""))
     if "text" in row:
         image = f'<p class="text">{escape(row["text"])}</p>'
-    elif path.suffix == ".png" and path.is_file():
-        uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
-        kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
-        alt = escape(row.get("prompt", ""))
-        image = f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{alt}">'
     else:
-        image = f'<span class="gap">{escape(path.name)}</span><br>'
+        image = _picture(step_folder(output_dir, step) / str(row.get("file", "")), row.get("prompt", ""))
     advantage = row.get("advantage")
     note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
     return f"{image}<small>{label}</small>{chips.render(row)}{note}"
+
+
+def _picture(path: Path, alt: str) -> str:
+    if path.suffix not in (".png", ".webp") or not path.is_file():
+        return f'<span class="gap">{escape(path.name)}</span><br>'
+    uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
+    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
+    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
+
+
+def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
+    """The image that a sample was made from; nothing where there is none."""
+    if "source" not in row:
+        return ""
+    picture = _picture(step_folder(output_dir, step) / row["source"], f"source: {row.get('prompt', '')}")
+    return f'<div class="source">{picture}<small>source</small></div>'
 
 
 def _last_values(metrics: Series) -> str:
@@ -417,6 +428,7 @@ background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 .chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}
 .group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.source{width:var(--cell,33%)}.pair>.source~div{max-width:33%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}

@@ -108,13 +108,13 @@ class Run:
         self._progress.update(step, **shown)
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes samples with their prompts and rewards, for images a grid too, and gives the trackers a look."""
+        """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if not self._enabled or not records:
             return
         folder = save_samples(self.output_dir, step, records)
         for kind in dict.fromkeys(each.kind for each in records):
             shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:16]
-            images = [each.content for each in shown]
+            images = [each.still for each in shown]
             if len({image.shape for image in images}) == 1:
                 image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
                 for tracker in self._trackers:

@@ -177,7 +177,17 @@ def test_rewards_are_found_without_registration():
     found = find_variants("sfumato.rewards")
     assert list(found) == ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr"]
     assert all(issubclass(cls, Reward) for cls in found.values())
-    fields = {"name", "weight", "evaluation_only", "timeout_s", "engine", "detect", "num_threads", "batch_size"}
+    fields = {
+        "name",
+        "weight",
+        "evaluation_only",
+        "timeout_s",
+        "frame_step",
+        "engine",
+        "detect",
+        "num_threads",
+        "batch_size",
+    }
     assert set(attribute_docs(found["ocr"])) == fields
 
 

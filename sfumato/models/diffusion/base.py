@@ -180,6 +180,10 @@ class DiffusionModel(ABC):
         """The guidance scale of each row, where it differs between noise levels ``[B]``."""
         return scale
 
+    def set_second_guidance(self, scale: float) -> None:
+        """Takes another guidance scale for a second denoiser. Raises ConfigError where there is none."""
+        raise ConfigError(f"rollout.guidance_scale_2: this {self.pipeline_class} has no second transformer: remove it")
+
     @abstractmethod
     def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
         """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
@@ -341,7 +345,7 @@ class DiffusionModel(ABC):
         negative = None
         if with_negative:
             negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
-        return Conditioning(stack(prompts, digests), negative, own_negative=self.takes_image).to(self.device)
+        return Conditioning(stack(prompts, digests), negative, with_negative and self.takes_image).to(self.device)
 
     def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
         """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.

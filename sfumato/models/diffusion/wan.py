@@ -208,6 +208,11 @@ class Wan(DiffusionModel):
         settings = self.pipeline.scheduler.config
         return float(settings["flow_shift"] if settings.get("use_flow_sigmas") else settings["shift"])
 
+    def set_second_guidance(self, scale: float) -> None:
+        if not isinstance(self.denoiser, WanPair):
+            super().set_second_guidance(scale)
+        self.guidance_scale_2 = scale
+
     def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
         pair = self.denoiser
         if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
