@@ -35,6 +35,7 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores
 from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
+from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
@@ -93,6 +94,7 @@ def main(config: DiffusionRLConfig) -> None:
     roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
     roles.sampler.call(prepare_prompts, train_prompts + eval_prompts, config).result()
     start = roles.actor.call(Actor.resume).result()
+    costs = roles.actor.call(lambda actor: count_costs(actor.model, config)).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
@@ -137,6 +139,7 @@ def main(config: DiffusionRLConfig) -> None:
 
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
+        run.count(images=len(batch), flops=costs.flops(len(batch), metrics["rows"] / mesh.data_size))
         stream.publish(version=step + 1)
         metrics |= all_scores.metrics("") | all_advantages.metrics
         records = []
@@ -351,7 +354,8 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    made, norms = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    drawn_prompts = [prompts[index] for index in drawn]
+    made, norms, costs = roles.sampler.call(draw_evaluation, drawn_prompts, drawn, config).result()
     samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
@@ -360,16 +364,15 @@ def evaluate(
         if sample.group_id < config.eval.num_saved
     ]
     gathered = mesh.gather((scores, records, norms[: len(mine)]))
-    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/")
-    all_norms = [norm for _, _, some in gathered for norm in some]
-    metrics["eval/velocity/rms"] = sum(all_norms) / len(all_norms)
+    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | costs
+    metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
     return metrics, [record for _, some, _ in gathered for record in some]
 
 
 def draw_evaluation(
     actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
-) -> tuple[list[Sample], list[float]]:
-    """One image per prompt, from the averaged weights, and the norms of the velocities."""
+) -> tuple[list[Sample], list[float], dict[str, float]]:
+    """One image per prompt, from the averaged weights, with the norms of the velocities and what a cache saved."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)
 

@@ -18,6 +18,7 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives.trajectory import SampledSteps
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.rollout.step_cache import StepCache
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,15 @@ def sample_images(
     seed: int,
     micro_batch_size: int,
     observe: Callable[[torch.Tensor], object] | None = None,
+    cache: StepCache | None = None,
 ) -> list[np.ndarray]:
     """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
-    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together.
+    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together. With a ``cache``
+    denoising steps are left out, and the first image is also made without it, to compare.
     """
-    images: list[np.ndarray] = []
-    for start in range(0, len(sample_ids), micro_batch_size):
-        part = slice(start, start + micro_batch_size)
+
+    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[np.ndarray]:
         with model.evaluating():
             latents, _ = sample_trajectories(
                 model,
@@ -226,7 +228,15 @@ def sample_images(
                 iteration=0,
                 observe=observe,
             )
-        images += to_images(model.decode(latents))
+        return to_images(model.decode(latents))
+
+    parts = [slice(start, start + micro_batch_size) for start in range(0, len(sample_ids), micro_batch_size)]
+    if cache is None:
+        return [image for part in parts for image in draw(part)]
+    exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0])
+    with cache.active():
+        images = [image for part in parts for image in draw(part)]
+    cache.compare(exact, images[0])
     return images
 
 
