@@ -54,6 +54,7 @@ def main(config: TrainDitConfig) -> None:
     loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
+    sample_flops = denoiser_flops(model, config.data.height, config.data.width)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -63,7 +64,6 @@ def main(config: TrainDitConfig) -> None:
     state = TrainState(model.denoiser, optimizer, schedule, ema)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
-    sample_flops = denoiser_flops(model, config.data.height, config.data.width)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
     for step, index_batches in loader.steps(from_step=state.step):

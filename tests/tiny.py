@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,9 +61,7 @@ def tiny_pipeline_description() -> dict[str, Any]:
     }
 
 
-def write_tiny_pipeline(
-    folder: Path, seed: int = 0, describe: Callable[[], dict[str, Any]] = tiny_pipeline_description, tokens: int = 7
-) -> Path:
+def write_tiny_pipeline(folder: Path, seed: int = 0, described: dict[str, Any] | None = None, tokens: int = 7) -> Path:
     """Saves a tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
 
     What starts at zero (output projection, modulations) gets small random weights: as in a trained model, gradients
@@ -73,13 +70,13 @@ def write_tiny_pipeline(
     Args:
         folder: where to.
         seed: of the weights.
-        describe: the pipeline's description, such as those of ``tests/tiny_families.py``.
+        described: the pipeline, such as those of ``tests/tiny_families.py``.
         tokens: model.max_sequence_length.
     """
     if not (folder / "model_index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         description = folder.with_name(f"{folder.name}.yaml")
-        description.write_text(yaml.safe_dump(describe()), encoding="utf-8")
+        description.write_text(yaml.safe_dump(described or tiny_pipeline_description()), encoding="utf-8")
         model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=tokens), seed=seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.denoiser.parameters():

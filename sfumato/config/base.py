@@ -118,7 +118,7 @@ class Variant:
             errors = unknown + error.errors()
         if errors:
             raise PydanticCustomError(
-                "variant", "wrong fields of {cls}", {"cls": cls.__name__, "errors": errors, "names": names}
+                "variant", "wrong fields of {cls}", {"cls": cls.__name__, "errors": errors, "names": ["type", *names]}
             )
         return built
 

@@ -73,7 +73,7 @@ def write_pairs(folder: Path, count: int, seed: int) -> str:
 )
 def test_every_family_starts_as_its_own_reference_and_is_exported(tmp_path: Path, family: str, adapters: bool) -> None:
     describe, tokens, frames = FAMILIES[family]
-    path = write_tiny_pipeline(tmp_path / family, describe=describe, tokens=tokens)
+    path = write_tiny_pipeline(tmp_path / family, described=describe(), tokens=tokens)
     model = {"model_path": str(path), "max_sequence_length": tokens, "keep_encoders": False}
     model |= LORA["model"] if adapters else {}
     train = {"max_steps": 2, "lr_warmup_steps": 0}
