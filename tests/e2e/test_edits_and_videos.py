@@ -226,8 +226,8 @@ def test_what_a_model_cannot_make_is_refused(
 
 def test_rewards_that_compare_images_take_no_videos(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
     config = rl_config("wan", pipelines("wan"), tmp_path, rollout={"micro_batch_size": 8})
-    config["reward"]["rewards"] = [{"type": "tests.groupwise_reward:Ranked"}]
-    with pytest.raises(ConfigError, match=r"reward 'Ranked' compares the images of a group and takes no videos"):
+    config["reward"]["rewards"] = [{"type": "tests.unit.test_rewards_scorer:RankInGroup"}]
+    with pytest.raises(ConfigError, match=r"reward .RankInGroup. compares the images of a group and takes no videos"):
         run_task_here("rl_diffusion", config)
 
 
