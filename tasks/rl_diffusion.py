@@ -35,9 +35,11 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores
 from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
+from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.monitors import group_diversity, velocity_norms
 from sfumato.rollout.prompts import check_source_images, encode_prompts, remember_prompts
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
@@ -92,6 +94,7 @@ def main(config: DiffusionRLConfig) -> None:
     roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
     roles.sampler.call(prepare_prompts, train_prompts + eval_prompts, config).result()
     start = roles.actor.call(Actor.resume).result()
+    costs = roles.actor.call(lambda actor: count_costs(actor.model, config)).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
@@ -136,6 +139,7 @@ def main(config: DiffusionRLConfig) -> None:
 
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
+        run.count(images=len(batch), flops=costs.flops(len(batch), metrics["rows"] / mesh.data_size))
         stream.publish(version=step + 1)
         metrics |= all_scores.metrics("") | all_advantages.metrics
         records = []
@@ -147,6 +151,7 @@ def main(config: DiffusionRLConfig) -> None:
             run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
         run.log(step + 1, metrics, show=SHOWN)
         if records:
+            run.say_signs_of_hacking()
             run.write_report()
         roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
@@ -235,7 +240,7 @@ def generate(
         latents = kept.latents
     images = to_images(actor.model.decode(latents))
     sources = sources and [sources[row] for row in rows]
-    return RolloutBatch(requests, kept, conditioning, rows, images, sources, version)
+    return RolloutBatch(requests, kept, conditioning, rows, images, sources, latents, version)
 
 
 def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
@@ -293,7 +298,7 @@ def update_policy(
     grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
     errors = {"ratio/replay_error": max(replay_errors, default=0.0)} if algorithm.objective.kind == "trajectory" else {}
     counts = {"rows": rows_total, "updates": float(len(grad_norms))}
-    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts}
+    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts, **group_diversity(batch, mesh)}
 
 
 def trajectory_losses(
@@ -302,6 +307,7 @@ def trajectory_losses(
     """Replays the trained steps of a micro-batch."""
     algorithm, guidance = config.algorithm, config.rollout.guidance_scale
     sampled, conditioning = batch.kept, batch.row_conditioning
+    reference = None
     if "reference" in algorithm.compared:
         scale = algorithm.reference_guidance_scale or guidance
         with torch.no_grad(), actor.policies.active("reference") as model:
@@ -314,7 +320,8 @@ def trajectory_losses(
         error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
         checked = {"ratio/replay_error": torch.tensor(error)}
     losses, stats = algorithm.objective.loss(new, old, advantages.to(new.mean.device))
-    penalty = algorithm.kl.penalty(new, reference) if "reference" in algorithm.compared else None
+    stats |= velocity_norms(new.velocity, None if reference is None else reference.velocity)
+    penalty = None if reference is None else algorithm.kl.penalty(new, reference)
     return losses, penalty, {**stats, **checked}
 
 
@@ -336,6 +343,7 @@ def sample_losses(
     )
     advantages = advantages.to(noised.x0.device)
     losses, stats = algorithm.objective.loss(noised, advantages)
+    stats |= velocity_norms(noised.velocity, noised.reference_velocity)
     penalty = algorithm.kl.sample_penalty(noised, advantages) if algorithm.kl.coef > 0 else None
     return losses, penalty, stats
 
@@ -346,7 +354,8 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    made = roles.sampler.call(draw_evaluation, [prompts[index] for index in drawn], drawn, config).result()
+    drawn_prompts = [prompts[index] for index in drawn]
+    made, norms, costs = roles.sampler.call(draw_evaluation, drawn_prompts, drawn, config).result()
     samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
@@ -354,13 +363,16 @@ def evaluate(
         for row, sample in enumerate(samples)
         if sample.group_id < config.eval.num_saved
     ]
-    gathered = mesh.gather((scores, records))
-    all_scores = Scores.cat([each for each, _ in gathered])
-    return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+    gathered = mesh.gather((scores, records, norms[: len(mine)]))
+    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | costs
+    metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
+    return metrics, [record for _, some, _ in gathered for record in some]
 
 
-def draw_evaluation(actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig) -> list[Sample]:
-    """One image per prompt, from the averaged weights."""
+def draw_evaluation(
+    actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
+) -> tuple[list[Sample], list[float], dict[str, float]]:
+    """One image per prompt, from the averaged weights, with the norms of the velocities and what a cache saved."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)
 

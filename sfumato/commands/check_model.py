@@ -125,6 +125,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         "rows": train.micro_batch_size,
         "size": size,
         "keep_encoders": config.model.keep_encoders,
+        "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):
         rollout, algorithm = config.rollout, config.algorithm

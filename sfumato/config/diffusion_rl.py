@@ -224,6 +224,9 @@ class EvalConfig(Section):
     """Guidance of the evaluation; null takes the rollout's."""
     num_saved: int = Field(12, ge=0)
     """Evaluation images kept at each evaluation, for the report."""
+    step_cache: float = Field(0.0, ge=0)
+    """Threshold of MagCache (arXiv 2506.09045), which leaves out denoising steps that change little, here and not in
+    training; its authors take 0.06 to 0.24, and 0 computes every step."""
     seed: int = Field(1234, ge=0)
     """Seed of the evaluation's latents."""
 

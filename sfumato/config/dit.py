@@ -130,6 +130,12 @@ class TrainAutoencoderConfig(Section):
     """Weight of the KL term (mean over latent elements) that keeps latents near a standard normal distribution."""
 
     @model_validator(mode="after")
+    def _is_trained(self) -> TrainAutoencoderConfig:
+        if self.model.offload_idle:
+            raise ValueError("model.offload_idle would put the autoencoder aside, which is trained here: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _data_parallel(self) -> TrainAutoencoderConfig:
         if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
             raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")

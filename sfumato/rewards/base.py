@@ -17,8 +17,9 @@ from sfumato.errors import ConfigError
 class Sample:
     """One finished sample, as rewards see it."""
 
-    image: np.ndarray
-    """The image, uint8 [H, W, 3], red green blue; for a reward that ``takes_video`` perhaps a video, [F, H, W, 3]."""
+    image: np.ndarray | None = None
+    """The image, uint8 [H, W, 3], red green blue; for a reward that ``takes_video`` perhaps a video, [F, H, W, 3];
+    None for a text."""
     prompt: str
     """The text that the sample was made from."""
     source: np.ndarray | None = None
@@ -27,16 +28,19 @@ class Sample:
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int
     """Samples of the same prompt in the same step share this number."""
+    text: str | None = None
+    """What a language model answered; None for an image."""
 
     def __post_init__(self) -> None:
-        image = self.image
-        assert image.dtype == np.uint8 and image.ndim in (3, 4) and image.shape[-1] == 3, (
-            f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
-        )
+        assert (self.image is None) != (self.text is None), "a sample is either an image or a text"
+        for image, dimensions in ((self.image, (3, 4)), (self.source, (3,))):
+            assert image is None or (image.dtype == np.uint8 and image.ndim in dimensions and image.shape[-1] == 3), (
+                f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
+            )
 
     @property
     def frames(self) -> np.ndarray:
-        """The video, uint8 [F, H, W, 3]; an image is one of a single frame."""
+        """The video of a sample that is no text, uint8 [F, H, W, 3]; an image is one of a single frame."""
         return self.image if self.image.ndim == 4 else self.image[None]
 
 
@@ -101,7 +105,7 @@ class Reward(ABC):
 
     def seen(self, sample: Sample) -> list[Sample]:
         """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
-        if self.takes_video or sample.image.ndim == 3:
+        if self.takes_video or sample.image is None or sample.image.ndim == 3:
             return [sample]
         return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
 

@@ -59,6 +59,8 @@ class RolloutBatch:
     """B images, uint8 ``[H, W, 3]``, or videos, ``[F, H, W, 3]``."""
     sources: list[np.ndarray] | None
     """What they were made from: B images, uint8 ``[H, W, 3]``; None of a model that takes none."""
+    latents: torch.Tensor
+    """float32 ``[B, ...]``: of which the images were made."""
     policy_version: int
     """Number of iterations that the policy had been updated when it made them."""
 
@@ -85,6 +87,7 @@ class RolloutBatch:
             [self.conditioning_rows[row] for row in chosen],
             [self.images[row] for row in chosen],
             None if self.sources is None else [self.sources[row] for row in chosen],
+            self.latents[index],
             self.policy_version,
         )
 
@@ -124,5 +127,6 @@ class RolloutBatch:
             rows,
             [image for each in parts for image in each.images],
             None if parts[0].sources is None else [source for each in parts for source in each.sources or ()],
+            torch.cat([each.latents for each in parts]),
             parts[0].policy_version,
         )

@@ -1,5 +1,6 @@
 """Rewards themselves: targets, distances, crops, real OCR engines, and how they are chosen in a configuration."""
 
+import importlib.util
 import logging
 import re
 import shutil
@@ -15,7 +16,7 @@ from sfumato.config.help import attribute_docs
 from sfumato.config.load import dump_config, load_config
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.errors import ConfigError, DataError
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegCompressibility
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score
@@ -169,7 +170,7 @@ def test_examples_of_the_documentation_work(tmp_path, monkeypatch):
     (tmp_path / "my_package" / "rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     examples = re.findall(r"```yaml\nreward:\n(  rewards:.*?)(?:  max_failed_fraction.*?)?```", text, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) >= 4
     scorers = []
     for example in examples:
         (tmp_path / "reward.yaml").write_text(f"reward:\n{example}")
@@ -189,7 +190,8 @@ def test_brightness_is_the_mean_of_the_pixels():
 
 def test_rewards_are_found_without_registration():
     found = find_variants("sfumato.rewards")
-    assert list(found) == ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr"]
+    assert list(found) == sorted(found)
+    assert {"brightness", "clip_score", "jpeg_compressibility", "jpeg_incompressibility", "ocr"} <= set(found)
     assert all(issubclass(cls, Reward) for cls in found.values())
     fields = {
         "name",
@@ -245,3 +247,21 @@ def test_sample_refuses_images_of_another_shape(shape):
 def test_sample_refuses_images_of_another_type():
     with pytest.raises(AssertionError, match="float32"):
         sample(np.zeros((4, 4, 3), np.float32))
+    with pytest.raises(AssertionError, match="float32"):
+        Sample(image=np.zeros((4, 4, 3), np.uint8), source=np.zeros((4, 4, 3), np.float32), prompt="", group_id=0)
+
+
+def test_sample_is_either_an_image_or_a_text():
+    assert Sample(text="", prompt="", group_id=0).image is None
+    for both in ({}, {"image": np.zeros((4, 4, 3), np.uint8), "text": "a"}):
+        with pytest.raises(AssertionError, match="either an image or a text"):
+            Sample(prompt="", group_id=0, **both)
+
+
+def test_paddle_is_asked_for_with_its_command_or_reads():
+    if importlib.util.find_spec("paddleocr") is None:
+        with pytest.raises(MissingDependencyError, match=r"pip install 'paddleocr>=3.0' paddlepaddle"):
+            OcrReward(engine="paddleocr").prepare()
+    else:
+        images = [render(word, width=256, height=96, size=40) for word in WORDS]
+        assert OcrReward(engine="paddleocr").read(images) == WORDS
