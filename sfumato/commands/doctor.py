@@ -23,6 +23,7 @@ State = Literal["ok", "missing", "broken"]
 
 EXTRAS = {
     "rapidocr": ("the OCR reward", "pip install rapidocr onnxruntime"),
+    "opencv-python-headless": ("files of videos", "pip install opencv-python-headless"),
     "wandb": ("train.trackers: wandb", "pip install wandb"),
     "swanlab": ("train.trackers: swanlab", "pip install swanlab"),
     "mlflow": ("train.trackers: mlflow", "pip install mlflow"),
@@ -124,7 +125,7 @@ def _package(requirement: Requirement) -> Finding:
 
 def _imports(package: str) -> str:
     """What goes wrong when a package is imported; empty when nothing does."""
-    names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn"}
+    names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn", "opencv-python-headless": "cv2"}
     return _attempt(lambda: importlib.import_module(names.get(package, package)))
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config
+from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
+from tests.tiny_families import tiny_flux_kontext
 
 STEPS = 4
 PLAIN = {
@@ -150,6 +151,17 @@ def test_rl(mode, ranks, tmp_path):
     )
     tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5, "kl/reference": 1e-7}
     assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)  # a last bit may round a pixel, and so a reward
+
+
+def test_edits(ranks, tmp_path):
+    """A model that takes an image: whose rows and negatives belong to samples."""
+    write_tiny_pipeline(tmp_path / "pipeline", described=tiny_flux_kontext())
+    settings = {"train": {"max_steps": STEPS, "data_parallel_mode": "ddp"}, "rollout": {"guidance_scale": 2.5}}
+    config = tiny_rl_config(tmp_path, **settings, eval={"every_steps": 2})
+    ranks.run(2, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))
+    one = run_task_here("rl_diffusion", merge(config, _in(tmp_path / "one")))
+    tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5}
+    assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)
 
 
 def _in(folder: Path) -> dict[str, Any]:

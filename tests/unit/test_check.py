@@ -26,7 +26,15 @@ from sfumato.errors import ConfigError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.pretend import pretended_mesh
-from tests.tiny import ROOT, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_config
+from tests.tiny import (
+    ROOT,
+    tiny_dit_config,
+    tiny_dit_dpo_config,
+    tiny_rl_config,
+    write_config,
+    write_tiny_pipeline,
+)
+from tests.tiny_families import tiny_flux_kontext, tiny_wan
 from tests.unit.test_flops import KINDS
 
 CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "train" in read_yaml(path)]
@@ -251,3 +259,19 @@ def test_rows_are_looked_at_from_the_beginning_and_over_the_rest(count: int) -> 
     rows = sampled_rows(count)
     assert rows == sorted(set(rows)) and rows[0] == 0 and rows[-1] == count - 1
     assert len(rows) == min(count, 2 * FIRST_ROWS)
+
+
+def test_videos_and_edits(tmp_path: Path) -> None:
+    def found_of(described: dict[str, Any], **rollout: Any) -> Findings:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        write_tiny_pipeline(folder / "pipeline", described=described)
+        settings = {"guidance_scale": 3.0, **rollout}
+        return check_config(write_config(tiny_rl_config(folder, rollout=settings), folder / "rl.yaml"))
+
+    few, more = (found_of(tiny_wan(), num_frames=frames) for frames in (5, 9))
+    assert few.exit_code == more.exit_code == FITS, more.problems
+    assert few.model.largest.total < more.model.largest.total
+    wrong = found_of(tiny_wan(), num_frames=6)
+    assert wrong.exit_code == WRONG and "rollout.num_frames 6: WanPipeline cannot make that" in wrong.problems[0]
+    assert found_of(tiny_flux_kontext()).exit_code == FITS
