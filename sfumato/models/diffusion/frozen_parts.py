@@ -146,7 +146,7 @@ class FrozenParts(ABC):
         negative = None
         if with_negative:
             negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
-        return Conditioning(stack(prompts, digests), negative, own_negative=self.takes_image).to(self.device)
+        return Conditioning(stack(prompts, digests), negative, own_negative=with_negative and self.takes_image).to(self.device)
 
     def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
         """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
