@@ -119,6 +119,8 @@ def main(config: DiffusionRLConfig) -> None:
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
         for failure in scores.failures:
             run.say(f"step {step + 1}: reward failed: {failure}")
+        for note in scores.notes:
+            run.say(f"step {step + 1}: reward {note}")
 
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
@@ -354,8 +356,8 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    drawn_prompts = [prompts[index] for index in drawn]
-    made, norms, costs = roles.sampler.call(draw_evaluation, drawn_prompts, drawn, config).result()
+    evaluated = [prompts[index] for index in drawn]
+    made, norms, cached = roles.sampler.call(draw_evaluation, evaluated, drawn, config).result()
     samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
@@ -364,7 +366,7 @@ def evaluate(
         if sample.group_id < config.eval.num_saved
     ]
     gathered = mesh.gather((scores, records, norms[: len(mine)]))
-    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | costs
+    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | cached
     metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
     return metrics, [record for _, some, _ in gathered for record in some]
 
@@ -372,7 +374,7 @@ def evaluate(
 def draw_evaluation(
     actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
 ) -> tuple[list[Sample], list[float], dict[str, float]]:
-    """One image per prompt, from the averaged weights, with the norms of the velocities and what a cache saved."""
+    """One image per prompt, from the averaged weights, with norms of velocities and the costs of leaving out steps."""
     with averaged_weights(actor.state.ema):
         return sample_evaluation(actor.model, prompts, ids, config)
 

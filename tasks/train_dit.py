@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from sfumato.algorithms.flow_matching import add_noise, draw_sigma, flow_matching_loss
@@ -20,8 +19,8 @@ from sfumato.algorithms.noise import keyed_normal, keyed_uniform
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.dit import FlowConfig, SampleConfig, TrainDitConfig
-from sfumato.data.encoded import BadRows, Dataset, EncodedBatch, OnlineEncoder, open_cache
+from sfumato.config.dit import FlowConfig, TrainDitConfig
+from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cache
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
@@ -33,9 +32,8 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.sample_grid import choose_grid, draw_grid
 from sfumato.tracking.run import run_task, start_run
-from sfumato.tracking.samples import SampleRecord
 
 
 def main(config: TrainDitConfig) -> None:
@@ -122,37 +120,6 @@ def denoising_losses(
     conditioning = batch.conditioning.without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
     return flow_matching_loss(velocity, batch.latents, noise) * model.loss_weight(sigma)
-
-
-def choose_grid(config: SampleConfig, dataset: Dataset, takes_image: bool) -> tuple[list[str], list[np.ndarray] | None]:
-    """Prompts of the grid, and their source images if the model takes them."""
-    if not takes_image:
-        return config.prompts or dataset.example_captions(config.num_prompts), None
-    edits = dataset.example_edits(len(config.prompts) or config.num_prompts)
-    return config.prompts or [caption for caption, _ in edits], [source for _, source in edits]
-
-
-def draw_grid(
-    model: DiffusionModel, prompts: list[str], sources: list[np.ndarray] | None, config: TrainDitConfig, step: int
-) -> list[SampleRecord]:
-    """One sample per prompt, always from the same latents."""
-    images = sample_images(
-        model,
-        model.encode_prompts(prompts, images=sources),
-        sample_ids=list(range(len(prompts))),
-        size=(config.data.height, config.data.width, config.data.num_frames),
-        num_steps=config.sample.num_inference_steps,
-        guidance_scale=config.sample.guidance_scale,
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-    )
-    common = {"kind": "eval", "seed": config.train.seed, "policy_version": step}
-    return [
-        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, **common)
-        for index, (image, prompt, source) in enumerate(
-            zip(images, prompts, sources or [None] * len(images), strict=True)
-        )
-    ]
 
 
 if __name__ == "__main__":

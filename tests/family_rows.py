@@ -42,6 +42,8 @@ class Row:
     """Parameters that can have no gradient, since the architecture does not use them."""
     straight: bool = True
     """Before the shift the schedule is 1, 1 - 1/n, ..., 0."""
+    num_frames: int = 1
+    """Frames with which it is trained by RL."""
     exact: bool = True
     """A row of a batch has the same bits in any batch of four rows or more: not where there are convolutions."""
     needs: str = ""
@@ -180,13 +182,20 @@ ROWS = {
     "stable_diffusion_xl": Row(
         tiny_families.tiny_stable_diffusion_xl, call_stable_diffusion, (4, 8, 8), 2, exact=False
     ),
-    "wan": Row(tiny_families.tiny_wan, call_wan, (4, 1, 4, 4), 8),
-    "wan_pair": Row(tiny_families.tiny_wan_pair, call_wan, (4, 1, 4, 4), 8),
-    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32)),
+    "wan": Row(tiny_families.tiny_wan, call_wan, (4, 1, 4, 4), 8, num_frames=5),
+    "wan_pair": Row(tiny_families.tiny_wan_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5),
+    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32), num_frames=5),
     "wan_image": Row(
-        tiny_families.tiny_wan_image, call_wan, (4, 1, 4, 4), 8, scales=(1.0, 30.0), tokens=512, batched=False
+        tiny_families.tiny_wan_image,
+        call_wan,
+        (4, 1, 4, 4),
+        8,
+        scales=(1.0, 30.0),
+        tokens=512,
+        num_frames=5,
+        batched=False,
     ),
-    "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, batched=False),
+    "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5, batched=False),
 }
 
 

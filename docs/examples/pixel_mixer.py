@@ -103,10 +103,10 @@ class PixelMixerFamily(DiffusionModel):
     def probe_size(self) -> int:
         return 4
 
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.to(torch.float32) / 127.5 - 1
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return to_uint8(latents)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from sfumato.algorithms.decay import FROZEN
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
@@ -121,10 +122,12 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
     size = (section.height, section.width)
     set_output(model, (*size, section.num_frames), "rollout" if isinstance(config, DiffusionRLConfig) else "data")
+    is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
-        "rows": train.micro_batch_size,
+        "rows": train.micro_batch_size * (2 if is_dpo else 1),
         "size": size,
         "keep_encoders": config.model.keep_encoders,
+        "has_reference": is_dpo,
         "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):

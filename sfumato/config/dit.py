@@ -11,15 +11,13 @@ from sfumato.config.base import Section
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
 
-class ImageTextDataConfig(Section):
-    """Images or videos with captions."""
+class ImageDataConfig(Section):
+    """Images or videos for captions: what all tasks that train on given ones share."""
 
     data_type: Literal["image_text", "glyphs"] = "image_text"
     """image_text reads train_path; glyphs renders words in code."""
     train_path: str | None = None
     """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
-    image_key: str = "image"
-    """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
     source_image_key: str = "source_image"
     """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
     text_key: str = "text"
@@ -40,12 +38,19 @@ class ImageTextDataConfig(Section):
     """Folder for latents and text embeddings, computed once before training; null encodes online."""
 
     @model_validator(mode="after")
-    def _has_source(self) -> ImageTextDataConfig:
-        if self.data_type == "image_text" and self.train_path is None:
-            raise ValueError("data.train_path is required when data.data_type is image_text")
+    def _has_source(self) -> ImageDataConfig:
+        if self.data_type != "glyphs" and self.train_path is None:
+            raise ValueError(f"data.train_path is required when data.data_type is {self.data_type}")
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
         return self
+
+
+class ImageTextDataConfig(ImageDataConfig):
+    """Images or videos with captions."""
+
+    image_key: str = "image"
+    """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
 
 
 class FlowConfig(Section):

@@ -16,13 +16,14 @@ import torch
 
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_pairs import PairDataset
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning, image_digest
 
-Dataset = ImageTextDataset | GlyphDataset
+Dataset = ImageTextDataset | GlyphDataset | PairDataset
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class EncodedBatch:
     """What a flow-matching step trains on."""
 
     latents: torch.Tensor
-    """float32 ``[B, *latent_shape]``."""
+    """float32 ``[B, *latent_shape]``; of pairs ``[B, 2, *latent_shape]``."""
     conditioning: Conditioning
     """B rows, with the empty prompt as negative."""
     sample_ids: list[int]
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
     num_images: int
-    """B; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
+    """B, a pair counting as one; 0 for a placeholder in the place of a batch of which no row could be read: ranks
+    compute together."""
 
 
 def read_pixels(
@@ -55,7 +57,8 @@ def read_pixels(
         sources: if given, the same with their source images, uint8 ``[H, W, 3]``.
 
     Returns:
-        uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, and the B sample ids; None when no row could be read.
+        uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``, and the B sample ids; None when
+        no row could be read.
     """
     pixels, sample_ids = [], []
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
@@ -92,12 +95,21 @@ class OnlineEncoder:
         rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions, sources)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
-            latents = torch.zeros(1, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
+            pair = (2,) if self.dataset.is_paired else ()
+            latents = torch.zeros(1, *pair, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
             nothing = embed_nothing(self.model, self.dataset.size)
             return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], num_images=0)
         pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(captions, images=sources)
-        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids, len(sample_ids))
+        latents = encode_rows(self.dataset, self.model, pixels)
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids))
+
+
+def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs, of the pixels of B rows."""
+    if not dataset.is_paired:
+        return model.encode_pixels(pixels)
+    return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
 OF_ROWS = ("latents", "captions", "negatives")
@@ -210,7 +222,7 @@ def _build(
                 number_of[key] = len(number_of)
                 writer.add({name: each[row] for name, each in embedded.items()})
             model.forget_prompts()
-        latents = model.encode_pixels(torch.stack(list(images.values()))) if images else None
+        latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
         position = {index: row for row, index in enumerate(images)}
         for index in indices:
             row = position.get(index)

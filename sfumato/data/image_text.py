@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -66,14 +66,18 @@ class FolderRows:
 class ImageTextDataset:
     """Images or videos with captions from a file or folder, resized to one size."""
 
-    def __init__(self, config: ImageTextDataConfig) -> None:
-        """Opens the source. Raises DataError when it is missing or empty."""
+    is_paired: ClassVar[bool] = False
+
+    def __init__(self, config: ImageTextDataConfig, rows: FiledRows | None = None) -> None:
+        """Opens the source, or takes ``rows`` of it that are open. Raises DataError when it is missing or empty."""
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(str(config.train_path))
-        if path.is_dir() and not (path / "metadata.jsonl").is_file():
+        if rows is not None:
+            self.rows = rows
+        elif path.is_dir() and not (path / "metadata.jsonl").is_file():
             endings = IMAGE_ENDINGS if config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
-            self.rows: FiledRows = FolderRows(path, config.image_key, config.text_key, endings)
+            self.rows = FolderRows(path, config.image_key, config.text_key, endings)
             if len(self.rows) == 0:
                 kind = "images" if config.num_frames == 1 else "videos"
                 raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(endings))})")

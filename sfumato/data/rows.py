@@ -66,6 +66,10 @@ class FileRows:
         """The file with its size and time."""
         return file_fingerprint([self.path])
 
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
+        return [_value_or_error(self, index, key) for index in range(len(self))]
+
 
 class JsonlRows(FileRows):
     """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
@@ -125,6 +129,12 @@ class ParquetRows(FileRows):
             return self._table[index].to_pylist()[0]
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"{self.describe(index)}: {error}") from error
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows, without reading the others. Raises DataError when there is none."""
+        if key not in self._table.column_names:
+            raise DataError(f"{self.path}: no column {key!r}; its columns are {', '.join(self._table.column_names)}")
+        return self._table.data.column(key).to_pylist()
 
 
 class ArrowRows(FileRows):
@@ -213,6 +223,10 @@ class JoinedRows:
     def fingerprint(self) -> str:
         """The files with their sizes and times."""
         return "\n".join(part.fingerprint() for part in self.parts)
+
+    def column(self, key: str) -> list[Any]:
+        """As of one file: all rows' values, file by file."""
+        return [value for part in self.parts for value in part.column(key)]
 
 
 def read_text_rows(path: Path, column: str) -> LoadedRows:
@@ -347,6 +361,17 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
+
+
+def _value_or_error(rows: Rows, index: int, key: str) -> Any:
+    try:
+        row = rows[index]
+    except DataError as error:
+        return error
+    columns = ", ".join(map(str, row))
+    return (
+        row[key] if key in row else DataError(f"{rows.describe(index)}: no column {key!r}; its columns are {columns}")
+    )
 
 
 def _json_object(row: Any, where: str) -> dict[str, Any]:

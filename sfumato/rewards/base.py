@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,6 +43,13 @@ class Sample:
     def frames(self) -> np.ndarray:
         """The video of a sample that is no text, uint8 [F, H, W, 3]; an image is one of a single frame."""
         return self.image if self.image.ndim == 4 else self.image[None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands in the place of a value: this sample could not be scored, for this reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +111,10 @@ class Reward(ABC):
                 "rollout.num_frames to 1"
             )
 
+    def take_notes(self) -> list[str]:
+        """What people should know though no value was lost, such as an outage that was waited out; told once."""
+        return []
+
     def seen(self, sample: Sample) -> list[Sample]:
         """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
         if self.takes_video or sample.image is None or sample.image.ndim == 3:
@@ -110,14 +122,15 @@ class Reward(ABC):
         return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
 
     @abstractmethod
-    def score(self, samples: list[Sample]) -> list[float]:
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """Scores a batch, or one whole group when ``groupwise`` is true. Called from another thread.
 
         Args:
             samples: at least one sample.
 
         Returns:
-            One finite number per sample in the same order; NaN for a sample that could not be scored.
+            One finite number per sample in the same order; NaN, or a Failure that says why, for a sample that
+            could not be scored.
 
         Raises:
             UserError: a mistake that a person has to mend, such as a row without a target; it stops the run.

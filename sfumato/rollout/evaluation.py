@@ -27,8 +27,7 @@ def sample_evaluation(
         config: steps, guidance and seed of the evaluation, size of the rollout.
 
     Returns:
-        B samples, the norm of each one's velocities, and what leaving out steps saved and cost where that is
-        configured.
+        B samples, the norm of each one's velocities, and what leaving out steps saved and cost, where it is configured.
 
     Raises:
         ConfigError: when ``eval.step_cache`` does not fit the model.

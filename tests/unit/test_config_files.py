@@ -209,6 +209,9 @@ def made_tiny(path, tmp_path):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
     tiny = tiny_dit_config(tmp_path)
     rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
+    if task == "train_dit_dpo":
+        rest |= {"eval": {"num_rows": 2}}
+        content["data"] |= {"eval_path": None}
     return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
 
 

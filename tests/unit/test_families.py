@@ -215,6 +215,14 @@ def test_a_conditioning_follows_its_rows(built: Built) -> None:
     assert_close(doubled, velocity.repeat_interleave(2, dim=0))
 
 
+def test_a_conditioning_without_the_empty_prompt_follows_its_rows(built: Built) -> None:
+    alone = built.model.encode_prompts(PROMPTS, with_negative=False, images=built.images)
+    swapped = Conditioning.cat([alone.rows([1]), alone.rows(slice(0, 1))]).repeat_interleave(2)
+    assert swapped.negative is None
+    for name, tensor in built.conditioning(built.model).tensors.items():
+        assert torch.equal(swapped.tensors[name], tensor[[1, 1, 0, 0]]), name
+
+
 def test_a_dropped_prompt_is_the_empty_one(built: Built) -> None:
     empty = built.model.encode_prompts([""] * len(PROMPTS), images=built.images)
     dropped = built.conditioning(built.model).without_prompt(torch.tensor([True, False]))

@@ -47,7 +47,7 @@ class Watched:
         self.place: dict[nn.Module, torch.device] = {}
         self.moves: list[str] = []
         self.worked: set[str] = set()
-        names = (*model.encoder_names, frozen_parts.AUTOENCODER)
+        names = (*model.encoder_names, *model.autoencoder_names)
         for name in (each for each in names if each in model.components):
             self._watch(name, model.components[name], monkeypatch)
         monkeypatch.setattr(frozen_parts, "device_of", self.place.__getitem__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import ROOT, run_task_here, tiny_rl_config, write_config
+from tests.tiny import ROOT, run_task_here, tiny_dit_config, tiny_rl_config, write_config
 
 EXAMPLES = ROOT / "docs" / "examples"
 FAMILY, OBJECTIVE = "pixel_mixer:PixelMixerFamily", "reinforce:Reinforce"
 
 
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(Run, "write_report", lambda run: None)
+@pytest.fixture(autouse=True, scope="module")
+def on_the_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        patch.setattr(Run, "write_report", lambda run: None)
+        yield
 
 
 def config_of(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -54,10 +57,10 @@ def velocity(model: DiffusionModel) -> torch.Tensor:
         return model.predict_velocity(latents, torch.tensor([0.9, 0.3]), model.encode_prompts(["AB", "C"]))
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(on_the_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder after two iterations."""
-    return run_task_here("rl_diffusion", config_of(tmp_path))
+    return run_task_here("rl_diffusion", config_of(tmp_path_factory.mktemp("trained")))
 
 
 def test_two_iterations_of_both(trained: Path) -> None:
@@ -74,9 +77,7 @@ def test_two_iterations_of_both(trained: Path) -> None:
 
 
 def test_its_folder_trains_again_with_adapters(trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "second"
-    folder.mkdir()
-    config = config_of(folder)
+    config = config_of(tmp_path)
     config["model"] = {"model_path": str(trained / "hf_ckpt"), "family": FAMILY, "lora": {"rank": 2, "alpha": 4}}
     run = run_task_here("rl_diffusion", config)
     kept = yaml.safe_load((run / "config.yaml").read_text())
@@ -86,6 +87,14 @@ def test_its_folder_trains_again_with_adapters(trained: Path, tmp_path: Path) ->
     base = velocity(family(pipeline))
     pipeline.load_lora_weights(run / "hf_ckpt")
     assert (velocity(family(pipeline)) - base).abs().max() > 1e-5
+
+
+def test_supervised_training_takes_it(trained: Path, tmp_path: Path) -> None:
+    config = tiny_dit_config(tmp_path, train={"max_steps": 2}, data={"height": 8, "width": 8})
+    config["model"] = {"model_path": str(trained / "hf_ckpt"), "family": FAMILY}
+    run = run_task_here("train_dit", config)
+    assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in read_jsonl(run / "metrics.jsonl"))
+    assert (run / "hf_ckpt" / "transformer").is_dir()
 
 
 def test_the_other_ways_to_build_it(trained: Path) -> None:

@@ -14,6 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.help import attribute_docs
 from sfumato.config.load import dump_config, load_config
+from sfumato.config.sections import GlyphConfig
+from sfumato.data.glyphs import GlyphDataset
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegCompressibility
@@ -140,6 +142,18 @@ def test_text_of_a_line_does_not_depend_on_its_neighbours():
     together = reward.read(images)
     assert together == [reward.read([image])[0] for image in images]
     assert together[-2] == "HELLO" and ocr_text_score(together[-1], sentence) > 0.9
+
+
+def test_real_ocr_of_a_video_is_the_mean_over_its_frames():
+    config = GlyphConfig(characters="ABC", length=3, font_sizes=[24], jitter=0)
+    data = GlyphDataset(config, 48, 128, seed=0, num_frames=5)
+    word = data.caption(0).split('"')[1]
+    right = data.pixels(0).permute(1, 2, 3, 0).numpy()
+    half = np.concatenate([right[:3], np.full_like(right[:2], 255)])
+    samples = [Sample(image=each, prompt=f'write "{word}"', group_id=0) for each in (right, half)]
+    found = Scorer([OcrReward(detect=False, frame_step=2)]).score(samples).total
+    assert found.tolist() == pytest.approx([1, 2 / 3])
+    assert np.abs(np.diff(right.astype(int), axis=0)).max() > 100, "the word moves"
 
 
 def test_rapidocr_logs_nothing_below_error(capfd):

@@ -143,7 +143,7 @@ def test_a_run_reports_it_and_trains_as_without(tmp_path: Path) -> None:
     for threshold in (0.0, ALWAYS):
         config = tiny_rl_config(
             tmp_path,
-            train={"output_dir": str(tmp_path / f"run{threshold}"), "max_steps": 2},
+            train={"output_dir": str(tmp_path / f"run{threshold}"), "max_steps": 1},
             eval={"every_steps": 1, "num_inference_steps": STEPS, "step_cache": threshold},
         )
         run_task_here("rl_diffusion", config)

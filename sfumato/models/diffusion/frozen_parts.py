@@ -23,9 +23,6 @@ EMBED_BATCH = 8
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
 
-AUTOENCODER = "vae"
-"""Name of the autoencoder in every pipeline."""
-
 
 class FrozenParts(ABC):
     """The half of a model family that turns prompts into embeddings, pixels into latents, and latents into pixels.
@@ -37,6 +34,8 @@ class FrozenParts(ABC):
     """Name of the diffusers pipeline, as model_index.json has it."""
     encoder_names: ClassVar[tuple[str, ...]]
     """Text encoders, which can be freed when all prompts are embedded."""
+    autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
+    """What makes latents of pixels, and pixels of latents."""
     takes_image: ClassVar[bool] = False
     """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
 
@@ -108,12 +107,12 @@ class FrozenParts(ABC):
         Args:
             pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
         """
-        with self.at_work(AUTOENCODER):
+        with self.at_work(*self.autoencoder_names):
             return self.pixels_to_latents(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``."""
-        with self.at_work(AUTOENCODER):
+        with self.at_work(*self.autoencoder_names):
             return self.latents_to_pixels(latents)
 
     def encode_prompts(
@@ -146,7 +145,8 @@ class FrozenParts(ABC):
         negative = None
         if with_negative:
             negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
-        return Conditioning(stack(prompts, digests), negative, own_negative=with_negative and self.takes_image).to(self.device)
+        own_negative = with_negative and self.takes_image
+        return Conditioning(stack(prompts, digests), negative, own_negative).to(self.device)
 
     def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
         """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
@@ -172,7 +172,8 @@ class FrozenParts(ABC):
         if not missing:
             return
         found = None if images is None else dict(zip(digests, images, strict=True))
-        with torch.no_grad(), self.at_work(*self.encoder_names, *([] if found is None else [AUTOENCODER])):
+        working = self.encoder_names if found is None else (*self.encoder_names, *self.autoencoder_names)
+        with torch.no_grad(), self.at_work(*working):
             self._embed(missing, found)
 
     def _embed(self, missing: list[tuple[str, str]], found: dict[str, np.ndarray] | None) -> None:

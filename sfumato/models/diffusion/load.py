@@ -126,10 +126,11 @@ def build_diffusion_model(
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
     model.device = torch.device(device)
     model.idle_device = torch.device("cpu") if config.offload_idle else None
-    for component in model.components.values():
-        if component is not model.denoiser:
-            component.to(model.idle_device or device)
-        elif init_device == "cuda":
+    waiting = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()
+    for name, component in model.components.items():
+        if name in waiting:
+            component.to(model.idle_device)
+        elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
