@@ -238,6 +238,7 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "Qwen-Image": (tiny_families.tiny_qwen_image, (16, 16), 7, None),
     "Wan2.2-TI2V": (tiny_families.tiny_wan_small, (32, 32, 5), 7, None),
     "Wan": (tiny_families.tiny_wan, (16, 16, 5), 7, None),
+    "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }
 QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
 """Files for tasks/rl_diffusion.py that every run of the tests tries."""
