@@ -1,12 +1,16 @@
-"""Rollout and update of Flow-GRPO against the straightforward loop, on one small SD3 model, as ratios of one run.
+"""Rollout and update of Flow-GRPO: against the straightforward loop, or alone at published sizes.
 
-    python benchmarks/rollout_update.py [--micro-batch 9] [--replay-samples 9] [--repeats 5] [--threads 1]
+    python benchmarks/rollout_update.py [--family sd3 flux qwen_image] [--micro-batch 9] [--replay-samples 9]
+    python benchmarks/rollout_update.py --measure --size real --family sd3 --device cuda --precision bf16 --lora-rank 32
 
-The straightforward loop works as the public scripts do: one denoising step at a time, two forward passes for
-classifier-free guidance, log-probabilities subtracted. sfumato runs both guidance branches in one pass and replays
-all trained steps of a sample in one pass: by default with as many rows as the other side's passes have, so that both
-need the same memory; ``--replay-samples`` takes more. Both sides make the same images and the same gradients, which is
-checked first; then they take turns, and the ratio is taken pair by pair.
+The straightforward loop works as the public scripts do: diffusers' transformer, one denoising step at a time, two
+forward passes for classifier-free guidance, log-probabilities subtracted. sfumato runs both guidance branches in one
+pass and replays all trained steps of a sample in one pass: by default with as many rows as the other side's passes
+have, so that both need the same memory; ``--replay-samples`` takes more. Both sides make the same images and the same
+gradients, which is checked first; then they take turns, and the ratio is taken pair by pair.
+
+``--measure`` times sfumato alone: seconds per image, images a second, model FLOPs utilisation and peak memory of
+denoising and of forward and backward passes. Encoding prompts, decoding images and the optimiser are left out.
 """
 
 from __future__ import annotations
@@ -17,61 +21,52 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
+from diffusion_families import FAMILIES, Embeddings, build
 
 from sfumato.algorithms.dynamics.sde import FlowSDE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.config.sections import ModelConfig
+from sfumato.config.sections import TrainConfig
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.flops import denoiser_flops
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion import Trajectories, replay_trajectories, sample_trajectories
+from sfumato.tracking.meters import memory_in_use, peak_flops
 from sfumato.tracking.run import quiet_libraries
 
-DESCRIPTION = Path(__file__).parents[1] / "configs" / "quickstart" / "tiny_sd3.yaml"
-SIZE, NUM_STEPS, TRAINED, NOISE, CLIP = (32, 32), 10, list(range(9)), 0.7, 1e-3
-
-
-def build(device: str) -> DiffusionModel:
-    """The quickstart's model with random weights where it starts at zero, so that every gradient is real."""
-    model = build_diffusion_model(ModelConfig(config_path=str(DESCRIPTION), max_sequence_length=1), device)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.denoiser.parameters():
-            if not parameter.any():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    model.denoiser.eval()
-    return model
+NUM_STEPS, TRAINED, NOISE, CLIP = 10, list(range(9)), 0.7, 1e-3
+SIDES = {"small": 32, "real": 512}
+"""Pixels of an image where --resolution is not given."""
 
 
 class Straightforward:
     """One step at a time, two forwards for guidance."""
 
-    def __init__(self, model: DiffusionModel, prompts: list[str], guidance: float, micro_batch: int) -> None:
-        self.model, self.guidance, self.micro_batch = model, guidance, micro_batch
+    def __init__(self, model: DiffusionModel, prompts: list[str], arguments: argparse.Namespace) -> None:
+        self.model, self.family = model, FAMILIES[arguments.family]
+        self.guidance, self.micro_batch = arguments.guidance, arguments.micro_batch
+        self.shape = model.latent_shape(arguments.resolution, arguments.resolution)
         self.embeddings = model.encode_prompts(prompts).tensors
         self.empty = model.encode_prompts([""] * len(prompts)).tensors
-        self.sigmas = model.sigmas(NUM_STEPS, model.latent_shape(*SIZE)).to(model.device)
+        self.sigmas = model.sigmas(NUM_STEPS, self.shape).to(model.device)
 
     def velocity(self, latents: torch.Tensor, index: int, rows: slice) -> torch.Tensor:
-        timestep = (self.sigmas[index] * 1000).expand(len(latents))
-
-        def forward(embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self.model.denoiser(
-                hidden_states=latents,
-                timestep=timestep,
-                encoder_hidden_states=embeddings["prompt_embeds"][rows],
-                pooled_projections=embeddings["pooled"][rows],
-                return_dict=False,
-            )[0]
+        def forward(embeddings: Embeddings) -> torch.Tensor:
+            mine = {name: each[rows] for name, each in embeddings.items()}
+            return self.family.forward(self.model, latents, self.sigmas[index], mine, self.guidance)
 
         conditional = forward(self.embeddings)
-        if self.guidance == 1.0:
+        if self.guidance == 1.0 or self.model.embeds_guidance:
             return conditional
         unconditional = forward(self.empty)
-        return unconditional + self.guidance * (conditional - unconditional)
+        guided = unconditional + self.guidance * (conditional - unconditional)
+        if self.family.rescales:
+            guided = guided * (token_norms(conditional) / token_norms(guided))
+        return guided
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor, index: int) -> tuple[torch.Tensor, float]:
         sigma, following = float(self.sigmas[index]), float(self.sigmas[index + 1])
@@ -86,12 +81,12 @@ class Straightforward:
 
     @torch.no_grad()
     def rollout(self) -> list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        num_images, shape = len(self.embeddings["pooled"]), self.model.latent_shape(*SIZE)
+        num_images = len(self.embeddings["prompt_embeds"])
         micro_batches = []
         for start in range(0, num_images, self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             ids = list(range(num_images))[rows]
-            latents = keyed_normal(shape, 0, "latent", 0, ids, self.model.device)
+            latents = keyed_normal(self.shape, 0, "latent", 0, ids, self.model.device)
             kept = []
             for index in range(NUM_STEPS):
                 velocity = self.velocity(latents, index, rows)
@@ -99,7 +94,7 @@ class Straightforward:
                     latents = latents + velocity * (self.sigmas[index + 1] - self.sigmas[index])
                     continue
                 mean, std = self.step(velocity, latents, index)
-                drawn = mean + std * keyed_normal(shape, 0, f"step noise {index}", 0, ids, self.model.device)
+                drawn = mean + std * keyed_normal(self.shape, 0, f"step noise {index}", 0, ids, self.model.device)
                 kept.append((latents, drawn, self.log_prob(drawn, mean, std)))
                 latents = drawn
             micro_batches.append(kept)
@@ -110,20 +105,24 @@ class Straightforward:
             rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
             for index, (latents, drawn, old_log_prob) in zip(TRAINED, kept, strict=True):
                 mean, std = self.step(self.velocity(latents, index, rows), latents, index)
-                log_ratio = self.log_prob(drawn, mean, std) - old_log_prob
-                loss, _ = ClippedRatio(CLIP).loss(log_ratio, advantages[rows])
+                ratio = torch.exp(self.log_prob(drawn, mean, std) - old_log_prob)
+                unclipped, clipped = (-advantages[rows] * each for each in (ratio, ratio.clamp(1 - CLIP, 1 + CLIP)))
+                loss = torch.maximum(unclipped, clipped)
                 (loss.sum() / (len(advantages) * len(TRAINED))).backward()
+
+    @staticmethod
+    def last_drawn(micro_batches: list) -> torch.Tensor:
+        return torch.cat([kept[-1][1] for kept in micro_batches])
 
 
 class Sfumato:
     """Both guidance branches and all trained steps of a micro-batch in one forward."""
 
-    def __init__(
-        self, model: DiffusionModel, prompts: list[str], guidance: float, micro_batch: int, replay_samples: int
-    ) -> None:
-        self.model, self.guidance, self.micro_batch = model, guidance, micro_batch
+    def __init__(self, model: DiffusionModel, prompts: list[str], arguments: argparse.Namespace) -> None:
+        self.model, self.guidance, self.micro_batch = model, arguments.guidance, arguments.micro_batch
+        self.size = (arguments.resolution, arguments.resolution)
         self.conditioning = model.encode_prompts(prompts)
-        self.replay_batch = replay_samples
+        self.replay_batch = arguments.replay_samples or max(arguments.micro_batch // len(TRAINED), 1)
         self.dynamics = FlowSDE(NOISE)
 
     def rollout(self) -> Trajectories:
@@ -136,7 +135,7 @@ class Sfumato:
                 list(rows),
                 dynamics=self.dynamics,
                 trained_steps=TRAINED,
-                size=SIZE,
+                size=self.size,
                 num_steps=NUM_STEPS,
                 guidance_scale=self.guidance,
                 seed=0,
@@ -149,43 +148,65 @@ class Sfumato:
         for rows in torch.arange(len(advantages)).split(self.replay_batch):
             part = sampled.rows(rows)
             new = replay_trajectories(self.model, part, self.conditioning.rows(rows), self.dynamics, self.guidance)
-            log_ratio = new.log_ratio(part.means.flatten(0, 1), part.next_latents.flatten(0, 1))
-            loss, _ = ClippedRatio(CLIP).loss(log_ratio, advantages[rows].repeat_interleave(len(TRAINED)))
+            row_advantages = advantages[rows].repeat_interleave(len(TRAINED))
+            loss, _ = ClippedRatio(CLIP).loss(new, part.sampled_steps(), row_advantages)
             (loss.sum() / (len(advantages) * len(TRAINED))).backward()
+
+    @staticmethod
+    def last_drawn(sampled: Trajectories) -> torch.Tensor:
+        return sampled.next_latents[:, -1]
+
+
+def token_norms(velocity: torch.Tensor) -> torch.Tensor:
+    """Norm of each 2 x 2 token, at all its pixels: ``[B, 1, H, W]``."""
+    patches = velocity.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
+    norms = patches.square().sum(dim=(1, 3, 5), keepdim=True).sqrt()
+    return norms.expand(-1, 1, -1, 2, -1, 2).flatten(-2).flatten(-3, -2)
 
 
 def gradients(model: DiffusionModel, work: Callable[[], None]) -> torch.Tensor:
     """All gradients after ``work``, as one vector."""
     model.denoiser.zero_grad()
     work()
-    zero = torch.zeros(())
-    return torch.cat(
-        [(zero.expand(p.shape) if p.grad is None else p.grad).flatten().cpu() for p in model.denoiser.parameters()]
-    )
+    trained = [each for each in model.denoiser.parameters() if each.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Wall time of one call."""
-    started = time.perf_counter()
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Time of one call: that of the CPU, which other programs do not lengthen, and on a GPU that of the clock."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    started = clock()
     work()
-    if device == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def compare(guidance: float, arguments: argparse.Namespace) -> dict[str, float]:
-    """Checks that both sides agree, then times them in turn."""
-    model = build(arguments.device)
+def made(arguments: argparse.Namespace) -> tuple[DiffusionModel, list[str], torch.Tensor]:
+    """The model, on its mesh, with prompts and advantages."""
+    device = torch.device(arguments.device)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
+    model = build(arguments.family, arguments.size, device, dtype, arguments.lora_rank)
+    savings = {"activation_checkpointing": arguments.recompute, "compile": arguments.compile}
+    model.parallelize(Mesh(Layout(), device), TrainConfig(output_dir="unused", **savings))
     prompts = [f'write "{chr(65 + index % 26)}{chr(65 + index // 26 % 26)}C"' for index in range(arguments.num_images)]
-    replay_samples = arguments.replay_samples or max(arguments.micro_batch // len(TRAINED), 1)
-    sides = [
-        Sfumato(model, prompts, guidance, arguments.micro_batch, replay_samples),
-        Straightforward(model, prompts, guidance, arguments.micro_batch),
-    ]
-    advantages = torch.linspace(-1, 1, arguments.num_images, device=arguments.device)
+    return model, prompts, torch.linspace(-1, 1, arguments.num_images, device=device)
+
+
+def relative(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Norm of the difference by that of the second."""
+    return float((first - second).norm() / second.norm())
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Checks that both sides agree, then times them in turn."""
+    model, prompts, advantages = made(arguments)
+    sides = [Sfumato(model, prompts, arguments), Straightforward(model, prompts, arguments)]
     sampled = [side.rollout() for side in sides]
+    latents = relative(*(side.last_drawn(each) for side, each in zip(sides, sampled, strict=True)))
     pair = [gradients(model, lambda k=k: sides[k].update(sampled[k], advantages)) for k in range(2)]
-    difference = float((pair[0] - pair[1]).norm() / pair[1].norm())
+    difference = relative(*pair)
+    assert latents < 1e-4, f"the two sides make different images: {latents:.1e}"
     assert difference < 1e-3, f"the two sides compute different gradients: {difference:.1e}"
 
     ratios: dict[str, list[float]] = {"rollout": [], "update": []}
@@ -195,33 +216,84 @@ def compare(guidance: float, arguments: argparse.Namespace) -> dict[str, float]:
             for side, trajectories in zip(sides, sampled, strict=True):
                 model.denoiser.zero_grad()
                 work = side.rollout if phase == "rollout" else lambda s=side, t=trajectories: s.update(t, advantages)
-                times.append(seconds(work, arguments.device))
+                times.append(seconds(work, model.device))
             ratios[phase].append(times[1] / times[0])
-    result = {"guidance_scale": guidance, "gradient_difference": difference}
+    result = {"latent_difference": latents, "gradient_difference": difference}
     for phase, values in ratios.items():
         result[f"{phase}_speedup"] = statistics.median(values)
         result[f"{phase}_speedup_min"], result[f"{phase}_speedup_max"] = min(values), max(values)
     return result
 
 
-def main() -> None:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time, utilisation and peak memory of sfumato alone, the first round left out."""
+    model, prompts, advantages = made(arguments)
+    side, resolution = Sfumato(model, prompts, arguments), arguments.resolution
+    forward, training = (denoiser_flops(model, resolution, resolution, backward) for backward in (False, True))
+    branches = 1 if arguments.guidance == 1.0 or model.embeds_guidance else 2
+    operations = {"rollout": NUM_STEPS * branches * forward, "update": len(TRAINED) * branches * training}
+    peak = peak_flops(model.device, "bf16" if arguments.precision == "bf16" else "no", arguments.peak_tflops)
+    weights = sum(each.numel() for each in model.denoiser.parameters())
+    result: dict[str, Any] = {"parameters": weights, "images_per_pass": arguments.micro_batch}
+    result["rows_per_replay"] = side.replay_batch * len(TRAINED)
+    taken: dict[str, list[float]] = {"rollout": [], "update": []}
+    memory, sampled = {}, side.rollout()
+    work = {"rollout": side.rollout, "update": lambda: side.update(sampled, advantages)}
+    for _ in range(arguments.repeats + 1):
+        for phase, run in work.items():
+            model.denoiser.zero_grad()
+            memory_in_use()  # begins a new peak
+            taken[phase].append(seconds(run, model.device))
+            memory[phase] = memory_in_use()
+    for phase, each in operations.items():
+        per_image = statistics.median(taken[phase][1:]) / len(prompts)
+        result[f"{phase}_s_per_image"], result[f"{phase}_images_per_s"] = per_image, 1 / per_image
+        result[f"{phase}_tflops_per_s"] = each / per_image / 1e12
+        if peak is not None:
+            result[f"{phase}_mfu"] = each / per_image / peak
+        if "memory/gpu_peak_mib" in memory[phase]:
+            result[f"{phase}_gpu_peak_gib"] = memory[phase]["memory/gpu_peak_mib"] / 1024
+    return result
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-images", type=int, default=54)
-    parser.add_argument("--micro-batch", type=int, default=18, help="rows of the straightforward loop's forward passes")
+    parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument(
-        "--replay-samples",
-        type=int,
-        help="samples that sfumato replays in one pass; default: as many rows as the other",
+        "--size", choices=list(SIDES), default="small", help="real: SD3.5 medium, FLUX.1 dev, Qwen-Image"
     )
+    parser.add_argument("--measure", action="store_true", help="sfumato alone, instead of the comparison")
+    parser.add_argument("--guidance", type=float, nargs="+", help="default: the family's own")
+    parser.add_argument("--resolution", type=int, help="pixels along a side")
+    parser.add_argument("--num-images", type=int, default=54)
+    parser.add_argument("--micro-batch", type=int, default=18, help="images of one pass of the rollout")
+    parser.add_argument(
+        "--replay-samples", type=int, help="samples that are replayed in one pass; default: as many rows as a rollout's"
+    )
+    parser.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU; known GPUs have theirs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     quiet_libraries()
-    for guidance in (1.0, 4.5):
-        print(json.dumps({key: float(f"{value:.3g}") for key, value in compare(guidance, arguments).items()}))
+    arguments.resolution = arguments.resolution or SIDES[arguments.size]
+    families, scales = arguments.family, arguments.guidance
+    for family in families:
+        for guidance in scales or [FAMILIES[family].guidance]:
+            arguments.family, arguments.guidance = family, guidance
+            found = measure(arguments) if arguments.measure else compare(arguments)
+            shown = {name: value if isinstance(value, int) else float(f"{value:.3g}") for name, value in found.items()}
+            print(json.dumps({"family": family, "guidance": guidance, **shown}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sfumato.algorithms.advantages import Advantages
@@ -26,6 +25,7 @@ from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_promp
 from sfumato.errors import RewardError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.diffusion.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
@@ -34,15 +34,13 @@ from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scorer, Scores
-from sfumato.rollout.batch import RolloutBatch, SampleRequest
-from sfumato.rollout.diffusion import (
-    check_replay,
-    replay_trajectories,
-    sample_images,
-    sample_trajectories,
-    to_images,
-)
+from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
+from sfumato.rollout.costs import count_costs
+from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
+from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.monitors import group_diversity, velocity_norms
+from sfumato.rollout.prompts import check_source_images, encode_prompts, remember_prompts
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from sfumato.runtime.roles import Roles, launch_roles
 from sfumato.runtime.stream import RolloutStream
@@ -66,6 +64,23 @@ class Actor:
     checkpointer: Checkpointer
     mesh: Mesh
 
+    def resume(self) -> int:
+        """Loads the checkpoint that the configuration asks for. Returns the number of finished iterations."""
+        self.checkpointer.resume(self.state)
+        return self.state.step
+
+    def save(self) -> None:
+        """Writes a checkpoint of the finished iterations."""
+        self.checkpointer.save(self.state)
+
+    def after_step(self) -> None:
+        """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
+        self.checkpointer.after_step(self.state)
+
+    def export(self, config: DiffusionRLConfig) -> None:
+        """Writes the trained pipeline or adapter to ``hf_ckpt``."""
+        export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)
+
 
 def main(config: DiffusionRLConfig) -> None:
     mesh = build_mesh(config.train)
@@ -77,9 +92,9 @@ def main(config: DiffusionRLConfig) -> None:
     prompts = PromptLoader(train_prompts, config.rollout.num_prompts, config.rollout.n, config.train.seed)
 
     roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
-    if not config.model.keep_encoders:
-        roles.sampler.call(embed_and_free, [each.text for each in train_prompts + eval_prompts]).result()
-    start = roles.actor.call(resume).result()
+    roles.sampler.call(prepare_prompts, train_prompts + eval_prompts, config).result()
+    start = roles.actor.call(Actor.resume).result()
+    costs = roles.actor.call(lambda actor: count_costs(actor.model, config)).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream(
         roles,
@@ -104,6 +119,8 @@ def main(config: DiffusionRLConfig) -> None:
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
         for failure in scores.failures:
             run.say(f"step {step + 1}: reward failed: {failure}")
+        for note in scores.notes:
+            run.say(f"step {step + 1}: reward {note}")
 
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
@@ -111,7 +128,7 @@ def main(config: DiffusionRLConfig) -> None:
         try:
             roles.scorer.call(Scorer.check_budget, all_scores).result()
         except RewardError:
-            roles.actor.call(save).result()  # the finished iterations are not lost
+            roles.actor.call(Actor.save).result()  # the finished iterations are not lost
             raise
         group_ids = torch.tensor([group for _, groups in everyone for group in groups])
         all_advantages = config.algorithm.advantage.compute(
@@ -124,6 +141,7 @@ def main(config: DiffusionRLConfig) -> None:
 
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
+        run.count(images=len(batch), flops=costs.flops(len(batch), metrics["rows"] / mesh.data_size))
         stream.publish(version=step + 1)
         metrics |= all_scores.metrics("") | all_advantages.metrics
         records = []
@@ -135,12 +153,13 @@ def main(config: DiffusionRLConfig) -> None:
             run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
         run.log(step + 1, metrics, show=SHOWN)
         if records:
+            run.say_signs_of_hacking()
             run.write_report()
-        roles.actor.call(save_if_due).result()
+        roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
-            roles.actor.call(export, config).result()
+            roles.actor.call(Actor.export, config).result()
 
-    roles.actor.call(export, config).result()
+    roles.actor.call(Actor.export, config).result()
     roles.close()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
     if changes := run.changes("eval/reward/"):
@@ -153,6 +172,9 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    set_output(model, config.rollout.size, "rollout")
+    if config.rollout.guidance_scale_2 is not None:
+        model.set_second_guidance(config.rollout.guidance_scale_2)
     model.denoiser.eval()  # rollout and replay must be the same function
     policies = Policies(model, config.algorithm.other_policies)
     policies.parallelize(mesh, config.train)
@@ -163,27 +185,6 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     return Actor(model, policies, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
 
 
-def resume(actor: Actor) -> int:
-    """Loads the checkpoint that the configuration asks for. Returns the number of finished iterations."""
-    actor.checkpointer.resume(actor.state)
-    return actor.state.step
-
-
-def save(actor: Actor) -> None:
-    """Writes a checkpoint of the finished iterations."""
-    actor.checkpointer.save(actor.state)
-
-
-def save_if_due(actor: Actor) -> None:
-    """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
-    actor.checkpointer.after_step(actor.state)
-
-
-def export(actor: Actor, config: DiffusionRLConfig) -> None:
-    """Writes the trained pipeline or adapter to ``hf_ckpt``."""
-    export_model(actor.model, actor.state.ema, Path(config.train.output_dir) / "hf_ckpt", actor.mesh)
-
-
 def build_scorer(config: DiffusionRLConfig) -> Scorer:
     """All rewards, their engines loaded."""
     scorer = Scorer(config.reward.rewards, max_failed_fraction=config.reward.max_failed_fraction)
@@ -191,20 +192,12 @@ def build_scorer(config: DiffusionRLConfig) -> Scorer:
     return scorer
 
 
-def embed_and_free(actor: Actor, prompts: list[str]) -> None:
-    """Embeds every prompt of the run, then drops the text encoders."""
-    actor.model.remember_prompts(prompts)
-    actor.model.free_encoders()
-
-
-def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
-    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
-    groups = prompts.groups(iteration)
-    return [
-        SampleRequest(group * prompts.group_size + member, group, groups[group])
-        for group in mesh.share(len(groups))
-        for member in range(prompts.group_size)
-    ]
+def prepare_prompts(actor: Actor, prompts: list[Prompt], config: DiffusionRLConfig) -> None:
+    """Looks at what every prompt of the run needs; embeds them all where the text encoders are not kept."""
+    check_source_images(actor.model, prompts)
+    if not config.model.keep_encoders:
+        remember_prompts(actor.model, prompts, config.rollout.size)
+        actor.model.free_encoders()
 
 
 def generate(
@@ -212,13 +205,13 @@ def generate(
 ) -> RolloutBatch:
     """Samples a micro-batch, keeping what the update needs: the window's steps, or the final latents."""
     rollout, algorithm = config.rollout, config.algorithm
-    group_prompts = {each.group_id: each.prompt.text for each in requests}  # each prompt is embedded and kept once
+    group_prompts = {each.group_id: each.prompt for each in requests}  # each prompt is embedded and kept once
     guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
-    conditioning = actor.model.encode_prompts(list(group_prompts.values()), guided)
+    conditioning, sources = encode_prompts(actor.model, list(group_prompts.values()), rollout.size, guided)
     rows = [list(group_prompts).index(each.group_id) for each in requests]
     sample_ids, group_ids = zip(*((each.sample_id, each.group_id) for each in requests), strict=True)
     settings: dict[str, Any] = {
-        "size": (rollout.height, rollout.width),
+        "size": rollout.size,
         "num_steps": rollout.num_inference_steps,
         "guidance_scale": rollout.guidance_scale,
         "seed": config.train.seed,
@@ -248,7 +241,8 @@ def generate(
             )
         latents = kept.latents
     images = to_images(actor.model.decode(latents))
-    return RolloutBatch(requests, kept, conditioning, rows, images, version)
+    sources = sources and [sources[row] for row in rows]
+    return RolloutBatch(requests, kept, conditioning, rows, images, sources, latents, version)
 
 
 def score(scorer: Scorer, batch: RolloutBatch) -> Scores:
@@ -306,7 +300,7 @@ def update_policy(
     grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
     errors = {"ratio/replay_error": max(replay_errors, default=0.0)} if algorithm.objective.kind == "trajectory" else {}
     counts = {"rows": rows_total, "updates": float(len(grad_norms))}
-    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts}
+    return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts, **group_diversity(batch, mesh)}
 
 
 def trajectory_losses(
@@ -315,6 +309,7 @@ def trajectory_losses(
     """Replays the trained steps of a micro-batch."""
     algorithm, guidance = config.algorithm, config.rollout.guidance_scale
     sampled, conditioning = batch.kept, batch.row_conditioning
+    reference = None
     if "reference" in algorithm.compared:
         scale = algorithm.reference_guidance_scale or guidance
         with torch.no_grad(), actor.policies.active("reference") as model:
@@ -327,7 +322,8 @@ def trajectory_losses(
         error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
         checked = {"ratio/replay_error": torch.tensor(error)}
     losses, stats = algorithm.objective.loss(new, old, advantages.to(new.mean.device))
-    penalty = algorithm.kl.penalty(new, reference) if "reference" in algorithm.compared else None
+    stats |= velocity_norms(new.velocity, None if reference is None else reference.velocity)
+    penalty = None if reference is None else algorithm.kl.penalty(new, reference)
     return losses, penalty, {**stats, **checked}
 
 
@@ -349,6 +345,7 @@ def sample_losses(
     )
     advantages = advantages.to(noised.x0.device)
     losses, stats = algorithm.objective.loss(noised, advantages)
+    stats |= velocity_norms(noised.velocity, noised.reference_velocity)
     penalty = algorithm.kl.sample_penalty(noised, advantages) if algorithm.kl.coef > 0 else None
     return losses, penalty, stats
 
@@ -359,36 +356,27 @@ def evaluate(
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
-    images = roles.sampler.call(draw_evaluation, [prompts[index].text for index in drawn], drawn, config).result()
-    samples = [
-        Sample(image=image, prompt=prompts[index].text, metadata=prompts[index].metadata, group_id=index)
-        for index, image in zip(mine, images, strict=False)
-    ]
+    evaluated = [prompts[index] for index in drawn]
+    made, norms, cached = roles.sampler.call(draw_evaluation, evaluated, drawn, config).result()
+    samples = made[: len(mine)]
     scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
     records = [
         scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
         for row, sample in enumerate(samples)
         if sample.group_id < config.eval.num_saved
     ]
-    gathered = mesh.gather((scores, records))
-    all_scores = Scores.cat([each for each, _ in gathered])
-    return all_scores.metrics("eval/"), [record for _, some in gathered for record in some]
+    gathered = mesh.gather((scores, records, norms[: len(mine)]))
+    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | cached
+    metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
+    return metrics, [record for _, some, _ in gathered for record in some]
 
 
-def draw_evaluation(actor: Actor, prompts: list[str], ids: list[int], config: DiffusionRLConfig) -> list[np.ndarray]:
-    """One image per prompt, without noise, from the averaged weights, always from the same latents."""
-    guidance = config.rollout.guidance_scale if config.eval.guidance_scale is None else config.eval.guidance_scale
+def draw_evaluation(
+    actor: Actor, prompts: list[Prompt], ids: list[int], config: DiffusionRLConfig
+) -> tuple[list[Sample], list[float], dict[str, float]]:
+    """One image per prompt, from the averaged weights, with norms of velocities and the costs of leaving out steps."""
     with averaged_weights(actor.state.ema):
-        return sample_images(
-            actor.model,
-            actor.model.encode_prompts(prompts, guidance != 1.0),
-            ids,
-            size=(config.rollout.height, config.rollout.width),
-            num_steps=config.eval.num_inference_steps,
-            guidance_scale=guidance,
-            seed=config.eval.seed,
-            micro_batch_size=config.rollout.micro_batch_size,
-        )
+        return sample_evaluation(actor.model, prompts, ids, config)
 
 
 if __name__ == "__main__":

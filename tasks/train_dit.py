@@ -2,9 +2,10 @@
 
     bash train.sh tasks/train_dit.py configs/quickstart/pretrain.yaml --train.lr 1e-4
 
-Images with captions, or rendered words, become latents and text embeddings (online or from a cache); the denoiser
-learns the velocity eps - x0 at random noise levels. Everything random is keyed by (seed, step, sample), so a run
-does not depend on the number of processes, on the micro-batch size, or on having been interrupted.
+Images or videos with captions, or rendered words, become latents and embeddings (online or from a cache), with a
+source image where the model edits or animates one; the denoiser learns the velocity eps - x0 at random noise levels.
+Everything random is keyed by (seed, step, sample), so a run does not depend on the number of processes, on the
+micro-batch size, or on having been interrupted.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.sample_grid import choose_grid, draw_grid
 from sfumato.tracking.run import run_task, start_run
-from sfumato.tracking.samples import SampleRecord
 
 
 def main(config: TrainDitConfig) -> None:
@@ -42,6 +43,7 @@ def main(config: TrainDitConfig) -> None:
     dataset = open_image_text(config.data, config.train.seed)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    set_output(model, dataset.size, "data")
 
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
     if config.data.cache_dir is None:
@@ -50,8 +52,9 @@ def main(config: TrainDitConfig) -> None:
         with mesh.first_rank_first():
             encoder = open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
     loader = IndexLoader.from_config(len(dataset), config.train, mesh)
-    grid_prompts = config.sample.prompts or dataset.example_captions(config.sample.num_prompts)
-    model.remember_prompts(grid_prompts)
+    grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
+    model.remember_prompts(grid_prompts, grid_sources)
+    sample_flops = denoiser_flops(model, config.data.height, config.data.width)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -61,14 +64,13 @@ def main(config: TrainDitConfig) -> None:
     state = TrainState(model.denoiser, optimizer, schedule, ema)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
-    image_flops = denoiser_flops(model, config.data.height, config.data.width)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
     for step, index_batches in loader.steps(from_step=state.step):
         with run.timed("data"):
             batches = [encoder.batch(each) for each in index_batches]
         own_images = sum(batch.num_images for batch in batches)
-        run.count(images=own_images, flops=own_images * image_flops)
+        run.count(images=own_images, flops=own_images * sample_flops)
         num_images = mesh.sum(own_images)
         total_loss = 0.0
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
@@ -92,7 +94,7 @@ def main(config: TrainDitConfig) -> None:
         every = config.sample.every_steps
         if state.step == loader.total_steps or (every and state.step % every == 0):
             with run.timed("sample"), averaged_weights(ema):
-                run.save_samples(state.step, draw_grid(model, grid_prompts, config, state.step))
+                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
         metrics = {"loss": mesh.sum(total_loss), "grad_norm": grad_norm, "lr": lr, "images": num_images}
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
@@ -118,26 +120,6 @@ def denoising_losses(
     conditioning = batch.conditioning.without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
     return flow_matching_loss(velocity, batch.latents, noise) * model.loss_weight(sigma)
-
-
-def draw_grid(model: DiffusionModel, prompts: list[str], config: TrainDitConfig, step: int) -> list[SampleRecord]:
-    """One image per prompt, always from the same latents."""
-    images = sample_images(
-        model,
-        model.encode_prompts(prompts),
-        sample_ids=list(range(len(prompts))),
-        size=(config.data.height, config.data.width),
-        num_steps=config.sample.num_inference_steps,
-        guidance_scale=config.sample.guidance_scale,
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-    )
-    return [
-        SampleRecord(
-            content=image, kind="eval", prompt=prompt, seed=config.train.seed, sample_id=index, policy_version=step
-        )
-        for index, (image, prompt) in enumerate(zip(images, prompts, strict=True))
-    ]
 
 
 if __name__ == "__main__":

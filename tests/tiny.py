@@ -61,17 +61,23 @@ def tiny_pipeline_description() -> dict[str, Any]:
     }
 
 
-def write_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
-    """Saves the tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
+def write_tiny_pipeline(folder: Path, seed: int = 0, described: dict[str, Any] | None = None, tokens: int = 7) -> Path:
+    """Saves a tiny pipeline as a diffusers folder and returns it; one that is there already is left alone.
 
     What starts at zero (output projection, modulations) gets small random weights: as in a trained model, gradients
     then reach every layer from the first step.
+
+    Args:
+        folder: where to.
+        seed: of the weights.
+        described: the pipeline, such as those of ``tests/tiny_families.py``.
+        tokens: model.max_sequence_length.
     """
     if not (folder / "model_index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         description = folder.with_name(f"{folder.name}.yaml")
-        description.write_text(yaml.safe_dump(tiny_pipeline_description()), encoding="utf-8")
-        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=7), seed=seed)
+        description.write_text(yaml.safe_dump(described or tiny_pipeline_description()), encoding="utf-8")
+        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=tokens), seed=seed)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.denoiser.parameters():
             if not parameter.any():
@@ -89,6 +95,12 @@ def tiny_dit_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
         "sample": {"num_prompts": 2, "num_inference_steps": 2, "guidance_scale": 1.0},
     }
     return merge(base, overrides)
+
+
+def tiny_dit_dpo_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_dit_dpo.py`` run of 6 steps of 4 glyph pairs, with 4 held-out ones; in ``tmp_path/run``."""
+    own = {"dpo": {"beta": 100.0}, "eval": {"every_steps": 3, "num_rows": 4}}
+    return merge(tiny_dit_config(tmp_path), merge(own, overrides))
 
 
 def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:

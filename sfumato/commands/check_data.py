@@ -11,7 +11,11 @@ import numpy as np
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.data.encoded import Dataset
+from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import check_prompts, load_prompts
@@ -112,17 +116,20 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
 
 
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
-    """Looks at images with captions. Raises as ``check_text_data``."""
-    dataset = open_image_text(config.data, config.train.seed)
-
-    def look(index: int, findings: SourceFindings) -> None:
-        dataset.caption(index)
-        dataset.pixels(index)
-
-    found = DataFindings([_look_at(config.data.train_path or "glyphs", dataset, look)])
+    """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
+    data, seed, held_out = config.data, config.train.seed, None
+    if isinstance(config, TrainDitDpoConfig):
+        dataset: Dataset = open_image_pairs(data, seed, lambda text: None)
+        held_out = open_held_out_pairs(data, seed, config.eval.num_rows)
+    else:
+        dataset = open_image_text(data, seed)
+    found = DataFindings([_look_at_images(data.train_path or "glyphs", dataset)])
+    if held_out is not None:
+        found.validation = [_look_at_images(data.eval_path or "glyphs", held_out)]
     with pretended_mesh(layout) as mesh:
         loader = IndexLoader.from_config(len(dataset), config.train, mesh)
-    found.num_steps, found.images_per_step = loader.total_steps, loader.global_batch_size
+    found.num_steps = loader.total_steps
+    found.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
     return found
 
 
@@ -133,6 +140,9 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     for split, listed in (("train", found.training), ("eval", found.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
         check_prompts(prompts, [each.check_row for each in config.reward.rewards])
+        for prompt in prompts:
+            if prompt.source is not None:
+                prompt.check_source()
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return found
@@ -158,6 +168,16 @@ def _look_at_text(name: str, rows: Rows, transform: TextTransform) -> SourceFind
             findings.num_learned += sum(int(each.learned.sum()) for each in sample.documents)
 
     return _look_at(name, rows, look)
+
+
+def _look_at_images(name: str, dataset: Dataset) -> SourceFindings:
+    def look(index: int, findings: SourceFindings) -> None:
+        dataset.caption(index)
+        pixels = dataset.pixels(index)
+        if not isinstance(dataset, GlyphDataset) and dataset.has_source(index):
+            dataset.source(index, pixels)
+
+    return _look_at(name, dataset, look)
 
 
 def _look_at(name: str, rows: Any, look: Callable[[int, SourceFindings], None]) -> SourceFindings:

@@ -12,11 +12,13 @@ from sfumato.algorithms.decay import FROZEN
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError, UserError
+from sfumato.models.diffusion.output import set_output
 from sfumato.models.flops import FlopCount
 from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.planned import (
@@ -117,10 +119,16 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
+    size = (section.height, section.width)
+    set_output(model, (*size, section.num_frames), "rollout" if isinstance(config, DiffusionRLConfig) else "data")
+    is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
-        "rows": train.micro_batch_size,
-        "size": (config.data.height, config.data.width) if not isinstance(config, DiffusionRLConfig) else None,
+        "rows": train.micro_batch_size * (2 if is_dpo else 1),
+        "size": size,
         "keep_encoders": config.model.keep_encoders,
+        "has_reference": is_dpo,
+        "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):
         rollout, algorithm = config.rollout, config.algorithm
@@ -129,7 +137,6 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
         settings |= {
             "rows": train.micro_batch_size * algorithm.rows_per_sample(rollout.num_inference_steps),
-            "size": (rollout.height, rollout.width),
             "guidance_scale": rollout.guidance_scale if algorithm.objective.kind == "trajectory" else 1.0,
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,

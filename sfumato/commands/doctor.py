@@ -23,10 +23,14 @@ State = Literal["ok", "missing", "broken"]
 
 EXTRAS = {
     "rapidocr": ("the OCR reward", "pip install rapidocr onnxruntime"),
+    "opencv-python-headless": ("files of videos", "pip install opencv-python-headless"),
     "wandb": ("train.trackers: wandb", "pip install wandb"),
     "swanlab": ("train.trackers: swanlab", "pip install swanlab"),
     "mlflow": ("train.trackers: mlflow", "pip install mlflow"),
     "trackio": ("train.trackers: trackio", "pip install trackio"),
+    "msgpack": ("the reward server and type: remote", "pip install msgpack"),
+    "starlette": ("the reward server", "pip install starlette"),
+    "uvicorn": ("the reward server", "pip install uvicorn"),
     "torchao": ("train.optimizer: adamw8bit", "pip install torchao"),
     "flash-attn": ("model.attention: flash_attention_2", "pip install flash-attn --no-build-isolation"),
     "ray": ("several pools of processes", "pip install ray"),
@@ -121,7 +125,7 @@ def _package(requirement: Requirement) -> Finding:
 
 def _imports(package: str) -> str:
     """What goes wrong when a package is imported; empty when nothing does."""
-    names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn"}
+    names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn", "opencv-python-headless": "cv2"}
     return _attempt(lambda: importlib.import_module(names.get(package, package)))
 
 

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
@@ -21,6 +21,9 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    usage: ClassVar[str] = "bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]"
+    """The command that a configuration of this kind is for."""
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class PromptDataConfig(Section):
     """Prompts of the evaluation, in the same format."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
+    source_image_key: str = "source_image"
+    """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
     glyphs: GlyphConfig = GlyphConfig()
     """Words when data_type is glyphs."""
 
@@ -50,16 +52,31 @@ class RolloutConfig(Section):
     """Height of the images in pixels."""
     width: int = Field(512, ge=8)
     """Width of the images in pixels."""
+    num_frames: int = Field(1, ge=1)
+    """Frames of a video; 1 makes images."""
     num_inference_steps: int = Field(10, ge=2)
     """Denoising steps during training."""
     guidance_scale: float = Field(4.5, ge=0)
     """Classifier-free guidance in rollout and replay; 1 is none and halves the cost."""
+    guidance_scale_2: float | None = Field(None, ge=0)
+    """Guidance of the second of two transformers (Wan 2.2, low noise levels), evaluation included; null is the same."""
     same_latent: bool = False
     """Start all samples of a group from the same latent, so that only the SDE noise tells them apart."""
     with_reward: bool = True
     """Score finished micro-batches while the next ones are generated; false scores after generation."""
     hybrid_engine: Literal[True] = True
     """The sampler is the actor: same process, same weights. Separate pools need the Ray runtime."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width and frames of a sample."""
+        return self.height, self.width, self.num_frames
+
+    @model_validator(mode="after")
+    def _guidance_fits(self) -> RolloutConfig:
+        if self.guidance_scale_2 is not None and self.guidance_scale == 1.0:
+            raise ValueError("rollout.guidance_scale_2 means nothing when rollout.guidance_scale is 1: remove it")
+        return self
 
 
 class RewardConfig(Section):
@@ -207,6 +224,9 @@ class EvalConfig(Section):
     """Guidance of the evaluation; null takes the rollout's."""
     num_saved: int = Field(12, ge=0)
     """Evaluation images kept at each evaluation, for the report."""
+    step_cache: float = Field(0.0, ge=0)
+    """Threshold of MagCache (arXiv 2506.09045), which leaves out denoising steps that change little, here and not in
+    training; its authors take 0.06 to 0.24, and 0 computes every step."""
     seed: int = Field(1234, ge=0)
     """Seed of the evaluation's latents."""
 
@@ -270,6 +290,8 @@ class DiffusionRLConfig(Section):
                 f"reward {groupwise[0]!r} scores whole groups, so rollout.micro_batch_size "
                 f"{self.rollout.micro_batch_size} must be a multiple of rollout.n {self.rollout.n}"
             )
+        for reward in self.reward.rewards if self.rollout.num_frames > 1 else ():
+            reward.check_video()
         return self
 
     @model_validator(mode="after")

@@ -11,15 +11,15 @@ from sfumato.config.base import Section
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
 
-class ImageTextDataConfig(Section):
-    """Images with captions."""
+class ImageDataConfig(Section):
+    """Images or videos for captions: what all tasks that train on given ones share."""
 
     data_type: Literal["image_text", "glyphs"] = "image_text"
     """image_text reads train_path; glyphs renders words in code."""
     train_path: str | None = None
     """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
-    image_key: str = "image"
-    """Column of the image: a path relative to the file, or in parquet the bytes."""
+    source_image_key: str = "source_image"
+    """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
     text_key: str = "text"
     """Column of the caption."""
     glyphs: GlyphConfig = GlyphConfig()
@@ -28,6 +28,8 @@ class ImageTextDataConfig(Section):
     """Height of the training images in pixels."""
     width: int = Field(512, ge=8)
     """Width of the training images in pixels."""
+    num_frames: int = Field(1, ge=1)
+    """Frames that are taken of each video, at even distances; 1 reads images."""
     crop: Literal["center", "none"] = "center"
     """center scales the shorter side and cuts the rest; none stretches the image."""
     max_bad_rows: int = Field(0, ge=0)
@@ -36,12 +38,19 @@ class ImageTextDataConfig(Section):
     """Folder for latents and text embeddings, computed once before training; null encodes online."""
 
     @model_validator(mode="after")
-    def _has_source(self) -> ImageTextDataConfig:
-        if self.data_type == "image_text" and self.train_path is None:
-            raise ValueError("data.train_path is required when data.data_type is image_text")
+    def _has_source(self) -> ImageDataConfig:
+        if self.data_type != "glyphs" and self.train_path is None:
+            raise ValueError(f"data.train_path is required when data.data_type is {self.data_type}")
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
         return self
+
+
+class ImageTextDataConfig(ImageDataConfig):
+    """Images or videos with captions."""
+
+    image_key: str = "image"
+    """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
 
 
 class FlowConfig(Section):
@@ -63,7 +72,7 @@ class SampleConfig(Section):
     """Sample grids during training: fixed prompts and seeds, no noise after the first latent."""
 
     prompts: list[str] = []
-    """Prompts of the grid; empty takes captions of the data (for glyphs: held-out words)."""
+    """Prompts of the grid, edits of the data's first source images; empty takes captions of the data."""
     num_prompts: int = Field(8, ge=1)
     """How many captions are taken when prompts is empty."""
     every_steps: int = Field(0, ge=0)
@@ -126,7 +135,15 @@ class TrainAutoencoderConfig(Section):
     """Weight of the KL term (mean over latent elements) that keeps latents near a standard normal distribution."""
 
     @model_validator(mode="after")
+    def _is_trained(self) -> TrainAutoencoderConfig:
+        if self.model.offload_idle:
+            raise ValueError("model.offload_idle would put the autoencoder aside, which is trained here: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _data_parallel(self) -> TrainAutoencoderConfig:
         if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
             raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")
+        if self.data.num_frames > 1:
+            raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
         return self

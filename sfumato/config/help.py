@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from sfumato.config.base import Section, Variant, find_variants
 
-USAGE = """usage: bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]
+USAGE = """usage: {command}
 
 The YAML file comes first; dotted overrides of any field follow. Values are read as YAML.
 """
@@ -24,7 +24,7 @@ The YAML file comes first; dotted overrides of any field follow. Values are read
 def format_help(schema: type[Section]) -> str:
     """Help text of a configuration: one entry per field, variants listed with their own fields."""
     summary = inspect.cleandoc(schema.__doc__ or "")
-    return "\n".join([USAGE, summary, "", *_section_lines(schema, "", schema.presets({}))])
+    return "\n".join([USAGE.format(command=schema.usage), summary, "", *_section_lines(schema, "", schema.presets({}))])
 
 
 def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]) -> list[str]:

@@ -135,6 +135,27 @@ DIFFUSION_RECIPES: dict[str, dict[str, Any]] = {
         "objective": {"type": "dppo", "kl_threshold": 1e-5},
         "kl": _NO_KL,
     },
+    # DDPO, arXiv 2305.13301, for Stable Diffusion 1.5: 50 steps of DDIM with eta 1, guidance 5; ddpo-pytorch
+    # config/base.py and dgx.py: LoRA, lr 1e-4, or all weights, lr 3e-5. Its statistics of each prompt are those of its
+    # last 16 samples; here those of the iteration's, so take groups of 16
+    "ddpo": {
+        "dynamics": {"type": "ddim", "eta": 1.0},
+        "window": {"type": "all"},
+        "advantage": {"type": "group", "std": "group", "clip": 10.0, "eps": 1e-6},
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": _NO_KL,
+    },
+    # DPOK, arXiv 2305.16381, for Stable Diffusion 1.5; google-research dpok/train_online_pg.py and README: 50 steps of
+    # DDIM with eta 1, guidance 7.5, LoRA rank 4, lr 1e-5, max_grad_norm 0.1. Weights 10 of the reward (less a learned
+    # value, here the group's mean) and 0.01 of the KL make a coef of 0.001; for many prompts 1000 and 0.1 make 0.0001.
+    # The KL is the paper's, of the steps; the code takes the squared difference of the predicted noise for it
+    "dpok": {
+        "dynamics": {"type": "ddim", "eta": 1.0},
+        "window": {"type": "all"},
+        "advantage": {"type": "group", "std": "none", "clip": 5.0},
+        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
+        "kl": {"type": "gaussian", "coef": 0.001},
+    },
     # From here on objectives on final samples.
     # DiffusionNFT, arXiv 2509.16117; config/nft.py, sd3_geneval and sd3_pickscore: 10 steps, guidance 1, 48 groups of
     # 24, LoRA 32 / 64, lr 3e-4. OCR: beta 0.1 and old {slope 0.0075, limit 0.999, start 75}; several rewards: beta 0.1

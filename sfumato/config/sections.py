@@ -37,6 +37,8 @@ class ModelConfig(Section):
     """Folder of a diffusers pipeline (with model_index.json)."""
     config_path: str | None = None
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
+    family: str | None = None
+    """Class of a model family that is not part of sfumato, my_module:MyFamily; null goes by the pipeline's class."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights of the denoiser."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -46,6 +48,8 @@ class ModelConfig(Section):
     Diffusion 3."""
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
+    offload_idle: bool = False
+    """Keep text encoders and autoencoder in CPU memory except while they work, to and fro each time."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

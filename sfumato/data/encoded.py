@@ -1,4 +1,4 @@
-"""Latents and text embeddings of image-text rows: encoded as they are needed, or once into a cache on disk."""
+"""Latents and embeddings of rows of images or videos: encoded as they are needed, or once into a cache on disk."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_pairs import PairDataset
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
-from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.conditioning import Conditioning, image_digest
 
-Dataset = ImageTextDataset | GlyphDataset
+Dataset = ImageTextDataset | GlyphDataset | PairDataset
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,22 @@ class EncodedBatch:
     """What a flow-matching step trains on."""
 
     latents: torch.Tensor
-    """float32 ``[B, *latent_shape]``."""
+    """float32 ``[B, *latent_shape]``; of pairs ``[B, 2, *latent_shape]``."""
     conditioning: Conditioning
     """B rows, with the empty prompt as negative."""
     sample_ids: list[int]
     """B positions in the stream, from which noise is keyed; broken rows are missing."""
     num_images: int
-    """B; 0 for a placeholder that takes the place of a batch of which no row could be read: ranks compute together."""
+    """B, a pair counting as one; 0 for a placeholder in the place of a batch of which no row could be read: ranks
+    compute together."""
 
 
 def read_pixels(
-    dataset: Dataset, index_batch: IndexBatch, bad_rows: BadRows, captions: list[str] | None = None
+    dataset: Dataset,
+    index_batch: IndexBatch,
+    bad_rows: BadRows,
+    captions: list[str] | None = None,
+    sources: list[np.ndarray] | None = None,
 ) -> tuple[torch.Tensor, list[int]] | None:
     """Reads the images of a batch, leaving broken rows out.
 
@@ -46,14 +54,17 @@ def read_pixels(
         dataset, index_batch: which rows of what.
         bad_rows: takes note of broken rows, or raises their DataError.
         captions: if given, the captions of the rows that could be read are appended to it.
+        sources: if given, the same with their source images, uint8 ``[H, W, 3]``.
 
     Returns:
-        uint8 ``[B, 3, H, W]`` and the B sample ids; None when no row could be read.
+        uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``, and the B sample ids; None when
+        no row could be read.
     """
     pixels, sample_ids = [], []
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
         try:
             row, caption = dataset.pixels(index), "" if captions is None else dataset.caption(index)
+            source = None if sources is None else dataset.source(index, row)
         except DataError as error:
             bad_rows.add(index, error)
             continue
@@ -61,7 +72,14 @@ def read_pixels(
         sample_ids.append(sample_id)
         if captions is not None:
             captions.append(caption)
+        if source is not None:
+            sources.append(source)
     return (torch.stack(pixels), sample_ids) if pixels else None
+
+
+def embed_nothing(model: DiffusionModel, size: Sequence[int]) -> Conditioning:
+    """Conditioning of one row on the empty prompt, and on a black image if the model takes one."""
+    return model.encode_prompts([""], images=model.blank_images(1, *size[:2]))
 
 
 class OnlineEncoder:
@@ -73,18 +91,33 @@ class OnlineEncoder:
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         """The encoded rows that can be read."""
         captions: list[str] = []
-        rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions)
+        sources: list[np.ndarray] | None = [] if self.model.takes_image else None
+        rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions, sources)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
-            latents = torch.zeros(1, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
-            return EncodedBatch(latents, self.model.encode_prompts([""]), index_batch.sample_ids[:1], num_images=0)
+            pair = (2,) if self.dataset.is_paired else ()
+            latents = torch.zeros(1, *pair, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
+            nothing = embed_nothing(self.model, self.dataset.size)
+            return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], num_images=0)
         pixels, sample_ids = rows
-        conditioning = self.model.encode_prompts(captions)
-        return EncodedBatch(self.model.encode_pixels(pixels), conditioning, sample_ids, len(sample_ids))
+        conditioning = self.model.encode_prompts(captions, images=sources)
+        latents = encode_rows(self.dataset, self.model, pixels)
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids))
+
+
+def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs, of the pixels of B rows."""
+    if not dataset.is_paired:
+        return model.encode_pixels(pixels)
+    return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
+
+
+OF_ROWS = ("latents", "captions", "negatives")
+"""What a cache holds of each row: latents, the number of its embedding, and with a source image of its negative."""
 
 
 class LatentCache:
-    """Latents and embeddings as memory-mapped files; each distinct caption is stored once."""
+    """Latents and embeddings as memory-mapped files; each distinct caption, with its source image, is stored once."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Opens a finished cache. Raises DataError when a file is missing, damaged or of the wrong size."""
@@ -104,11 +137,14 @@ class LatentCache:
         if num_images == 0:  # the first row's zeros with the empty prompt
             kept[0], captions[0] = True, 0
         rows = torch.tensor(index_batch.indices)[kept]
-        names = [name for name in self._tensors if name not in {"latents", "captions"}]
+        names = [name for name in self._tensors if name not in OF_ROWS]
         stored = {name: self._tensors[name] for name in names}
+        own_negative = "negatives" in self._tensors
+        negatives = self._tensors["negatives"][rows] if own_negative else slice(1)  # caption 0 is the empty prompt
         conditioning = Conditioning(
             {name: each[captions[kept]] for name, each in stored.items()},
-            {name: each[:1] for name, each in stored.items()},  # caption 0 is the empty prompt
+            {name: each[negatives] for name, each in stored.items()},
+            own_negative,
         )
         sample_ids = [each for each, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
         latents = self._tensors["latents"][rows].to(self.device)
@@ -120,7 +156,7 @@ def open_cache(
     dataset: Dataset,
     model: DiffusionModel,
     bad_rows: BadRows,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     watch: Callable[[Iterable[int], int], Iterable[int]] | None = None,
 ) -> LatentCache:
     """Opens the cache of a dataset and a model, making it first if it is not there.
@@ -129,7 +165,7 @@ def open_cache(
         cache_dir: folder of all caches; each (data, model) has its own inside, so a stale one is never used.
         dataset, model: what is encoded, and by what.
         bad_rows: what to do with broken rows.
-        batch_size: images encoded together.
+        batch_size: images or videos encoded together; None is 64 frames.
         watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
 
     Raises:
@@ -140,6 +176,7 @@ def open_cache(
         building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
+        batch_size = batch_size or max(64 // dataset.size[2], 1)
         _build(building, dataset, model, bad_rows, batch_size, watch or (lambda starts, _count: starts))
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
@@ -158,33 +195,41 @@ def _build(
     watch: Callable[[Iterable[int], int], Iterable[int]],
 ) -> None:
     writer = _Writer(folder)
-    number_of = {"": 0}
     model.forget_prompts()
-    writer.add({name: each[0] for name, each in model.encode_prompts([""]).tensors.items()})
+    writer.add({name: each[0] for name, each in embed_nothing(model, dataset.size).tensors.items()})
+    number_of = {("", ""): 0}
     starts = range(0, len(dataset), batch_size)
     broken = []
     for start in watch(starts, len(starts)):
         indices = range(start, min(start + batch_size, len(dataset)))
-        images, captions = {}, {}
+        images, captions, sources = {}, {}, {}
         for index in indices:
             try:
-                images[index], captions[index] = dataset.pixels(index), dataset.caption(index)
+                pixels, caption = dataset.pixels(index), dataset.caption(index)
+                sources[index] = dataset.source(index, pixels) if model.takes_image else None
+                images[index], captions[index] = pixels, caption
             except DataError as error:
                 bad_rows.add(index, error)
                 broken.append((index, str(error)))
-        new = [each for each in dict.fromkeys(captions.values()) if each not in number_of]
+        digests = {index: image_digest(sources[index]) for index in images}
+        wanted = {(captions[index], digests[index]): sources[index] for index in images}
+        wanted |= {("", digests[index]): sources[index] for index in images}  # the empty prompt goes with each image
+        new = {key: source for key, source in wanted.items() if key not in number_of}
         if new:
-            embedded = model.encode_prompts(new, with_negative=False).tensors
-            for row, caption in enumerate(new):
-                number_of[caption] = len(number_of)
+            given = list(new.values()) if model.takes_image else None
+            embedded = model.encode_prompts([caption for caption, _ in new], False, given).tensors
+            for row, key in enumerate(new):
+                number_of[key] = len(number_of)
                 writer.add({name: each[row] for name, each in embedded.items()})
             model.forget_prompts()
-        latents = model.encode_pixels(torch.stack(list(images.values()))) if images else None
+        latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
         position = {index: row for row, index in enumerate(images)}
         for index in indices:
             row = position.get(index)
-            number = -1 if row is None else number_of[captions[index]]
+            number = -1 if row is None else number_of[captions[index], digests[index]]
             writer.add({"captions": torch.tensor(number)})
+            if model.takes_image:
+                writer.add({"negatives": torch.tensor(0 if row is None else number_of["", digests[index]])})
             if latents is not None:
                 writer.add({"latents": latents[row] if row is not None else torch.zeros_like(latents[0])})
             elif "latents" not in writer.specs:
@@ -248,7 +293,9 @@ def _fingerprint(dataset: Dataset, model: DiffusionModel) -> str:
     digest.update(dataset.fingerprint().encode())
     size = model.probe_size
     probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
-    outputs = [model.encode_pixels(probe), *model.encode_prompts(["a probe"], with_negative=False).tensors.values()]
+    image = probe[0].permute(1, 2, 0).numpy()
+    embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None)
+    outputs = [model.encode_pixels(probe), *embedded.tensors.values()]
     for each in outputs:
         digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
         digest.update(each.detach().cpu().float().numpy().tobytes())

@@ -1,49 +1,59 @@
-"""Rendered words with captions: a text-to-image task that needs no download and can be verified by OCR."""
+"""Rendered words with captions: a task that needs no download and can be verified by OCR.
+
+The source image of an edit shows another word; in a video the word moves from left to right.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.sections import GlyphConfig
-from sfumato.errors import DataError
+from sfumato.errors import ConfigError, DataError
+
+MOST_DRAWS = 10_000
+"""Random words that are tried before it is said that there are none."""
 
 
 class GlyphDataset:
     """Images of single words, black on white; image i is a function of (seed, i).
 
-    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears.
+    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears; with ``held_out``
+    no other words do.
     """
 
-    def __init__(self, config: GlyphConfig, height: int, width: int, seed: int) -> None:
-        self.config = config
+    is_paired: ClassVar[bool] = False
+
+    def __init__(
+        self, config: GlyphConfig, height: int, width: int, seed: int, num_frames: int = 1, held_out: bool = False
+    ) -> None:
+        self.config, self.held_out = config, held_out
         self.height, self.width = height, width
-        self.size = (height, width)
+        self.size = (height, width, num_frames)
         self.seed = seed
 
     def __len__(self) -> int:
         return self.config.num_images
-
-    @cached_property
-    def _fonts(self) -> dict[int, object]:
-        from PIL import ImageFont
-
-        return {size: ImageFont.load_default(size) for size in self.config.font_sizes}
 
     def caption(self, index: int) -> str:
         """Caption of image ``index``."""
         return caption_of(self._word(index)[0], self.config)
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Image ``index``: uint8 ``[3, height, width]``."""
+        """Image ``index``: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``."""
         word, generator = self._word(index)
-        size = self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)]
-        shift = [_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2)]
-        return render_word(word, self._fonts[size], self.height, self.width, shift)
+        return self._render([word], generator)[0]
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """The first frame of a video; for an image, another word: uint8 ``[height, width, 3]``."""
+        if pixels.ndim == 4:
+            return pixels[:, 0].permute(1, 2, 0).numpy()
+        return source_image(self._word(index)[0], self.config, *self.size[:2])
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -53,16 +63,58 @@ class GlyphDataset:
         """Captions of ``count`` held-out words, for sample grids."""
         return [caption_of(word, self.config) for word in held_out_words(self.config, count)]
 
+    def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
+        """Captions of ``count`` held-out words with the source images of their edits."""
+        words = held_out_words(self.config, count)
+        return [(caption_of(each, self.config), source_image(each, self.config, *self.size[:2])) for each in words]
+
     def fingerprint(self) -> str:
         """Identifies the images, for caches."""
-        return f"{self.config.model_dump_json()}|{self.height}x{self.width}|{self.seed}"
+        size = "x".join(map(str, self.size))
+        return f"{self.config.model_dump_json()}|{size}|{self.seed}"
 
     def _word(self, index: int) -> tuple[str, torch.Generator]:
         generator = keyed_generator(self.seed, "glyph", index)
-        while True:
+        return self._draw(generator), generator
+
+    def _draw(self, generator: torch.Generator, other_than: str = "") -> str:
+        for _ in range(MOST_DRAWS):
             word = _draw_word(generator, self.config)
-            if not is_held_out(word, self.config):
-                return word, generator
+            if is_held_out(word, self.config) == self.held_out and word != other_than:
+                return word
+        kind = "held-out" if self.held_out else "training"
+        few = f"fewer than {2 if other_than else 1} {kind} words"
+        raise ConfigError(f"data.glyphs: there are {few}; change held_out, length or characters")
+
+    def _render(self, words: list[str], generator: torch.Generator) -> torch.Tensor:
+        """Words in one size and place: uint8 ``[N, 3, height, width]``, or of videos ``[N, 3, F, height, width]``."""
+        font = default_font(self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)])
+        x, y = (_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
+        if self.size[2] == 1:
+            return torch.stack([render_word(each, font, self.height, self.width, [x, y]) for each in words])
+        places = [[x + round(move), y] for move in np.linspace(-self.width / 8, self.width / 8, self.size[2])]
+        videos = [[render_word(each, font, self.height, self.width, place) for place in places] for each in words]
+        return torch.stack([torch.stack(frames, dim=1) for frames in videos])
+
+
+class GlyphPairs(GlyphDataset):
+    """Pairs of images or videos for one caption: the word that it names, and another one in the same size and place."""
+
+    is_paired: ClassVar[bool] = True
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """Pair ``index``, the right word first: uint8 ``[2, ...]``, each as ``GlyphDataset`` has it."""
+        right, generator = self._word(index)
+        wrong = self._draw(keyed_generator(self.seed, "wrong glyph", index), other_than=right)
+        return self._render([right, wrong], generator)
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """What both are made from, as in ``GlyphDataset``; of videos the right one's first frame."""
+        return super().source(index, pixels[0])
+
+    def fingerprint(self) -> str:
+        """Identifies the images, for caches."""
+        return f"pairs|{super().fingerprint()}|{self.held_out}"
 
 
 def render_word(word: str, font: object, height: int, width: int, shift: list[int]) -> torch.Tensor:
@@ -76,6 +128,24 @@ def render_word(word: str, font: object, height: int, width: int, shift: list[in
     y = (height - (bottom - top)) / 2 - top + shift[1]
     draw.text((x, y), word, font=font, fill=0)
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+@functools.cache
+def default_font(size: int) -> object:
+    """Pillow's own font."""
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+def source_image(word: str, config: GlyphConfig, height: int, width: int) -> np.ndarray:
+    """An image of another word, from which an edit to ``word`` starts: uint8 ``[height, width, 3]``."""
+    generator = keyed_generator(0, f"glyph source {word}")
+    other = word
+    while other == word:
+        other = _draw_word(generator, config)
+    pixels = render_word(other, default_font(config.font_sizes[0]), height, width, [0, 0])
+    return pixels.permute(1, 2, 0).contiguous().numpy()
 
 
 def caption_of(word: str, config: GlyphConfig) -> str:

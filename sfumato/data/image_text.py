@@ -1,30 +1,44 @@
-"""Images with captions from .jsonl, .parquet or a folder, read at random and checked row by row."""
+"""Images or videos with captions, and perhaps with the images they are made from, read at random and checked by row."""
 
 from __future__ import annotations
 
-import io
 import json
-import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from sfumato.config.dit import ImageTextDataConfig
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.rows import Rows, file_fingerprint, open_rows, read_text, text_field
+from sfumato.data.pictures import (
+    ANIMATION_ENDINGS,
+    IMAGE_ENDINGS,
+    VIDEO_ENDINGS,
+    find_file,
+    find_frames,
+    fitted,
+    read_frames,
+    read_image,
+)
+from sfumato.data.rows import FiledRows, file_fingerprint, open_rows, read_text, text_field
 from sfumato.errors import DataError
 
-IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+if TYPE_CHECKING:
+    from PIL import Image
+
+KEYS = ("image_key", "text_key", "source_image_key")
+
+Item = TypeVar("Item")
 
 
 class FolderRows:
-    """A folder of images, each with its caption in a .txt file of the same name."""
+    """A folder of images or videos, each with its caption in a .txt file of the same name."""
 
-    def __init__(self, folder: Path, image_key: str, text_key: str) -> None:
-        self.folder, self.image_key, self.text_key = folder, image_key, text_key
-        self._files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    def __init__(self, folder: Path, image_key: str, text_key: str, endings: set[str] = IMAGE_ENDINGS) -> None:
+        self.root, self.image_key, self.text_key = folder, image_key, text_key
+        self._files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -35,11 +49,14 @@ class FolderRows:
             raise DataError(
                 f"{self.describe(index)}: no caption: {caption} does not exist (and there is no metadata.jsonl)"
             )
-        image = str(self._files[index].relative_to(self.folder))
+        image = str(self._files[index].relative_to(self.root))
         return {self.image_key: image, self.text_key: read_text(caption).strip()}
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
+
+    def folder(self, index: int) -> Path:
+        return self.root
 
     def fingerprint(self) -> str:
         """Every image and every caption there is, with size and time."""
@@ -47,18 +64,23 @@ class FolderRows:
 
 
 class ImageTextDataset:
-    """Images with captions from a file or folder, resized to one size."""
+    """Images or videos with captions from a file or folder, resized to one size."""
 
-    def __init__(self, config: ImageTextDataConfig) -> None:
-        """Opens the source. Raises DataError when it is missing or empty."""
+    is_paired: ClassVar[bool] = False
+
+    def __init__(self, config: ImageTextDataConfig, rows: FiledRows | None = None) -> None:
+        """Opens the source, or takes ``rows`` of it that are open. Raises DataError when it is missing or empty."""
         self.config = config
-        self.size = (config.height, config.width)
+        self.size = (config.height, config.width, config.num_frames)
         path = Path(str(config.train_path))
-        self.root = path if path.is_dir() else path.parent
-        if path.is_dir() and not (path / "metadata.jsonl").is_file():
-            self.rows: Rows = FolderRows(path, config.image_key, config.text_key)
+        if rows is not None:
+            self.rows = rows
+        elif path.is_dir() and not (path / "metadata.jsonl").is_file():
+            endings = IMAGE_ENDINGS if config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
+            self.rows = FolderRows(path, config.image_key, config.text_key, endings)
             if len(self.rows) == 0:
-                raise DataError(f"data.train_path: {path} holds no images ({', '.join(sorted(IMAGE_ENDINGS))})")
+                kind = "images" if config.num_frames == 1 else "videos"
+                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(endings))})")
         else:
             source = path / "metadata.jsonl" if path.is_dir() else path
             self.rows = open_rows(source, config.text_key, "data.train_path")
@@ -75,39 +97,48 @@ class ImageTextDataset:
         return text_field(self.rows[index], self.config.text_key, self.describe(index))
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Image of a row: uint8 ``[3, height, width]``. Raises DataError that names row and file."""
-        from PIL import Image, ImageOps
+        """Image of a row: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``.
 
-        row, where = self.rows[index], self.describe(index)
-        source = self._source(row, where)
-        try:
-            with Image.open(source) as opened:
-                image = _to_rgb(ImageOps.exif_transpose(opened))
-        except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
-            shown = source if isinstance(source, Path) else "its bytes"
-            raise DataError(f"{where}: broken image ({shown}): {error}") from error
-        size = (self.config.width, self.config.height)
-        if self.config.crop == "center":
-            image = ImageOps.fit(image, size, method=Image.Resampling.LANCZOS)
-        else:
-            image = image.resize(size, Image.Resampling.LANCZOS)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        Raises DataError that names row and file.
+        """
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        key, num_frames = self._image_key(row), self.config.num_frames
+        if num_frames == 1:
+            pixels = self._fitted(read_image(find_file(row, key, folder, where), where))
+            return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
+        video = torch.from_numpy(np.stack([self._fitted(each) for each in frames]))
+        return video.permute(3, 0, 1, 2).contiguous()
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """The image that a row's own is made from: uint8 ``[height, width, 3]``.
+
+        Args:
+            index: of the row.
+            pixels: of the row; the first frame of a video is its source where the row has none.
+
+        Raises:
+            DataError: when it is missing or broken.
+        """
+        if pixels.ndim == 4 and not self.has_source(index):
+            return pixels[:, 0].permute(1, 2, 0).numpy()
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        return self._fitted(read_image(find_file(row, self.config.source_image_key, folder, where), where))
+
+    def has_source(self, index: int) -> bool:
+        """Whether the row has a source image of its own."""
+        return self.rows[index].get(self.config.source_image_key) is not None
 
     def example_captions(self, count: int) -> list[str]:
         """The first ``count`` captions, for sample grids; broken rows are passed over when some are allowed.
 
         Raises DataError that names a broken row.
         """
-        captions: list[str] = []
-        for index in range(len(self)):
-            try:
-                captions.append(self.caption(index))
-            except DataError:
-                if index + 1 - len(captions) > self.config.max_bad_rows:
-                    raise
-            if len(captions) == count:
-                break
-        return captions
+        return self._examples(count, self.caption)
+
+    def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
+        """The first ``count`` captions with their source images, as ``example_captions``."""
+        return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index))))
 
     def fingerprint(self) -> str:
         """Identifies the images, for caches: the source with its size and time, and how it is read.
@@ -115,40 +146,32 @@ class ImageTextDataset:
         Images that a .jsonl file names are not looked at: who replaces one under its name removes the cache.
         """
         path = Path(str(self.config.train_path)).resolve()
-        settings = self.config.model_dump(include={"image_key", "text_key", "height", "width", "crop"})
+        settings = self.config.model_dump(include={*KEYS, "height", "width", "num_frames", "crop"})
         return json.dumps([str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
 
-    def _source(self, row: dict[str, Any], where: str) -> Path | io.BytesIO:
+    def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
+        found: list[Item] = []
+        for index in range(len(self)):
+            try:
+                found.append(read(index))
+            except DataError:
+                if index + 1 - len(found) > self.config.max_bad_rows:
+                    raise
+            if len(found) == count:
+                break
+        return found
+
+    def _image_key(self, row: dict[str, Any]) -> str:
         key = self.config.image_key
-        if key == "image" and key not in row and self.root == Path(str(self.config.train_path)):
-            key = "file_name"  # the column name of the Hugging Face image folder
-        value = row.get(key)
-        if isinstance(value, dict):  # the Hugging Face image column: bytes, or a path
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, (bytes, bytearray)):
-            return io.BytesIO(value)
-        if isinstance(value, str) and value:
-            path = self.root / value
-            if not path.is_file():
-                raise DataError(f"{where}: image file not found: {path}")
-            return path
-        columns = ", ".join(map(str, row))
-        raise DataError(f"{where}: column {key!r} holds no image path or bytes; its columns are {columns}")
+        is_image_folder = key == "image" and key not in row and Path(str(self.config.train_path)).is_dir()
+        return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
 
-
-def _to_rgb(image: Any) -> Any:
-    """Eight bits per channel; Pillow alone would clip deeper images to white instead of scaling them."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in {"I", "F"}:
-        raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
-    return image.convert("RGB")
+    def _fitted(self, image: Image.Image) -> np.ndarray:
+        return fitted(image, self.config.height, self.config.width, self.config.crop)
 
 
 def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:
     """The dataset that the configuration describes. Raises DataError when its source is missing."""
     if config.data_type == "glyphs":
-        return GlyphDataset(config.glyphs, config.height, config.width, seed)
+        return GlyphDataset(config.glyphs, config.height, config.width, seed, config.num_frames)
     return ImageTextDataset(config)

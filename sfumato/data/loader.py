@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,3 +97,23 @@ class IndexLoader:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, keyed_permutation(self.num_rows, self.seed, "order", epoch)
         return int(self._order[offset])
+
+
+def evaluation_batches(num_rows: int, micro_batch_size: int, mesh: Mesh) -> list[IndexBatch]:
+    """This rank's share of all rows, each once, in as many full batches as every other rank has.
+
+    Args:
+        num_rows: rows of the dataset.
+        micro_batch_size: samples of one pass of one rank.
+        mesh: the ranks.
+
+    Returns:
+        Batches whose sample ids are the row numbers; those below 0 only fill a batch up and are not to be counted.
+    """
+    num_batches = math.ceil(num_rows / (micro_batch_size * mesh.data_size))
+    batches = []
+    for number in range(mesh.data_rank, num_batches * mesh.data_size, mesh.data_size):
+        places = range(number * micro_batch_size, (number + 1) * micro_batch_size)
+        ids = [place if place < num_rows else -1 for place in places]
+        batches.append(IndexBatch([max(each, 0) for each in ids], ids))
+    return batches

@@ -1,4 +1,4 @@
-"""Prompts for RL: which groups an iteration samples is a function of (seed, iteration)."""
+"""Prompts for RL, perhaps with source images: which groups an iteration samples is a function of (seed, iteration)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.config.diffusion_rl import PromptDataConfig
-from sfumato.data.glyphs import caption_of, held_out_words, training_words
-from sfumato.data.rows import open_rows, text_field
+from sfumato.config.sections import GlyphConfig
+from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
+from sfumato.data.pictures import File, check_image, find_file, fitted, read_image
+from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError
 
 
@@ -21,6 +25,59 @@ class Prompt:
     metadata: dict[str, Any]
     where: str
     """File and row, for messages."""
+    source: FileSource | GlyphSource | None = None
+    """The image that is edited or animated."""
+
+    def check_source(self) -> None:
+        """Looks for the source image, and at the head of its file. Raises DataError that names file and row."""
+        if self.source is None:
+            raise DataError(
+                f"{self.where}: no source image, which this model needs with every prompt: give its path, or its "
+                "bytes, in the column that data.source_image_key names"
+            )
+        self.source.check()
+
+    def source_image(self, height: int, width: int) -> np.ndarray:
+        """The source image, read anew at every call: uint8 ``[height, width, 3]``. Raises as ``check_source``."""
+        if self.source is None:
+            self.check_source()
+        return self.source.read(height, width)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A source image in a column of a row."""
+
+    rows: FiledRows
+    index: int
+    key: str
+
+    def check(self) -> None:
+        """Looks at the head of the file."""
+        check_image(self._file(), self.rows.describe(self.index))
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """Scales the shorter side and cuts the rest."""
+        return fitted(read_image(self._file(), self.rows.describe(self.index)), height, width)
+
+    def _file(self) -> File:
+        where = self.rows.describe(self.index)
+        return find_file(self.rows[self.index], self.key, self.rows.folder(self.index), where)
+
+
+@dataclass(frozen=True)
+class GlyphSource:
+    """A rendered word that is to become another one."""
+
+    word: str
+    config: GlyphConfig
+
+    def check(self) -> None:
+        """It is made in code."""
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """Renders it."""
+        return source_image(self.word, self.config, height, width)
 
 
 def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None) -> list[Prompt]:
@@ -36,9 +93,7 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
     """
     if config.data_type == "glyphs":
         words = training_words(config.glyphs) if split == "train" else held_out_words(config.glyphs, limit or 64)
-        return [
-            Prompt(caption_of(word, config.glyphs), {"target": word}, f"glyph word {word!r}") for word in words[:limit]
-        ]
+        return [_glyph_prompt(word, config.glyphs) for word in words[:limit]]
     option = f"data.{split}_path"
     rows = open_rows(str(getattr(config, f"{split}_path")), config.prompt_key, option)
     if limit is not None and len(rows) < limit:
@@ -46,9 +101,17 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
     prompts = []
     for index in range(len(rows) if limit is None else limit):
         row, where = rows[index], rows.describe(index)
-        metadata = {key: value for key, value in row.items() if key != config.prompt_key}
-        prompts.append(Prompt(text_field(row, config.prompt_key, where), metadata, where))
+        own = {config.prompt_key, config.source_image_key}
+        metadata = {key: value for key, value in row.items() if key not in own}
+        text = text_field(row, config.prompt_key, where)
+        has_source = row.get(config.source_image_key) is not None
+        source = FileSource(rows, index, config.source_image_key) if has_source else None
+        prompts.append(Prompt(text, metadata, where, source))
     return prompts
+
+
+def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
+    return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
 
 
 def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], Any]]) -> None:

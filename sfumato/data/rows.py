@@ -40,11 +40,23 @@ class Rows(Protocol):
         ...
 
 
+class FiledRows(Rows, Protocol):
+    """A table that is in files, beside which further files may lie."""
+
+    def folder(self, index: int) -> Path:
+        """What the paths in a row are relative to."""
+        ...
+
+
 class FileRows:
     """What the tables of one file share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def folder(self, index: int) -> Path:
+        """The folder of the file."""
+        return self.path.parent
 
     def describe(self, index: int) -> str:
         """File and row number, for messages."""
@@ -53,6 +65,10 @@ class FileRows:
     def fingerprint(self) -> str:
         """The file with its size and time."""
         return file_fingerprint([self.path])
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
+        return [_value_or_error(self, index, key) for index in range(len(self))]
 
 
 class JsonlRows(FileRows):
@@ -113,6 +129,12 @@ class ParquetRows(FileRows):
             return self._table[index].to_pylist()[0]
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"{self.describe(index)}: {error}") from error
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows, without reading the others. Raises DataError when there is none."""
+        if key not in self._table.column_names:
+            raise DataError(f"{self.path}: no column {key!r}; its columns are {', '.join(self._table.column_names)}")
+        return self._table.data.column(key).to_pylist()
 
 
 class ArrowRows(FileRows):
@@ -193,9 +215,18 @@ class JoinedRows:
         number, offset = _locate(self._ends, index)
         return self.parts[number].describe(offset)
 
+    def folder(self, index: int) -> Path:
+        """The folder of the row's file."""
+        number, offset = _locate(self._ends, index)
+        return self.parts[number].folder(offset)
+
     def fingerprint(self) -> str:
         """The files with their sizes and times."""
         return "\n".join(part.fingerprint() for part in self.parts)
+
+    def column(self, key: str) -> list[Any]:
+        """As of one file: all rows' values, file by file."""
+        return [value for part in self.parts for value in part.column(key)]
 
 
 def read_text_rows(path: Path, column: str) -> LoadedRows:
@@ -251,7 +282,7 @@ KINDS: dict[str, Callable[[Path], Rows]] = {
 ENDINGS = [*KINDS, ".txt"]
 
 
-def open_rows(path: str | Path, text_column: str, option: str) -> Rows:
+def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     """Opens files by their endings.
 
     Args:
@@ -330,6 +361,17 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
+
+
+def _value_or_error(rows: Rows, index: int, key: str) -> Any:
+    try:
+        row = rows[index]
+    except DataError as error:
+        return error
+    columns = ", ".join(map(str, row))
+    return (
+        row[key] if key in row else DataError(f"{rows.describe(index)}: no column {key!r}; its columns are {columns}")
+    )
 
 
 def _json_object(row: Any, where: str) -> dict[str, Any]:

@@ -80,21 +80,24 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def denoiser_flops(model: DiffusionModel, height: int, width: int) -> int:
+def denoiser_flops(model: DiffusionModel, height: int, width: int, backward: bool = True) -> int:
     """Operations of a forward and a backward pass of a denoiser for one image or video, without guidance.
 
-    Counted by torch on meta tensors, in which nothing is computed; adapters and frozen weights as they are.
+    Counted by torch on meta tensors, in which nothing is computed. Of the backward pass only what is needed counts:
+    frozen weights (LoRA) have no gradient, and before the first adapter there is none at all.
 
     Args:
         model: before or after ``parallelize``.
         height, width: of the image in pixels; a video has ``model.frames`` of them.
+        backward: count the backward pass, too.
     """
     shadow = with_denoiser(model, meta_denoiser(model))
-    conditioning = model.encode_prompts([""], images=model.blank_images(1, height, width))
-    embeddings = {name: each.to("meta") for name, each in conditioning.tensors.items()}
+    embeddings = {name: each.to("meta") for name, each in model.example_embeddings(height, width).items()}
     latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
-    with FlopCounterMode(display=False) as counter:
-        shadow.denoise(latents, torch.empty(1, device="meta"), embeddings).sum().backward()
+    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+        velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
+        if backward:
+            velocity.sum().backward()
     return counter.get_total_flops()
 
 

@@ -54,6 +54,8 @@ class Planned:
     """Precision of a frozen copy; None when there is none."""
     frozen_bytes: dict[str, int] = field(default_factory=dict)
     """What else lies whole in each rank, by name."""
+    frozen_idle: bool = False
+    """It lies in CPU memory except while it works, when there are no activations."""
     shares_samples: int = 1
     """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
     num_policies: int = 0
@@ -94,7 +96,8 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
         with pretended_mesh(layout, stage * layout.size // layout.pp) as mesh:
             _add_weights(memory, planned, train, mesh)
         _add_activations(memory, saved, planned, train, layout, stage)
-        memory.parts |= planned.frozen_bytes
+        frozen = memory.host if planned.frozen_idle else memory.parts
+        frozen |= planned.frozen_bytes
         found.append(memory)
     return found
 

@@ -17,7 +17,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.load import DTYPES, find_family, read_family
+from sfumato.models.diffusion.load import DTYPES, component_class, family_of
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings
 from sfumato.models.language_load import read_model_config
@@ -124,18 +124,15 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
     Raises:
         ConfigError: when the folder or description is missing or of an unknown family.
     """
-    dtype = DTYPES[config.dtype]
+    dtype, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
         description = read_yaml(config.config_path)
-        family = find_family(str(description.get("pipeline")), f"{config.config_path}: pipeline")
         try:
             pipeline = build_on_meta(lambda: family.build(description, seed=0))
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
     else:
-        folder = Path(str(config.model_path))
-        family = read_family(folder)
-        pipeline = _pipeline_on_meta(folder, family)
+        pipeline = _pipeline_on_meta(Path(str(config.model_path)), family)
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
     model.device = torch.device("meta")
     for name, each in model.components.items():
@@ -160,6 +157,7 @@ def plan_diffusion_model(
     has_reference: bool = False,
     num_policies: int = 0,
     keep_encoders: bool = True,
+    offload_idle: bool = False,
 ) -> Planned:
     """What is to be known of a diffusion model's memory.
 
@@ -167,31 +165,32 @@ def plan_diffusion_model(
         model: of ``diffusion_model_on_meta``.
         layout: the mesh.
         rows: samples (RL: times trained steps or noise levels of each) in one forward pass.
-        size: height and width of the images in pixels.
+        size: height and width in pixels; of a video ``model.frames`` are made.
         guidance_scale: other than 1 runs two branches.
         num_micro_batches: in a step, of one data-parallel rank.
         has_reference: RL with a frozen reference; with adapters the model is its own.
         num_policies: RL: other sets of the trained weights.
         keep_encoders: ``model.keep_encoders``.
+        offload_idle: ``model.offload_idle``.
 
     Raises:
         ConfigError: when the size does not fit the model.
     """
     try:
-        shape = (rows, *model.latent_shape(*size))
+        shape = (rows, *model.latent_shape(*size, model.frames))
     except ValueError as error:
         raise ConfigError(f"height and width: {error}") from error
-    embeddings = model.embedding_shapes(*size[:2])
+    embeddings = model.embedding_shapes(*size)
     is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
     def run(module: nn.Module) -> torch.Tensor:
         shadow = with_denoiser(model, module)
         shadow.device, shadow.mesh = torch.device("cpu"), None
         tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
-        negative = {name: each[:1] for name, each in tensors.items()}
+        negative = tensors if model.takes_image else {name: each[:1] for name, each in tensors.items()}
         scale = guidance_scale if is_guided else 1.0
         velocity = shadow.predict_velocity(
-            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative), scale
+            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
         )
         return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
 
@@ -210,6 +209,7 @@ def plan_diffusion_model(
         num_micro_batches=num_micro_batches,
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
         frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+        frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
     )
@@ -247,8 +247,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
-    import diffusers
-
+    pipeline_type = family.pipeline_type()
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     given: dict[str, Any] = {}
     for name, value in index.items():
@@ -257,19 +256,18 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
         elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
             given[name] = build_on_meta(make)
     try:
-        return getattr(diffusers, family.pipeline_class).from_pretrained(folder, local_files_only=True, **given)
+        return pipeline_type.from_pretrained(folder, local_files_only=True, **given)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 
 
 def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Module] | None:
     """What makes a component from its configuration; None for tokenizers and schedulers."""
-    import diffusers
     import transformers
 
-    cls = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
+    cls = component_class(library, class_name)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         return None
-    if library == "diffusers":
-        return lambda: cls.from_config(cls.load_config(folder))
-    return lambda: cls(cls.config_class.from_pretrained(folder))
+    if issubclass(cls, transformers.PreTrainedModel):
+        return lambda: cls(cls.config_class.from_pretrained(folder))
+    return lambda: cls.from_config(cls.load_config(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,32 +18,54 @@ from sfumato.errors import ConfigError
 class Sample:
     """One finished sample, as rewards see it."""
 
-    image: np.ndarray
-    """The image, uint8 [H, W, 3], red green blue."""
+    image: np.ndarray | None = None
+    """The image, uint8 [H, W, 3], red green blue; for a reward that ``takes_video`` perhaps a video, [F, H, W, 3];
+    None for a text."""
     prompt: str
     """The text that the sample was made from."""
+    source: np.ndarray | None = None
+    """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int
     """Samples of the same prompt in the same step share this number."""
+    text: str | None = None
+    """What a language model answered; None for an image."""
 
     def __post_init__(self) -> None:
-        image = self.image
-        assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3, (
-            f"a sample's image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}"
-        )
+        assert (self.image is None) != (self.text is None), "a sample is either an image or a text"
+        for image, dimensions in ((self.image, (3, 4)), (self.source, (3,))):
+            assert image is None or (image.dtype == np.uint8 and image.ndim in dimensions and image.shape[-1] == 3), (
+                f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
+            )
+
+    @property
+    def frames(self) -> np.ndarray:
+        """The video of a sample that is no text, uint8 [F, H, W, 3]; an image is one of a single frame."""
+        return self.image if self.image.ndim == 4 else self.image[None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands in the place of a value: this sample could not be scored, for this reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(ABC):
     """Base of every reward. A subclass states ``type: ClassVar[str]`` and defines ``score``.
 
-    Raises ConfigError when ``weight`` is not finite or ``timeout_s`` is not positive. A subclass with a
-    ``__post_init__`` of its own calls ``super().__post_init__()``.
+    With ``groupwise`` it is given whole groups. With ``takes_video`` it sees videos whole; else it sees frames of them
+    as images, and a video has the mean of theirs.
+
+    Raises ConfigError when ``weight`` is not finite, or ``timeout_s`` or ``frame_step`` is not positive. A subclass
+    with a ``__post_init__`` of its own calls ``super().__post_init__()``.
     """
 
     type: ClassVar[str]
     groupwise: ClassVar[bool] = False
+    takes_video: ClassVar[bool] = False
 
     name: str = ""
     """Label in metrics and messages; empty: the type. Needed when two rewards have the same type."""
@@ -52,12 +75,16 @@ class Reward(ABC):
     """Scored and logged, but never part of what is optimised."""
     timeout_s: float = 120.0
     """Seconds that one call may take; after that the call is abandoned and its samples have no reward."""
+    frame_step: int = 4
+    """Of a video every so-manieth frame is scored, where a reward scores frames."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ConfigError(f"weight of reward {self.label!r} must be a finite number, not {self.weight}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
+        if self.frame_step < 1:
+            raise ConfigError(f"frame_step of reward {self.label!r} must be at least 1, not {self.frame_step}")
 
     @property
     def label(self) -> str:
@@ -76,15 +103,34 @@ class Reward(ABC):
         Raises DataError that says what is missing.
         """
 
+    def check_video(self) -> None:
+        """Raises ConfigError for a reward that can score no videos."""
+        if self.groupwise and not self.takes_video:
+            raise ConfigError(
+                f"reward {self.label!r} compares the images of a group and takes no videos: remove it, or set "
+                "rollout.num_frames to 1"
+            )
+
+    def take_notes(self) -> list[str]:
+        """What people should know though no value was lost, such as an outage that was waited out; told once."""
+        return []
+
+    def seen(self, sample: Sample) -> list[Sample]:
+        """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
+        if self.takes_video or sample.image is None or sample.image.ndim == 3:
+            return [sample]
+        return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
+
     @abstractmethod
-    def score(self, samples: list[Sample]) -> list[float]:
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """Scores a batch, or one whole group when ``groupwise`` is true. Called from another thread.
 
         Args:
             samples: at least one sample.
 
         Returns:
-            One finite number per sample in the same order; NaN for a sample that could not be scored.
+            One finite number per sample in the same order; NaN, or a Failure that says why, for a sample that
+            could not be scored.
 
         Raises:
             UserError: a mistake that a person has to mend, such as a row without a target; it stops the run.

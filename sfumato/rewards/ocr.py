@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.paddle_ocr import load_paddle, read_with_paddle
 
 _QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 
@@ -128,14 +129,14 @@ class OcrReward(Reward):
 
     type: ClassVar[str] = "ocr"
 
-    engine: Literal["rapidocr", "tesseract"] = "rapidocr"
-    """What reads the image: the RapidOCR package, or the Tesseract program (English only)."""
+    engine: Literal["rapidocr", "tesseract", "paddleocr"] = "rapidocr"
+    """What reads the image: the package RapidOCR or PaddleOCR, or the Tesseract program (English only)."""
     detect: bool = True
     """Find the text in the image first. False: the whole image is one line of text, which is read much faster."""
     num_threads: int = 1
     """Threads of the engine."""
     batch_size: int = 32
-    """Lines of text that RapidOCR reads at once."""
+    """Lines of text that RapidOCR or PaddleOCR reads at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,6 +148,8 @@ class OcrReward(Reward):
         """Loads the engine. Raises MissingDependencyError when it is not installed."""
         if self.engine == "tesseract":
             _find_tesseract()
+        elif self.engine == "paddleocr":
+            load_paddle(self.detect, self.batch_size, self.num_threads)
         else:
             engine = _load_rapidocr(self.batch_size, self.num_threads)
             if self.detect:
@@ -182,9 +185,11 @@ class OcrReward(Reward):
             page_mode = "3" if self.detect else "7"  # 3: find blocks of text; 7: one line of text
             with ThreadPoolExecutor(self.num_threads) as pool:
                 return list(pool.map(lambda image: _read_with_tesseract(image, page_mode, deadline), images))
-        engine = _load_rapidocr(self.batch_size, self.num_threads)
-        # OpenCV's order of channels is what RapidOCR takes an array to have
+        # OpenCV's order of channels is what both packages take an array to have
         images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
+        if self.engine == "paddleocr":
+            return read_with_paddle(images, self.detect, self.batch_size, self.num_threads)
+        engine = _load_rapidocr(self.batch_size, self.num_threads)
         return _detect_and_read(images, engine) if self.detect else _read_lines(images, engine)
 
 

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
+
+COLOURS = {
+    "black": (0, 0, 0),
+    "white": (255, 255, 255),
+    "grey": (128, 128, 128),
+    "red": (255, 0, 0),
+    "green": (0, 128, 0),
+    "blue": (0, 0, 255),
+    "yellow": (255, 255, 0),
+    "orange": (255, 165, 0),
+    "purple": (128, 0, 128),
+    "pink": (255, 192, 203),
+    "brown": (165, 42, 42),
+}
+SIDES = ("left", "right", "top", "bottom")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +37,107 @@ class Brightness(Reward):
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean(pixels) / 255`` for each image."""
         return [float(sample.image.mean()) / 255 for sample in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharpness(Reward):
+    """Mean difference of neighbouring pixels, from 0 (one plain colour) to 1 (a chessboard of pixels)."""
+
+    type: ClassVar[str] = "sharpness"
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``mean|difference to the right or downward neighbour| / 255`` for each image."""
+        return [_sharpness(sample.image.astype(np.float64) / 255) for sample in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symmetry(Reward):
+    """Likeness of the image and its mirror image, left to right, from 0 to 1 (equal)."""
+
+    type: ClassVar[str] = "symmetry"
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``1 - mean|pixels - mirrored pixels| / 255`` for each image."""
+        images = [sample.image.astype(np.int64) for sample in samples]
+        return [1 - float(np.abs(image - image[:, ::-1]).mean()) / 255 for image in images]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour(Reward):
+    """Nearness of the pixels to a colour, on average, from 0 to 1 (all of that colour)."""
+
+    type: ClassVar[str] = "colour"
+
+    colour: str = ""
+    """Name of the colour, such as red; empty: the first name of a colour in the prompt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_word("colour", self.colour, COLOURS, self.label)
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the prompt should name a colour and does not."""
+        _word(self.colour, prompt, COLOURS, self.label)
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``1 - mean(distance to the colour) / (255 √3)`` for each image. Raises DataError as ``check_row`` does."""
+        targets = [COLOURS[_word(self.colour, sample.prompt, COLOURS, self.label)] for sample in samples]
+        distances = [
+            np.linalg.norm(sample.image.astype(np.float64) - target, axis=-1).mean()
+            for sample, target in zip(samples, targets, strict=True)
+        ]
+        return [1 - float(distance) / (255 * 3**0.5) for distance in distances]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(Reward):
+    """Share of what is drawn that lies in one half of the image, from 0 to 1; 0.5 for an empty image."""
+
+    type: ClassVar[str] = "placement"
+
+    side: str = ""
+    """The half: left, right, top or bottom; empty: the first of these words in the prompt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_word("side", self.side, SIDES, self.label)
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the prompt should name a side and does not."""
+        _word(self.side, prompt, SIDES, self.label)
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``Σ ink in the half / Σ ink``; ink is the distance of a pixel to the median colour of the border."""
+        sides = [_word(self.side, sample.prompt, SIDES, self.label) for sample in samples]
+        return [_share_of_ink(sample.image, side) for sample, side in zip(samples, sides, strict=True)]
+
+
+def _sharpness(image: np.ndarray) -> float:
+    """For float [H, W, 3] from 0 to 1. An image of one pixel has no neighbours and is not sharp."""
+    steps = np.concatenate([np.abs(np.diff(image, axis=axis)).ravel() for axis in (0, 1)])
+    return float(steps.mean()) if len(steps) else 0.0
+
+
+def _share_of_ink(image: np.ndarray, side: str) -> float:
+    border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+    ink = np.abs(image.astype(np.float64) - np.median(border, axis=0)).sum(axis=-1)
+    along = ink.sum(axis=0 if side in ("left", "right") else 1)
+    if side in ("right", "bottom"):
+        along = along[::-1]
+    half = len(along) // 2
+    middle = along[half] / 2 if len(along) % 2 else 0.0  # the line in the middle belongs to both halves
+    total = along.sum()
+    return float((along[:half].sum() + middle) / total) if total else 0.5
+
+
+def _check_word(field: str, word: str, known: Collection[str], label: str) -> None:
+    if word and word not in known:
+        raise ConfigError(f"{field} of reward {label!r} must be one of {', '.join(known)}, or empty, not {word!r}")
+
+
+def _word(given: str, prompt: str, known: Collection[str], label: str) -> str:
+    """The word that is given, else the first known one of the prompt."""
+    found = given or next((word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in known), "")
+    if not found:
+        raise DataError(f"reward {label!r} finds none of {', '.join(known)} in prompt {prompt!r}")
+    return found

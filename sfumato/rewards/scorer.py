@@ -10,16 +10,17 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sfumato.errors import ConfigError, RewardError, UserError
-from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.tracking.samples import SampleRecord
 
-_TIMED_OUT = "timed out"
+TIMED_OUT = "timed out"
+"""How the reason of a call that took too long begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Scores:
     """Values of every reward by label, unweighted, float64 [B]; NaN where it failed."""
     failures: list[str]
     """One message per reward and reason, with the number of samples; empty when all went well."""
+    notes: list[str] = field(default_factory=list)
+    """What else happened, such as requests that were tried again."""
 
     @staticmethod
     def cat(parts: Sequence[Scores]) -> Scores:
@@ -42,6 +45,7 @@ class Scores:
                 name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
             },
             failures=[failure for each in parts for failure in each.failures],
+            notes=[note for each in parts for note in each.notes],
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -57,7 +61,12 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(each[row]) for name, each in self.components.items()}
         return SampleRecord(
-            content=sample.image, prompt=sample.prompt, rewards=rewards, total=float(self.total[row]), **about
+            content=sample.image,
+            source=sample.source,
+            prompt=sample.prompt,
+            rewards=rewards,
+            total=float(self.total[row]),
+            **about,
         )
 
 
@@ -121,17 +130,19 @@ class Scorer:
         """
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
+        notes: list[str] = []
         for reward in self.objective if objective_only else self.rewards:
-            values, reasons = _score_with(reward, samples)
+            values, reasons = score_with(reward, samples)
             components[reward.label] = values
             failures += [
                 f"{_failure_prefix(reward)}{reason} ({count} of {len(samples)} samples)"
                 for reason, count in Counter(reason for reason in reasons if reason).items()
             ]
+            notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
         total = np.zeros(len(samples)) if self.objective else np.full(len(samples), math.nan)
         for reward in self.objective:
             total += reward.weight * components[reward.label]
-        return Scores(total=total, components=components, failures=failures)
+        return Scores(total=total, components=components, failures=failures, notes=notes)
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.
@@ -158,20 +169,35 @@ def _failure_prefix(reward: Reward) -> str:
     return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "
 
 
-def _score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
-    """Values float64 [B] of one reward, and for each sample the reason why it has none ("" where it has)."""
+def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
+    """Scores B samples with one reward, failures kept apart as ``Scorer.score`` does.
+
+    Returns:
+        Values float64 [B], and for each sample the reason why it has none ("" where it has one).
+
+    Raises:
+        UserError: what the reward raised as such.
+    """
     values = np.full(len(samples), math.nan)
     reasons = [""] * len(samples)
     timed_out = ""
     for indices in _calls(reward, samples):
-        batch = [samples[index] for index in indices]
+        parts = [reward.seen(samples[index]) for index in indices]
+        batch = [each for part in parts for each in part]
         # After one hanging call the other groups are not tried: each would cost the full timeout again.
         result, failed = (None, timed_out) if timed_out else _call(functools.partial(reward.score, batch), reward)
-        timed_out = failed if failed.startswith(_TIMED_OUT) else timed_out
+        timed_out = failed if failed.startswith(TIMED_OUT) else timed_out
         checked = [(math.nan, failed)] * len(batch) if failed else _check_values(result, len(batch))
-        for index, (value, reason) in zip(indices, checked, strict=True):
-            values[index], reasons[index] = value, reason
+        rest = iter(checked)
+        for index, part in zip(indices, parts, strict=True):
+            values[index], reasons[index] = _mean([next(rest) for _ in part])
     return values, reasons
+
+
+def _mean(checked: list[tuple[float, str]]) -> tuple[float, str]:
+    """Value and reason of a sample from those of its frames: without value when one of them has none."""
+    failed = [reason for _, reason in checked if reason]
+    return (math.nan, failed[0]) if failed else (sum(value for value, _ in checked) / len(checked), "")
 
 
 def _calls(reward: Reward, samples: list[Sample]) -> list[list[int]]:
@@ -201,7 +227,7 @@ def _call(function: Callable[[], Any], reward: Reward) -> tuple[Any, str]:
     thread.start()
     thread.join(reward.timeout_s)
     if not outcome and thread.is_alive():
-        return None, f"{_TIMED_OUT} after {reward.timeout_s:g} s"
+        return None, f"{TIMED_OUT} after {reward.timeout_s:g} s"
     error = outcome.get("error")
     if isinstance(error, UserError):
         raise error
@@ -230,6 +256,8 @@ def _check_values(result: Any, num_samples: int) -> list[tuple[float, str]]:
 
 
 def _check_value(value: Any) -> tuple[float, str]:
+    if isinstance(value, Failure):
+        return math.nan, value.reason
     if getattr(value, "shape", None) == ():  # an array's or a tensor's element
         value = value.item()
     if not isinstance(value, numbers.Real):

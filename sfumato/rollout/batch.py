@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sfumato.data.prompts import Prompt
+from sfumato.data.prompts import Prompt, PromptLoader
 from sfumato.models.diffusion.base import Conditioning
+from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scorer import Scores
 from sfumato.rollout.diffusion import Trajectories
@@ -28,6 +29,21 @@ class SampleRequest:
     prompt: Prompt
 
 
+def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
+    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
+    groups = prompts.groups(iteration)
+    return [
+        SampleRequest(group * prompts.group_size + member, group, groups[group])
+        for group in mesh.share(len(groups))
+        for member in range(prompts.group_size)
+    ]
+
+
+def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None) -> Sample:
+    """A sample as rewards see it."""
+    return Sample(image=image, prompt=prompt.text, metadata=prompt.metadata, group_id=group_id, source=source)
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """B samples that are in this process."""
@@ -40,7 +56,11 @@ class RolloutBatch:
     conditioning_rows: list[int]
     """B rows of ``conditioning``."""
     images: list[np.ndarray]
-    """B images, uint8 ``[H, W, 3]``."""
+    """B images, uint8 ``[H, W, 3]``, or videos, ``[F, H, W, 3]``."""
+    sources: list[np.ndarray] | None
+    """What they were made from: B images, uint8 ``[H, W, 3]``; None of a model that takes none."""
+    latents: torch.Tensor
+    """float32 ``[B, ...]``: of which the images were made."""
     policy_version: int
     """Number of iterations that the policy had been updated when it made them."""
 
@@ -66,18 +86,15 @@ class RolloutBatch:
             self.conditioning,
             [self.conditioning_rows[row] for row in chosen],
             [self.images[row] for row in chosen],
+            None if self.sources is None else [self.sources[row] for row in chosen],
+            self.latents[index],
             self.policy_version,
         )
 
     def sample(self, row: int) -> Sample:
         """A sample as rewards see it."""
-        request = self.requests[row]
-        return Sample(
-            image=self.images[row],
-            prompt=request.prompt.text,
-            metadata=request.prompt.metadata,
-            group_id=request.group_id,
-        )
+        request, source = self.requests[row], None if self.sources is None else self.sources[row]
+        return sample_of(request.prompt, self.images[row], request.group_id, source)
 
     def records(self, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2) -> list[SampleRecord]:
         """The first few groups with their scores and advantages ``[B]``, for the run folder."""
@@ -109,5 +126,7 @@ class RolloutBatch:
             Conditioning.cat([each.conditioning for each in parts]),
             rows,
             [image for each in parts for image in each.images],
+            None if parts[0].sources is None else [source for each in parts for source in each.sources or ()],
+            torch.cat([each.latents for each in parts]),
             parts[0].policy_version,
         )

@@ -6,7 +6,7 @@ sides; latents, sigmas and noise are float32 in it, and the latent that is score
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives.trajectory import SampledSteps
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.rollout.step_cache import StepCache
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Trajectories:
 
 
 def start_latents(
-    model: DiffusionModel, size: tuple[int, int], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
+    model: DiffusionModel, size: tuple[int, ...], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the noise levels ``[T + 1]``."""
     shape = model.latent_shape(*size)
@@ -91,12 +92,13 @@ def sample_trajectories(
     *,
     dynamics: Dynamics,
     trained_steps: Sequence[int],
-    size: tuple[int, int],
+    size: tuple[int, ...],
     num_steps: int,
     guidance_scale: float,
     seed: int,
     iteration: int,
     latent_ids: Sequence[int] | None = None,
+    observe: Callable[[torch.Tensor], object] | None = None,
 ) -> tuple[torch.Tensor, Trajectories | None]:
     """Denoises B samples; steps outside ``trained_steps`` are deterministic.
 
@@ -106,11 +108,12 @@ def sample_trajectories(
         sample_ids: B integers that key the noise.
         dynamics: the stochastic step.
         trained_steps: the steps that are stochastic and kept, ascending; may be empty.
-        size: height and width in pixels.
+        size: height and width in pixels, and of videos the number of frames.
         num_steps: denoising steps T.
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.
         latent_ids: keys of the initial latents where they differ from ``sample_ids`` (groups that share one).
+        observe: is given the velocity ``[B, ...]`` of each step.
 
     Returns:
         The final latents ``[B, ...]`` and the trajectories (None without trained steps).
@@ -121,6 +124,8 @@ def sample_trajectories(
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
         velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+        if observe is not None:
+            observe(velocity)
         if index not in trained_steps:
             latents = ode.step(velocity, latents, sigma, sigma_next, sigma_max).mean
             continue
@@ -194,19 +199,21 @@ def sample_images(
     conditioning: Conditioning,
     sample_ids: Sequence[int],
     *,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     num_steps: int,
     guidance_scale: float,
     seed: int,
     micro_batch_size: int,
+    observe: Callable[[torch.Tensor], object] | None = None,
+    cache: StepCache | None = None,
 ) -> list[np.ndarray]:
-    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each.
+    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
-    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together.
+    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together. With a ``cache``
+    denoising steps are left out, and the first image is also made without it, to compare.
     """
-    images: list[np.ndarray] = []
-    for start in range(0, len(sample_ids), micro_batch_size):
-        part = slice(start, start + micro_batch_size)
+
+    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[np.ndarray]:
         with model.evaluating():
             latents, _ = sample_trajectories(
                 model,
@@ -219,8 +226,17 @@ def sample_images(
                 guidance_scale=guidance_scale,
                 seed=seed,
                 iteration=0,
+                observe=observe,
             )
-        images += to_images(model.decode(latents))
+        return to_images(model.decode(latents))
+
+    parts = [slice(start, start + micro_batch_size) for start in range(0, len(sample_ids), micro_batch_size)]
+    if cache is None:
+        return [image for part in parts for image in draw(part)]
+    exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0])
+    with cache.active():
+        images = [image for part in parts for image in draw(part)]
+    cache.compare(exact, images[0])
     return images
 
 

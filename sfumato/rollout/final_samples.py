@@ -59,7 +59,7 @@ def sample_final(
     solver: Solver,
     timesteps: Timesteps,
     shared_noise: bool,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     num_steps: int,
     guidance_scale: float,
     seed: int,
@@ -75,7 +75,7 @@ def sample_final(
         solver: the deterministic step.
         timesteps: where the noise levels come from.
         shared_noise: samples of a group have the same noise and noise levels in training.
-        size: height and width in pixels.
+        size: height and width in pixels, and of videos the number of frames.
         num_steps: denoising steps T.
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.

@@ -18,6 +18,9 @@ COUNTED = ("tokens", "images", "flops")
 PAUSES = ("time/sample_s", "time/evaluate_s", "time/save_s")
 """Parts of a step that are no training: rates are over the rest."""
 
+PHASES = ("generate", "update", "evaluate")
+"""Parts of a step of which the GPU's peak memory is kept apart."""
+
 PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
     "A100": (312, 156, 19.5),
     "A800": (312, 156, 19.5),
@@ -65,11 +68,15 @@ class Meter:
         """
         self.mesh, self.peak_flops = mesh, peak_flops
         self._amounts: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
 
-    def count(self, **amounts: float) -> None:
+    def count(self, **amounts: float | Mapping[str, float]) -> None:
         """Adds amounts of this data-parallel rank: ranks that share its samples count the same ones.
 
         Every rank must count the same names in a step, zeros too: they are summed over ranks.
+
+        Args:
+            amounts: by name; flops may be given by the timed part of the step that they belong to.
 
         Raises:
             TypeError: for a name that is not in ``COUNTED``.
@@ -77,24 +84,52 @@ class Meter:
         for name, amount in amounts.items():
             if name not in COUNTED:
                 raise TypeError(f"{name!r} cannot be counted; known: {', '.join(COUNTED)}")
-            self._amounts[name] = self._amounts.get(name, 0.0) + float(amount)
+            parts = amount if isinstance(amount, Mapping) else {}
+            for phase, part in parts.items():
+                self._add(f"{name}/{phase}", part)
+            self._add(name, sum(parts.values()) if parts else amount)
 
-    def rates(self, seconds: float) -> dict[str, float]:
+    def _add(self, name: str, amount: float) -> None:
+        self._amounts[name] = self._amounts.get(name, 0.0) + float(amount)
+
+    def rates(self, seconds: float, timings: Mapping[str, float] | None = None) -> dict[str, float]:
         """Rates over all ranks since the last call, by metric name; a collective where something was counted.
 
         Args:
             seconds: that training took.
+            timings: ``time/<part>_s`` of the parts by which something was counted.
         """
         amounts, self._amounts = self._amounts, {}
         if not amounts:
             return {}
-        per_second = {name: amount / max(seconds, 1e-9) for name, amount in self._over_ranks(amounts).items()}
+        amounts = self._over_ranks(amounts)
+        per_second = {name: amount / max(seconds, 1e-9) for name, amount in amounts.items() if "/" not in name}
         rates = {f"throughput/{name}_per_s": rate for name, rate in per_second.items()}
         if "tokens" in per_second:
             rates["throughput/tokens_per_s_per_device"] = per_second["tokens"] / self.mesh.size
         if "flops" in per_second and self.peak_flops is not None:
             rates["throughput/mfu"] = per_second["flops"] / (self.mesh.size * self.peak_flops)
+        for phase in (name.partition("/")[2] for name in amounts if "/" in name):
+            took = max((timings or {}).get(f"time/{phase}_s", 0.0), 1e-9)
+            rates[f"throughput/{phase}_flops_per_s"] = amounts[f"flops/{phase}"] / took
+            if self.peak_flops is not None:
+                rates[f"throughput/{phase}_mfu"] = amounts[f"flops/{phase}"] / took / (self.mesh.size * self.peak_flops)
+            if amounts.get("images"):
+                rates[f"time/{phase}_per_image_s"] = took / amounts["images"]
         return rates
+
+    def phase_ended(self, phase: str) -> None:
+        """Keeps the GPU's peak memory since the last phase ended, where ``phase`` is one of ``PHASES``."""
+        if phase in PHASES and torch.cuda.is_available():
+            self._peaks[phase] = max(self._peaks.get(phase, 0.0), torch.cuda.max_memory_allocated() / 2**20)
+            torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> dict[str, float]:
+        """``memory_in_use``, with the GPU's peak in each phase since the last call."""
+        found, peaks, self._peaks = memory_in_use(), self._peaks, {}
+        if peaks:
+            found["memory/gpu_peak_mib"] = max(found["memory/gpu_peak_mib"], *peaks.values())
+        return found | {f"memory/{phase}_gpu_peak_mib": peak for phase, peak in peaks.items()}
 
     def _over_ranks(self, amounts: dict[str, float]) -> dict[str, float]:
         if self.mesh.data_size == 1:

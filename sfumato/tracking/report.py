@@ -16,13 +16,12 @@ import yaml
 
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
-from sfumato.tracking.trackers import read_jsonl, write_atomically
+from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
+from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of, write_atomically
 
 HEADLINES = ("eval/reward", "eval/exact_match", "eval/accuracy")
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
-
-Series = dict[str, dict[int, float | None]]  # metric name -> step -> value; None is a value that was not finite
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
 _GROUPS = (
@@ -32,6 +31,7 @@ _GROUPS = (
     ("Policy ratio, KL and clipping", r"^policy/|(^|[/_])(ratio|kl|clip|clipped|clipfrac|clip_frac|entropy)($|[/_])"),
 )
 _OTHER = "Loss and optimisation"
+_SIGNS = r"^diversity/|(^|/)velocity/|groups_without_spread$"  # these have a place of their own
 SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
 
 # Stand-ins that matplotlib draws with; the page turns them into CSS colours that follow light and dark.
@@ -54,13 +54,14 @@ def write_report(output_dir: Path) -> Path:
         DataError: a line of a .jsonl file, other than the last, is broken.
     """
     output_dir = Path(output_dir)
-    metrics = _series(read_jsonl(output_dir / "metrics.jsonl"))
-    timings = _series(read_jsonl(output_dir / "timings.jsonl"))
+    metrics = series_of(read_jsonl(output_dir / "metrics.jsonl"))
+    timings = series_of(read_jsonl(output_dir / "timings.jsonl"))
     samples = read_samples(output_dir)
     config = _read_text(output_dir / "config.yaml")
     parts = [
         _header(output_dir, metrics, samples, config),
         _headline(metrics),
+        _signs(metrics),
         _eval_grid(output_dir, samples),
         _curves(metrics | timings),
         _train_samples(output_dir, samples),
@@ -79,21 +80,6 @@ def write_report(output_dir: Path) -> Path:
     path = output_dir / "report.html"
     write_atomically(path, page.encode("utf-8"))
     return path
-
-
-def _series(records: list[dict[str, Any]]) -> Series:
-    """Numbers by metric and step; of several lines with one step the last one counts."""
-    series: Series = {}
-    for record in records:
-        for name, value in record.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name != "step" and isinstance(record.get("step"), int) and (is_number or value is None):
-                series.setdefault(name, {})[record["step"]] = value
-    return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
-
-
-def _finite(points: dict[int, float | None]) -> dict[int, float]:
-    return {step: value for step, value in points.items() if value is not None}
 
 
 def _read_text(path: Path) -> str:
@@ -145,7 +131,7 @@ def _environment(output_dir: Path) -> dict[str, str]:
 def _headline(metrics: Series) -> str:
     cards = []
     for name, points in metrics.items():
-        values = list(_finite(points).items())
+        values = list(finite(points).items())
         if not name.startswith(HEADLINES) or not values or name.rsplit("/", 1)[-1] in {"std", "failed"}:
             continue
         (first_step, first), (last_step, last) = values[0], values[-1]
@@ -175,24 +161,56 @@ def _curves(series: Series) -> str:
     for section in SECTIONS:
         figures = []
         for name, points in series.items():
-            values = _finite(points)
+            values = finite(points)
             own = next((group for group, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own != section or not values:
+            if own != section or not values or re.search(_SIGNS, name):
                 continue
             number += 1
-            missing, latest = len(points) - len(values), f"{list(values.values())[-1]:.6g}"
+            missing = len(points) - len(values)
             note = f'<span class="warn">{missing} not finite</span>' if missing else ""
-            figures.append(
-                f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
-                f"<span>{latest}</span></figcaption>{_svg(name, values, f'c{number}-')}</figure>"
-            )
+            figures.append(_figure(name, values, f"c{number}-", note))
         if figures:
             html.append(f'<h3>{section}</h3><div class="curves">{"".join(figures)}</div>')
     return _section("Curves", "", "".join(html)) if html else ""
 
 
-def _svg(name: str, values: dict[int, float], prefix: str) -> str:
-    """Draws one curve; ``prefix`` keeps the ids of several drawings on one page apart."""
+def _signs(metrics: Series) -> str:
+    """What tells a reward that is gamed from one that is earned; only where something of it was measured."""
+    shown = {name: finite(points) for name, points in metrics.items() if re.search(_SIGNS, name)}
+    if not any(name.startswith("diversity/") for name in shown):
+        return ""
+    figures = [
+        _figure(name, finite(metrics[name]), f"w{number}-", f"<small>beside {OPTIMISED}</small>", beside)
+        for beside in [finite(metrics.get(OPTIMISED, {}))]
+        for number, name in enumerate(evaluation_only(metrics))
+    ]
+    for number, (name, values) in enumerate(shown.items()):
+        note = ""
+        if name == VELOCITY:
+            values, note = finite(relative_to_first(values)), "<small>relative to the first</small>"
+        figures.append(_figure(name, values, f"s{number}-", note) if values else "")
+    signs = [f'<li data-sign="{escape(each.metric)}">{escape(each.text)}</li>' for each in signs_of_hacking(metrics)]
+    text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
+    return _section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
+
+
+def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside: dict[int, float] | None = None) -> str:
+    latest = f"{list(values.values())[-1]:.6g}" if values else ""
+    return (
+        f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
+        f"<span>{latest}</span></figcaption>{_svg(name, values, prefix, beside)}</figure>"
+    )
+
+
+def _svg(name: str, values: dict[int, float], prefix: str, beside: dict[int, float] | None = None) -> str:
+    """Draws one curve.
+
+    Args:
+        name: of the metric.
+        values: by step.
+        prefix: keeps the ids of several drawings on one page apart.
+        beside: another curve, dashed, with an axis of its own that is not labelled.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -205,6 +223,10 @@ def _svg(name: str, values: dict[int, float], prefix: str) -> str:
     else:
         marker = "o" if len(ys) <= SMOOTH_FROM else None
         axes.plot(steps, ys, color=_ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
+    if beside:
+        other = axes.twinx()
+        other.plot(list(beside), list(beside.values()), color=_MUTED, linewidth=1.0, linestyle="--")
+        other.set_axis_off()
     axes.set_xlabel("step", color=_MUTED, fontsize=10)
     axes.set_ylabel(_unit(name), color=_MUTED, fontsize=10, parse_math=False)
     axes.grid(True, color=_LINE, linewidth=0.8)
@@ -259,9 +281,10 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
     for key in shown:
         sample_id, prompt, seed = key
         images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
+        source = _source(output_dir, *next(iter(cells[key].items())))
         body.append(
             f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{escape(prompt)} '
-            f"<small>seed {seed}</small></span></th></tr><tr>{images}</tr>"
+            f"<small>seed {seed}</small>{source}</span></th></tr><tr>{images}</tr>"
         )
     hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
     width = max(104, min(MAX_PIXELS, 1080 // len(steps) - 10))
@@ -289,7 +312,7 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
         figures = "".join(f"<div>{_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
         html.append(
             f'<div class="group"><p>{escape(prompt)} <small>{len(members)} samples</small></p>'
-            f'<div class="pair">{figures}</div></div>'
+            f'<div class="pair">{_source(output_dir, step, members[0])}{figures}</div></div>'
         )
     hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
     note = f"Step {step} · best and worst of each group{hidden}"
@@ -317,19 +340,29 @@ class _Chips:
 def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips, label: str = "") -> str:
     if row is None:
         return '<span class="gap">absent</span>'
-    path = step_folder(output_dir, step) / str(row.get("file", ""))
     if "text" in row:
         image = f'<p class="text">{escape(row["text"])}</p>'
-    elif path.suffix == ".png" and path.is_file():
-        uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
-        kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
-        alt = escape(row.get("prompt", ""))
-        image = f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{alt}">'
     else:
-        image = f'<span class="gap">{escape(path.name)}</span><br>'
+        image = _picture(step_folder(output_dir, step) / str(row.get("file", "")), row.get("prompt", ""))
     advantage = row.get("advantage")
     note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
     return f"{image}<small>{label}</small>{chips.render(row)}{note}"
+
+
+def _picture(path: Path, alt: str) -> str:
+    if path.suffix not in (".png", ".webp") or not path.is_file():
+        return f'<span class="gap">{escape(path.name)}</span><br>'
+    uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
+    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
+    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
+
+
+def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
+    """The image that a sample was made from; nothing where there is none."""
+    if "source" not in row:
+        return ""
+    picture = _picture(step_folder(output_dir, step) / row["source"], f"source: {row.get('prompt', '')}")
+    return f'<div class="source">{picture}<small>source</small></div>'
 
 
 def _last_values(metrics: Series) -> str:
@@ -342,7 +375,7 @@ def _last_values(metrics: Series) -> str:
 
 
 def _timing(timings: Series) -> str:
-    seconds = {name: list(_finite(points).values()) for name, points in timings.items() if name.startswith("time/")}
+    seconds = {name: list(finite(points).values()) for name, points in timings.items() if name.startswith("time/")}
     medians = {name: statistics.median(values) for name, values in seconds.items() if values}
     whole = medians.get("time/step_s")
     rows = []
@@ -395,6 +428,7 @@ background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 .chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}
 .group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.source{width:var(--cell,33%)}.pair>.source~div{max-width:33%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}

@@ -26,11 +26,12 @@ from sfumato.config.base import Section
 from sfumato.config.load import dump_config, parse_config
 from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfCheckError, UserError
 from sfumato.parallel.mesh import Mesh, close_mesh
-from sfumato.tracking.meters import PAUSES, Meter, memory_in_use, peak_flops
+from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
-from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl
+from sfumato.tracking.signs import signs_of_hacking
+from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl, series_of
 
 Item = TypeVar("Item")
 
@@ -57,6 +58,7 @@ class Run:
             if train.profile_steps is not None:
                 self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
         self._timings: dict[str, float] = {}
+        self._signs_said: set[str] = set()
         self._step_started = time.perf_counter()
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
@@ -75,7 +77,7 @@ class Run:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
 
-    def count(self, **amounts: float) -> None:
+    def count(self, **amounts: float | Mapping[str, float]) -> None:
         """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""
         self._meter.count(**amounts)
 
@@ -88,8 +90,9 @@ class Run:
             show: what stands beside the progress bar, as label and metric name.
         """
         seconds = time.perf_counter() - self._step_started
-        rates = self._meter.rates(seconds - sum(self._timings.get(name, 0.0) for name in PAUSES))
-        timings = {**self._timings, "time/step_s": seconds, **rates, **memory_in_use()}
+        training_s = seconds - sum(self._timings.get(name, 0.0) for name in PAUSES)
+        rates = self._meter.rates(training_s, self._timings)
+        timings = {**self._timings, "time/step_s": seconds, **rates, **self._meter.memory()}
         self._timings, self._step_started = {}, self._step_started + seconds
         if self._profiler is not None and self._profiler.after_step(step):
             self.say(f"profile of steps {self._profiler.first} to {self._profiler.last}: {self._profiler.folder}")
@@ -106,13 +109,13 @@ class Run:
         self._progress.update(step, **shown)
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes samples with their prompts and rewards, for images a grid too, and gives the trackers a look."""
+        """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if not self._enabled or not records:
             return
         folder = save_samples(self.output_dir, step, records)
         for kind in dict.fromkeys(each.kind for each in records):
             shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:16]
-            images = [each.content for each in shown]
+            images = [each.still for each in shown]
             if len({image.shape for image in images}) == 1:
                 image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
                 for tracker in self._trackers:
@@ -130,6 +133,15 @@ class Run:
             if values and name.removeprefix(prefix) not in {"std", "failed"}:
                 parts.append(f"{name.removeprefix(prefix)} {values[0]:.3f} -> {values[-1]:.3f}")
         return ", ".join(parts)
+
+    def say_signs_of_hacking(self) -> None:
+        """Says what in the metrics points to reward hacking, each sign once."""
+        if not self._enabled:
+            return
+        for sign in signs_of_hacking(series_of(read_jsonl(self.output_dir / "metrics.jsonl"))):
+            if sign.metric not in self._signs_said:
+                self.say(f"sign of reward hacking: {sign.text}")
+                self._signs_said.add(sign.metric)
 
     def write_report(self) -> None:
         """Makes ``report.html`` from what the run folder holds now."""
@@ -156,7 +168,8 @@ class Run:
             yield item
 
     def add_time(self, name: str, seconds: float) -> None:
-        """Adds seconds to ``time/<name>_s`` of the step."""
+        """Adds seconds to ``time/<name>_s`` of the step. Call it when that part of the step ends."""
+        self._meter.phase_ended(name)
         key = f"time/{name}_s"
         self._timings[key] = self._timings.get(key, 0.0) + seconds
 

@@ -1,8 +1,9 @@
-"""The samples of a run, images or texts, kept with their prompts, seeds and rewards, and laid out as grids."""
+"""The samples of a run, images, videos or texts, kept with their prompts, seeds and rewards, and laid out as grids."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import re
 import shutil
@@ -16,13 +17,23 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sfumato.tracking.trackers import read_jsonl, strict_json
 
+FRAME_MS = 1000 // 16
+"""Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
+
+WEBP = {"quality": 90, "method": 0}
+"""Of 33 frames of 480 x 832 pixels: a seventh of lossless PNG or WebP in size, and a third of PNG's time."""
+
+EMBEDDED_BYTES = 600_000
+"""Most bytes of one animation in a page; larger ones are made smaller."""
+
 
 @dataclass(frozen=True)
 class SampleRecord:
     """One generated sample and what is known about it.
 
     Attributes:
-        content: an image, uint8 [H, W, 3], or a text.
+        content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], or a text.
+        source: the image that was edited or animated, uint8 [H, W, 3].
         kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training.
         sample_id: unique among the samples of one kind in one step.
         rewards: by reward name; NaN where scoring failed.
@@ -40,6 +51,7 @@ class SampleRecord:
     total: float = float("nan")
     advantage: float | None = None
     policy_version: int = 0
+    source: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("eval", "train"):
@@ -47,8 +59,23 @@ class SampleRecord:
         image = self.content
         if isinstance(image, str):
             return
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-            raise ValueError(f"image must be uint8 [H, W, 3], not {image.dtype} {list(image.shape)}")
+        if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:
+            raise ValueError(f"image must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}")
+
+    @property
+    def file_ending(self) -> str:
+        """Of the file that holds it; empty for a text."""
+        if isinstance(self.content, str):
+            return ""
+        return ".webp" if self.content.ndim == 4 else ".png"
+
+    @property
+    def still(self) -> np.ndarray:
+        """The image; of a video the first, the middle and the last frame side by side."""
+        if self.content.ndim == 3:
+            return self.content
+        frames = self.content
+        return np.concatenate([frames[0], frames[len(frames) // 2], frames[-1]], axis=1)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -57,7 +84,9 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
-    """Writes all samples of one step: PNG files and ``samples.jsonl``, which also holds texts. NaN becomes null.
+    """Writes all samples of one step and ``samples.jsonl``, which also holds texts. NaN becomes null.
+
+    Images are PNG files, videos animated WebP, which browsers show; of equal source images one is kept.
 
     The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces it, so one call
     holds everything that the step shows, both kinds.
@@ -85,8 +114,10 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     tmp.mkdir(parents=True)
     with (tmp / "samples.jsonl").open("w", encoding="utf-8", newline="\n") as file:
         for name, sample in zip(names, samples, strict=True):
-            if not isinstance(sample.content, str):
-                Image.fromarray(np.ascontiguousarray(sample.content)).save(tmp / f"{name}.png")
+            if sample.file_ending:
+                write_picture(sample.content, tmp / f"{name}{sample.file_ending}")
+            if sample.source is not None:
+                write_picture(sample.source, tmp / _source_name(sample.source))
             file.write(strict_json(_row(name, sample)) + "\n")
     # A folder cannot be renamed over a full one. Between the two renames the step is absent, never half there.
     if final.exists():
@@ -94,6 +125,15 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     tmp.rename(final)
     shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def write_picture(content: np.ndarray, path: Path) -> None:
+    """Writes an image, or a video as an animation without end, in the format of the file's ending."""
+    frames = [Image.fromarray(each) for each in np.ascontiguousarray(content[None] if content.ndim == 3 else content)]
+    if len(frames) == 1:
+        frames[0].save(path)
+    else:
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0, **WEBP)
 
 
 def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
@@ -179,19 +219,36 @@ def choose_evenly(items: list[int], count: int) -> list[int]:
 def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     """An image file as a data URI with its width and height; what is larger than ``max_pixels`` is made smaller.
 
-    A file that is small enough is embedded byte for byte. A smaller copy is JPEG: as PNG, a page with a hundred
-    photographs would be too large for a phone.
+    A file that is small enough is embedded byte for byte. A smaller copy is JPEG, of a video WebP with fewer frames
+    where it would exceed ``EMBEDDED_BYTES``: as PNG, a page with a hundred photographs would be too large for a phone.
     """
-    content, mime = path.read_bytes(), "png"
+    content, mime = path.read_bytes(), path.suffix.removeprefix(".")
     with Image.open(io.BytesIO(content)) as opened:
-        image: Image.Image = opened
-        if max(image.size) > max_pixels:
-            image = image.convert("RGB")
-            image.thumbnail((max_pixels, max_pixels), Image.Resampling.LANCZOS)
-            buffer = io.BytesIO()
-            image.save(buffer, "JPEG", quality=90)
-            content, mime = buffer.getvalue(), "jpeg"
-        return f"data:image/{mime};base64,{base64.b64encode(content).decode('ascii')}", *image.size
+        size, num_frames = opened.size, getattr(opened, "n_frames", 1)
+        if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
+            scale = min(max_pixels / max(size), 1.0)
+            size = (max(round(size[0] * scale), 1), max(round(size[1] * scale), 1))
+            content, mime = _smaller_copy(opened, size, num_frames), "jpeg" if num_frames == 1 else "webp"
+    return f"data:image/{mime};base64,{base64.b64encode(content).decode('ascii')}", *size
+
+
+def _smaller_copy(image: Image.Image, size: tuple[int, int], num_frames: int) -> bytes:
+    frames = []
+    for index in range(num_frames):
+        image.seek(index)
+        frames.append(image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
+    buffer = io.BytesIO()
+    if num_frames == 1:
+        frames[0].save(buffer, "JPEG", quality=90)
+        return buffer.getvalue()
+    step = 1
+    while True:
+        kept, buffer = frames[::step], io.BytesIO()
+        more = {"save_all": True, "append_images": kept[1:], "duration": FRAME_MS * step, "loop": 0}
+        kept[0].save(buffer, "WEBP", quality=75, method=0, **more)
+        if buffer.tell() <= EMBEDDED_BYTES or len(kept) == 1:
+            return buffer.getvalue()
+        step *= 2
 
 
 def _shorten(text: str, width: int, font: Any) -> str:
@@ -204,10 +261,17 @@ def _shorten(text: str, width: int, font: Any) -> str:
     return text.rstrip() + "..." if text else ""
 
 
+def _source_name(image: np.ndarray) -> str:
+    digest = hashlib.blake2b(np.ascontiguousarray(image), digest_size=8).hexdigest()
+    return f"source_{digest}.png"
+
+
 def _row(name: str, sample: SampleRecord) -> dict[str, Any]:
-    content = {"text": sample.content} if isinstance(sample.content, str) else {"file": f"{name}.png"}
+    content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
+    source = {} if sample.source is None else {"source": _source_name(sample.source)}
     return {
         **content,
+        **source,
         "kind": sample.kind,
         "prompt": sample.prompt,
         "seed": sample.seed,

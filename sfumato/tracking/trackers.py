@@ -17,6 +17,8 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.services import SERVICES, missing
 
 KNOWN_TRACKERS = ("tensorboard", *SERVICES)
+Series = dict[str, dict[int, float | None]]
+"""Metric name -> step -> value; None is a value that was not finite."""
 
 
 class Tracker(Protocol):
@@ -157,6 +159,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     broken line elsewhere.
     """
     return [record for _, record in _parse_lines(Path(path))]
+
+
+def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
+    """Numbers by metric and step; of several lines with one step the last one counts."""
+    series: Series = {}
+    for record in records:
+        for name, value in record.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name != "step" and isinstance(record.get("step"), int) and (is_number or value is None):
+                series.setdefault(name, {})[record["step"]] = value
+    return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
+
+
+def finite(points: Mapping[int, float | None]) -> dict[int, float]:
+    """Points of a series that have a value."""
+    return {step: value for step, value in points.items() if value is not None}
 
 
 def strict_json(value: Any) -> str:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config
+from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
+from tests.tiny_families import tiny_flux_kontext
 
 STEPS = 4
 PLAIN = {
@@ -37,6 +38,15 @@ DIT = {
     "recompute": (2, {"activation_checkpointing": "full"}),
     "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
 }
+DPO = {
+    "fsdp2 with a reference": (2, {}, {}),
+    "fsdp2 with adapters": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "meta": (2, {"init_device": "meta"}, {}),
+    "ulysses": (2, {"ulysses_parallel_size": 2}, {}),
+    "tp with adapters": (2, {"tensor_parallel_size": 2}, {"model": {"lora": {"rank": 4, "alpha": 8}}}),
+    "dropout": (2, {}, {"model": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}}),
+}
+"""Preference training from pairs; all but the first two are close to others and left to the slow tests."""
 NFT = {"recipe": "diffusion_nft", "old": {"type": "constant", "value": 0.5}, "timesteps": {"num": 2}}
 RL = {
     "fsdp2 with a reference": (2, {}, {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.04}}}),
@@ -111,6 +121,20 @@ def test_pretraining(mode, ranks, tmp_path):
     assert_equal_runs(one, resumed, 1e-5, {})
 
 
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if n < 2 else pytest.mark.slow) for n, mode in enumerate(DPO)]
+)
+def test_preferences(mode, ranks, tmp_path):
+    num_ranks, train, settings = DPO[mode]
+    config = tiny_dit_dpo_config(tmp_path, train={"max_steps": STEPS, "micro_batch_size": 1, **train})
+    config = merge(config, {"eval": {"every_steps": 2, "num_rows": 3}, "dpo": {"beta": 10.0}})
+    config = merge(config, settings)
+    ranks.run(num_ranks, functools.partial(run_rank, "train_dit_dpo"), merge(config, _in(tmp_path / "many")))
+    one = run_task_here("train_dit_dpo", merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
+    rewards = [f"{kind}/{name}" for kind in ("pairs", "eval") for name in ("margin", "reward_chosen", "reward_rejected")]
+    assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
+
+
 @pytest.mark.parametrize("mode", RL)
 def test_rl(mode, ranks, tmp_path):
     num_ranks, train, settings = RL[mode]
@@ -127,6 +151,17 @@ def test_rl(mode, ranks, tmp_path):
     )
     tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5, "kl/reference": 1e-7}
     assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)  # a last bit may round a pixel, and so a reward
+
+
+def test_edits(ranks, tmp_path):
+    """A model that takes an image: whose rows and negatives belong to samples."""
+    write_tiny_pipeline(tmp_path / "pipeline", described=tiny_flux_kontext())
+    settings = {"train": {"max_steps": STEPS, "data_parallel_mode": "ddp"}, "rollout": {"guidance_scale": 2.5}}
+    config = tiny_rl_config(tmp_path, **settings, eval={"every_steps": 2})
+    ranks.run(2, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))
+    one = run_task_here("rl_diffusion", merge(config, _in(tmp_path / "one")))
+    tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-8, "ratio/replay_error": 2e-5}
+    assert_equal_runs(one, tmp_path / "many", 2e-2, tolerance)
 
 
 def _in(folder: Path) -> dict[str, Any]:

@@ -26,7 +26,15 @@ from sfumato.errors import ConfigError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.pretend import pretended_mesh
-from tests.tiny import ROOT, tiny_dit_config, tiny_rl_config, write_config
+from tests.tiny import (
+    ROOT,
+    tiny_dit_config,
+    tiny_dit_dpo_config,
+    tiny_rl_config,
+    write_config,
+    write_tiny_pipeline,
+)
+from tests.tiny_families import tiny_flux_kontext, tiny_wan
 from tests.unit.test_flops import KINDS
 
 CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "train" in read_yaml(path)]
@@ -204,16 +212,31 @@ def test_preference_training_has_a_reference(tmp_path: Path, dtype: str, share: 
     assert "frozen reference" not in lora.model.largest.parts
 
 
-@pytest.mark.parametrize("task", ["train_dit", "rl_diffusion"])
+@pytest.mark.parametrize("task", ["train_dit", "train_dit_dpo", "rl_diffusion"])
 def test_diffusion_tasks(tmp_path: Path, task: str) -> None:
     with_kl = {"algorithm": {"kl": {"type": "flow_grpo", "coef": 0.1}}}
-    config = tiny_dit_config(tmp_path) if task == "train_dit" else tiny_rl_config(tmp_path, **with_kl)
+    config = {
+        "train_dit": lambda: tiny_dit_config(tmp_path),
+        "train_dit_dpo": lambda: tiny_dit_dpo_config(tmp_path),
+        "rl_diffusion": lambda: tiny_rl_config(tmp_path, **with_kl),
+    }[task]()
     found = check_config(write_config(config, tmp_path / "run.yaml"))
     assert (found.task, found.exit_code, found.data.num_steps) == (task, FITS, 6)
-    assert found.data.images_per_step == (4 if task == "train_dit" else 16)
+    assert found.data.images_per_step == {"train_dit": 4, "train_dit_dpo": 8, "rl_diffusion": 16}[task]
     parts = found.model.largest.parts
-    assert parts.get("frozen reference", 0) == (parts["gradients"] if task == "rl_diffusion" else 0)
+    assert parts.get("frozen reference", 0) == (0 if task == "train_dit" else parts["gradients"])
     assert parts["frozen vae"] > 0 and "SD3Transformer2DModel" in shown(found)
+
+
+def test_pairs_of_images(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "chosen": "gone.png", "rejected": "b.png", "better": each} for each in (1, 0.5, 0)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    data = {"data_type": "pairs", "train_path": str(tmp_path / "pairs.jsonl"), "label_key": "better"}
+    found = check_config(write_config(tiny_dit_dpo_config(tmp_path, data=data), tmp_path / "run.yaml"))
+    assert (found.task, found.exit_code, found.data.training[0].num_rows) == ("train_dit_dpo", WRONG, 2)
+    assert "pairs.jsonl, line 1: image file not found" in found.problems[0]
+    lora = check_config(write_config(tiny_dit_dpo_config(tmp_path), tmp_path / "run.yaml"), {"model": {"lora": {}}})
+    assert "frozen reference" not in lora.model.largest.parts and lora.exit_code == FITS
 
 
 def test_a_model_that_is_made_first_is_predicted_from_what_makes_it(tmp_path: Path) -> None:
@@ -236,3 +259,19 @@ def test_rows_are_looked_at_from_the_beginning_and_over_the_rest(count: int) -> 
     rows = sampled_rows(count)
     assert rows == sorted(set(rows)) and rows[0] == 0 and rows[-1] == count - 1
     assert len(rows) == min(count, 2 * FIRST_ROWS)
+
+
+def test_videos_and_edits(tmp_path: Path) -> None:
+    def found_of(described: dict[str, Any], **rollout: Any) -> Findings:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        write_tiny_pipeline(folder / "pipeline", described=described)
+        settings = {"guidance_scale": 3.0, **rollout}
+        return check_config(write_config(tiny_rl_config(folder, rollout=settings), folder / "rl.yaml"))
+
+    few, more = (found_of(tiny_wan(), num_frames=frames) for frames in (5, 9))
+    assert few.exit_code == more.exit_code == FITS, more.problems
+    assert few.model.largest.total < more.model.largest.total
+    wrong = found_of(tiny_wan(), num_frames=6)
+    assert wrong.exit_code == WRONG and "rollout.num_frames 6: WanPipeline cannot make that" in wrong.problems[0]
+    assert found_of(tiny_flux_kontext()).exit_code == FITS

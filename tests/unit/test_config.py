@@ -12,14 +12,16 @@ from sfumato.algorithms.windows import AllSteps
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.reward_server import RewardServerConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError
 
 QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
-SCHEMAS = [TrainDitConfig, TrainAutoencoderConfig, DiffusionRLConfig]
+SCHEMAS = [TrainDitConfig, TrainDitDpoConfig, TrainAutoencoderConfig, DiffusionRLConfig]
 
 DIT = """
 model: {config_path: model.yaml}
@@ -569,7 +571,7 @@ def test_the_walk_finds_what_is_known_to_be_there():
     assert "model.lora.rank" in found and "data.glyphs.held_out" in found and found["model.lora"][1] is not None
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+@pytest.mark.parametrize("schema", [*SCHEMAS, RewardServerConfig], ids=lambda schema: schema.__name__)
 def test_help_lists_every_field_with_a_sentence_and_its_default(schema):
     lines = format_help(schema).splitlines()
     for path, variant, section, field in fields_of(schema):
@@ -615,7 +617,7 @@ def test_help_is_printed_and_ends_the_program(capsys, arguments):
 
 def test_the_whole_surface_stays_small():
     everywhere = set()
-    for schema in [*SCHEMAS, TrainTextConfig, TrainTextDpoConfig]:
+    for schema in [*SCHEMAS, TrainTextConfig, TrainTextDpoConfig, RewardServerConfig]:
         sections, parts = set(), set()
         for path, variant, section, _ in fields_of(schema):
             if section is None:

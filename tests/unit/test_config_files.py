@@ -13,7 +13,16 @@ from sfumato.config.load import load_config, merge, read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
-from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config
+from sfumato.tracking.run import Run
+from tests import tiny_families
+from tests.tiny import (
+    run_task_here,
+    tiny_dit_config,
+    tiny_pipeline_description,
+    tiny_rl_config,
+    tiny_text_config,
+    write_tiny_pipeline,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,14 +206,47 @@ def made_tiny(path, tmp_path):
         data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
     if task == "rl_diffusion":
-        tiny = tiny_rl_config(tmp_path)
-        rollout = tiny["rollout"] | {"num_prompts": 1, "n": 2, "num_inference_steps": 8}
-        content = {each: content[each] for each in content if each not in ("data", "rollout", "eval", "reward")}
-        rest = {"data": tiny["data"], "rollout": rollout, "eval": tiny["eval"], "reward": tiny["reward"]}
-        return task, merge(content, {"model": _model(tiny), "train": train} | rest)
+        return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
     tiny = tiny_dit_config(tmp_path)
     rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
+    if task == "train_dit_dpo":
+        rest |= {"eval": {"num_rows": 2}}
+        content["data"] |= {"eval_path": None}
     return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
+
+
+def tiny_rl_parts(content, tmp_path):
+    """A tiny model of the family that the file names, glyphs and brightness; steps and guidance stay the file's."""
+    named = str(content["model"]["model_path"])
+    describe, size, tokens, needs = next((each for name, each in TINY_FAMILIES.items() if name in named), TINY_SD3)
+    if needs:
+        pytest.importorskip(needs)
+    write_tiny_pipeline(tmp_path / "pipeline", described=describe())
+    tiny = tiny_rl_config(tmp_path, model={"max_sequence_length": tokens}, eval={"num_prompts": 1})
+    rollout = {"num_prompts": 1, "n": 2, "micro_batch_size": 2, "height": size[0], "width": size[1]}
+    if "num_frames" in content["rollout"]:
+        rollout["num_frames"] = size[2]
+    data = dict.fromkeys(("train_path", "eval_path")) | tiny["data"]
+    return {"model": _model(tiny), "data": data, "rollout": rollout, "eval": tiny["eval"], "reward": tiny["reward"]}
+
+
+TINY_SD3 = (tiny_pipeline_description, (16, 16), 7, None)
+TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, package that it needs
+    "Kontext": (tiny_families.tiny_flux_kontext, (16, 16), 7, None),
+    "FLUX": (tiny_families.tiny_flux, (16, 16), 7, None),
+    "Qwen-Image-Edit": (tiny_families.tiny_qwen_image_edit, (32, 64), 24, "torchvision"),
+    "Qwen-Image": (tiny_families.tiny_qwen_image, (16, 16), 7, None),
+    "Wan2.2-TI2V": (tiny_families.tiny_wan_small, (32, 32, 5), 7, None),
+    "Wan": (tiny_families.tiny_wan, (16, 16, 5), 7, None),
+    "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
+}
+QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
+"""Files for tasks/rl_diffusion.py that every run of the tests tries."""
+
+
+def quick_or_slow(path):
+    is_rl = task_of(path) == "rl_diffusion"
+    return pytest.param(path, marks=pytest.mark.slow if is_rl and path.stem not in QUICK else ())
 
 
 KINDS = ("llama", "qwen2", "deepseek_v2", "deepseek_v3", "qwen3")
@@ -218,9 +260,9 @@ def _data(tiny):
     return tiny["data"] | {"train_path": None, "cache_dir": None}
 
 
-@pytest.mark.parametrize("path", [path for path in TASKS if path.parent.name != "algorithms"], ids=relative)
-def test_every_shipped_config_runs_a_step_tiny(path, tmp_path):
-    """Those of ``algorithms`` are recipes, each of which runs in test_recipes."""
+@pytest.mark.parametrize("path", map(quick_or_slow, TASKS), ids=relative)
+def test_every_shipped_config_runs_a_step_tiny(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "write_report", lambda run: None)  # its curves would take most of the time
     task, config = made_tiny(path, tmp_path)
     run = run_task_here(task, config)
     assert (run / "hf_ckpt").is_dir() and (run / "checkpoints/global_step_1").is_dir()

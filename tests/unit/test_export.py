@@ -21,13 +21,21 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
-from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, weights_in
+from tests.tiny import (
+    run_task_here,
+    tiny_dit_config,
+    tiny_dit_dpo_config,
+    tiny_rl_config,
+    tiny_text_config,
+    weights_in,
+)
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}}
 RUNS = {
     "train_dit, averaged": ("train_dit", tiny_dit_config, {"train": {"ema_decay": 0.9}}),
     "train_dit, adapters": ("train_dit", tiny_dit_config, LORA),
+    "train_dit_dpo": ("train_dit_dpo", tiny_dit_dpo_config, {}),
     "rl_diffusion": ("rl_diffusion", tiny_rl_config, {"train": {"max_steps": 2}, "eval": {"every_steps": 2}}),
     "train_text": ("train_text", tiny_text_config, {}),
     "train_text, adapters": ("train_text", tiny_text_config, LORA),

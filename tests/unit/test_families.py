@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.latents import pack, unpack
+from sfumato.models.diffusion.latents import unpack
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.flops import denoiser_flops
 from sfumato.models.memory_plan import plan_memory
@@ -33,176 +31,11 @@ from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor import match_plan
 from sfumato.rollout.diffusion import sample_images, sample_trajectories
-from tests import tiny_families
+from tests.family_rows import ROWS, STEPS, Row, wake
 
 PROMPTS = ['write "AB" in red', 'write "C"']
 ALONE = Mesh(Layout(), torch.device("cpu"))
-SEED, STEPS = 11, 4
-
-
-@dataclass(frozen=True)
-class Row:
-    """A family as the suite sees it."""
-
-    describe: Callable[[], dict[str, Any]]
-    """Its tiny description."""
-    call: Callable[[Row, Any, list[str], torch.Tensor, float, list[Image.Image] | None], np.ndarray]
-    """Runs the pipeline from latents ``[B, *latent_shape]`` with a guidance scale of ours: [B, H, W, 3] in 0..1."""
-    latent_shape: tuple[int, ...]
-    unit: int
-    """The sides of an image are multiples of so many pixels."""
-    size: tuple[int, int] = (16, 16)
-    scales: tuple[float, ...] = (1.0, 3.5)
-    tokens: int = 7
-    """model.max_sequence_length."""
-    batched: bool = True
-    """The pipeline can take several prompts at once."""
-    never_used: str = "(?!)"
-    """Parameters that can have no gradient, since the architecture does not use them."""
-    straight: bool = True
-    """Before the shift the schedule is 1, 1 - 1/n, ..., 0."""
-    needs: str = ""
-    """A package that the family needs and not every installation has."""
-
-
-def settings(row: Row, **more: Any) -> dict[str, Any]:
-    """What all pipelines are called with."""
-    height, width = row.size
-    return {
-        "height": height,
-        "width": width,
-        "num_inference_steps": STEPS,
-        "output_type": "np",
-        "max_sequence_length": row.tokens,
-        "callback_on_step_end": keep_latents,
-        **more,
-    }
-
-
-def keep_latents(pipeline: Any, step: int, timestep: Any, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The pipelines' callback after each step: the latents stay with the pipeline."""
-    del step, timestep
-    pipeline.last_latents = state["latents"]
-    return {}
-
-
-def call_sd3(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale)).images
-
-
-def call_flux(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    more: dict[str, Any] = {"guidance_scale": scale}
-    if not pipeline.transformer.config.guidance_embeds:
-        more = {"true_cfg_scale": scale, "negative_prompt": [""] * len(prompts)}
-    if images is not None:
-        more |= {"image": images[0], "max_area": row.size[0] * row.size[1], "_auto_resize": False}
-    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
-
-
-def call_stable_diffusion(
-    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
-) -> Any:
-    more = settings(row, guidance_scale=scale)
-    del more["max_sequence_length"]
-    return pipeline(prompt=prompts, latents=latents, **more).images
-
-
-def call_wan(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    follow_the_grid(pipeline)
-    embeds = [wan_prompt_embeds(pipeline, each, row.tokens) for each in (prompts, [""] * len(prompts))]
-    more: dict[str, Any] = {"guidance_scale": scale, "num_frames": 1, "prompt_embeds": embeds[0]}
-    if scale > 1:
-        more["negative_prompt_embeds"] = embeds[1]
-    if images is not None:
-        more["image"] = images[0]
-    return pipeline(latents=latents, **settings(row, **more)).frames[:, 0]
-
-
-def follow_the_grid(pipeline: Any) -> None:
-    """Makes a Wan pipeline take Euler steps along the noise levels of the scheduler that it comes with."""
-    if isinstance(pipeline.scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
-        return
-    pipeline.scheduler.set_timesteps(STEPS)
-    sigmas, euler = pipeline.scheduler.sigmas[:-1].tolist(), diffusers.FlowMatchEulerDiscreteScheduler()
-    along = type(euler).set_timesteps
-    euler.set_timesteps = lambda num_steps, device=None: along(euler, sigmas=sigmas, device=device)
-    pipeline.scheduler = euler
-
-
-def wan_prompt_embeds(pipeline: Any, prompts: list[str], tokens: int) -> torch.Tensor:
-    """WanImageToVideoPipeline.encode_prompt needs ftfy, which changes nothing here."""
-    return diffusers.WanPipeline._get_t5_prompt_embeds(pipeline, prompts, max_sequence_length=tokens)
-
-
-def call_qwen(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    more: dict[str, Any] = {"true_cfg_scale": scale, "negative_prompt": [" "] * len(prompts)}
-    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
-
-
-def call_qwen_edit(
-    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
-) -> Any:
-    module = sys.modules[type(pipeline).__module__]
-    height, width = row.size
-    with pytest.MonkeyPatch.context() as patch:  # the pipelines would make a megapixel of the image
-        if hasattr(module, "VAE_IMAGE_SIZE"):
-            patch.setattr(module, "VAE_IMAGE_SIZE", height * width)
-        else:
-            patch.setattr(module, "calculate_dimensions", lambda area, ratio: (width, height, None))
-        more = {"true_cfg_scale": scale, "negative_prompt": [" "], "image": images[0]}
-        return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
-
-
-def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
-
-
-# what the last block makes of the text is not used
-LAST_QUERY = r"transformer_blocks\.1\.attn\.(add_q_proj|norm_added_q)"
-LAST_TEXT = r"transformer_blocks\.1\.(attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp|txt_mod)"
-
-ROWS = {
-    "sd3": Row(tiny_families.tiny_sd3, call_sd3, (4, 8, 8), 4, never_used=LAST_QUERY, straight=False),
-    "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24)),
-    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4),
-    "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False),
-    "qwen_image": Row(
-        tiny_families.tiny_qwen_image, call_qwen, (4, 8, 12), 4, size=(16, 24), tokens=24, never_used=LAST_TEXT
-    ),
-    "qwen_image_edit": Row(
-        tiny_families.tiny_qwen_image_edit,
-        call_qwen_edit,
-        (4, 16, 32),
-        4,
-        size=(32, 64),
-        tokens=24,
-        batched=False,
-        never_used=LAST_TEXT,
-        needs="torchvision",
-    ),
-    "qwen_image_edit_plus": Row(
-        tiny_families.tiny_qwen_image_edit_plus,
-        call_qwen_edit,
-        (4, 16, 32),
-        4,
-        size=(32, 64),
-        tokens=40,
-        batched=False,
-        never_used=LAST_TEXT,
-        needs="torchvision",
-    ),
-    "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),
-    "stable_diffusion": Row(tiny_families.tiny_stable_diffusion, call_stable_diffusion, (4, 8, 8), 2),
-    "stable_diffusion_2": Row(tiny_families.tiny_stable_diffusion_2, call_stable_diffusion, (4, 8, 8), 2),
-    "stable_diffusion_xl": Row(tiny_families.tiny_stable_diffusion_xl, call_stable_diffusion, (4, 8, 8), 2),
-    "wan": Row(tiny_families.tiny_wan, call_wan, (4, 1, 4, 4), 8),
-    "wan_pair": Row(tiny_families.tiny_wan_pair, call_wan, (4, 1, 4, 4), 8),
-    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32)),
-    "wan_image": Row(
-        tiny_families.tiny_wan_image, call_wan, (4, 1, 4, 4), 8, scales=(1.0, 30.0), tokens=512, batched=False
-    ),
-    "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, batched=False),
-}
+SEED = 11
 
 
 @dataclass
@@ -253,15 +86,6 @@ class Built:
             last = pipeline.last_latents
             latents.append(unpack(last, *self.row.latent_shape[-2:]) if last.ndim == 3 else last)
         return (np.concatenate(found) * 255).round().astype(np.uint8), torch.cat(latents)
-
-
-def wake(model: DiffusionModel) -> None:
-    """Small random weights where there are zeros, so that the model answers to its inputs."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.denoiser.parameters():
-            if not parameter.any():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -391,6 +215,14 @@ def test_a_conditioning_follows_its_rows(built: Built) -> None:
     assert_close(doubled, velocity.repeat_interleave(2, dim=0))
 
 
+def test_a_conditioning_without_the_empty_prompt_follows_its_rows(built: Built) -> None:
+    alone = built.model.encode_prompts(PROMPTS, with_negative=False, images=built.images)
+    swapped = Conditioning.cat([alone.rows([1]), alone.rows(slice(0, 1))]).repeat_interleave(2)
+    assert swapped.negative is None
+    for name, tensor in built.conditioning(built.model).tensors.items():
+        assert torch.equal(swapped.tensors[name], tensor[[1, 1, 0, 0]]), name
+
+
 def test_a_dropped_prompt_is_the_empty_one(built: Built) -> None:
     empty = built.model.encode_prompts([""] * len(PROMPTS), images=built.images)
     dropped = built.conditioning(built.model).without_prompt(torch.tensor([True, False]))
@@ -492,6 +324,11 @@ def test_operations_are_counted(built: Built) -> None:
     height, width = built.row.size
     single = denoiser_flops(built.model, height, width)
     assert denoiser_flops(built.model, 4 * height, width) > single > 0
+
+
+def test_a_schedule_may_have_one_step(built: Built) -> None:
+    start, end = built.model.sigmas(1, built.row.latent_shape).tolist()
+    assert 0 < start <= 1 and end == 0
 
 
 def test_the_training_shift_is_that_of_the_schedule(built: Built) -> None:

@@ -53,6 +53,45 @@ def test_rates_are_amounts_by_seconds_and_devices() -> None:
     assert meter.rates(2.0) == {}, "counts belong to their step"
 
 
+def test_parts_of_a_step_have_rates_of_their_own() -> None:
+    meter = Meter(COPIES, peak_flops=1e12)
+    meter.count(images=8, flops={"generate": 4e12, "update": 12e12})
+    found = meter.rates(10.0, {"time/generate_s": 2.0, "time/update_s": 4.0})
+    assert found == {
+        "throughput/images_per_s": 0.8,
+        "throughput/flops_per_s": 1.6e12,
+        "throughput/mfu": 0.4,
+        "throughput/generate_flops_per_s": 2e12,
+        "throughput/generate_mfu": 0.5,
+        "time/generate_per_image_s": 0.25,
+        "throughput/update_flops_per_s": 3e12,
+        "throughput/update_mfu": 0.75,
+        "time/update_per_image_s": 0.5,
+    }
+
+
+def test_each_phase_has_a_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([300, 700, 500, 200, 100])
+    now = {"peak": 0}
+
+    def reset() -> None:
+        now["peak"] = next(peaks) * 2**20
+
+    reset()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now["peak"])
+    meter = Meter(ALONE)
+    meter.phase_ended("generate")
+    meter.phase_ended("data")  # no phase of its own
+    meter.phase_ended("update")
+    found = meter.memory()
+    assert found["memory/generate_gpu_peak_mib"] == 300
+    assert found["memory/update_gpu_peak_mib"] == 700
+    assert found["memory/gpu_peak_mib"] == 700, "the peak of the step is that of its largest phase"
+    assert "memory/update_gpu_peak_mib" not in meter.memory()
+
+
 def test_without_a_peak_there_is_no_utilisation() -> None:
     meter = Meter(ALONE)
     meter.count(images=6, flops=1e9)

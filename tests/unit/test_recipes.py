@@ -1,124 +1,266 @@
-"""Every recipe of diffusion RL runs: two iterations of the real task on a tiny model, then its adapter in diffusers."""
+"""Every recipe on every model family: two iterations of the real task, then the adapter in diffusers.
+
+A cell of the matrix is a family (a row of ``ROWS``) and a recipe (an entry of ``DIFFUSION_RECIPES``): both are found.
+Each family runs with a recipe of each kind and each recipe with a family; the other cells are marked slow.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
+import yaml
+from torch import nn
 
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.config.diffusion_rl import AlgorithmConfig
+from sfumato.config.load import merge
 from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.sections import ModelConfig
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import ROOT, load_task, run_task_here, tiny_rl_config, write_tiny_pipeline
+from tests.family_rows import ROWS, Row, wake
+from tests.tiny import ROOT, load_task, run_task_here, tiny_rl_config
 
 STEPS = 11
 """Denoising steps: DanceGRPO trains nine of them, and never the last."""
-UNUSED = "transformer_blocks.1.attn.add_q_proj"
-"""Has no effect: after the last block of SD3 the text is not looked at."""
+HOME = {"ddpo": "stable_diffusion", "dpok": "stable_diffusion", "flow_grpo_wan": "wan"}
+"""Recipes of a family with dynamics of its own: these cells are run always, too."""
+
+
+def kind_of(recipe: str) -> str:
+    """trajectory, sample, or groups: samples of which whole groups are needed."""
+    algorithm = AlgorithmConfig(recipe=recipe, **DIFFUSION_RECIPES[recipe])
+    return "groups" if algorithm.whole_groups else algorithm.objective.kind
+
+
+def quick_cells() -> set[tuple[str, str]]:
+    """(family, recipe): every family with a recipe of each kind, every recipe with a family."""
+    families, kinds = list(ROWS), {}
+    for recipe in DIFFUSION_RECIPES:
+        kinds.setdefault(kind_of(recipe), []).append(recipe)
+    found = {(family, recipe) for recipe, family in HOME.items()}
+    for recipes in kinds.values():
+        for index in range(max(len(families), len(recipes))):
+            found.add((families[index % len(families)], recipes[index % len(recipes)]))
+    return found
+
+
+def cells() -> Iterator[Any]:
+    """All cells as parameters of a test, family by family."""
+    quick = quick_cells()
+    for family in ROWS:
+        for recipe in DIFFUSION_RECIPES:
+            marks = [] if (family, recipe) in quick else [pytest.mark.slow]
+            yield pytest.param(family, recipe, marks=marks, id=f"{family}-{recipe}")
+
+
+@dataclass
+class Family:
+    """A tiny pipeline on disk, and what diffusers makes of it."""
+
+    row: Row
+    folder: Path
+    pipeline: Any
+
+    def velocity(self, model: DiffusionModel) -> torch.Tensor:
+        """The model's prediction at a high and a low noise level."""
+        height, width = self.row.size
+        model.frames = self.row.num_frames
+        latents = keyed_normal(model.latent_shape(height, width, model.frames), 11, "latent", 0, range(2))
+        with torch.no_grad():
+            images = model.blank_images(2, height, width)
+            conditioning = model.encode_prompts(['write "AB"', 'write "C"'], with_negative=False, images=images)
+            return model.predict_velocity(latents, torch.tensor([0.95, 0.3]), conditioning)
+
+    def velocity_of_diffusers(self, model: DiffusionModel, adapter: Path | None = None) -> torch.Tensor:
+        """The same of diffusers' pipeline, with the adapter that it loads from a folder and drops again."""
+        if adapter is not None:
+            self.pipeline.load_lora_weights(adapter)
+            if (adapter / "transformer_2").is_dir():
+                self.pipeline.load_lora_weights(adapter / "transformer_2", load_into_transformer_2=True)
+        try:
+            return self.velocity(type(model)(copy.copy(self.pipeline), self.row.tokens))
+        finally:
+            self.pipeline.unload_lora_weights()
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pipeline(tmp_path_factory.mktemp("recipes") / "pipeline")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Makes families by name, once each."""
+
+    @functools.cache
+    def make(name: str) -> Family:
+        row = ROWS[name]
+        if row.needs:
+            pytest.importorskip(row.needs)
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(row.describe()))
+        model = build_diffusion_model(ModelConfig(config_path=str(folder / "tiny.yaml")))
+        wake(model)
+        model.save_pipeline(folder / "pipeline")
+        return Family(row, folder / "pipeline", model.pipeline_type().from_pretrained(folder / "pipeline"))
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def diffusers_pipeline(pipeline: Path) -> StableDiffusion3Pipeline:
-    return StableDiffusion3Pipeline.from_pretrained(pipeline)
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "write_report", lambda run: None)  # its curves would take most of the time
 
 
-def config_of(recipe: str, pipeline: Path, folder: Path) -> dict[str, Any]:
+def config_of(recipe: str, family: Family, folder: Path, **overrides: Any) -> dict[str, Any]:
     """One update in each iteration, so that the policy is always the one that sampled."""
+    (folder / "pipeline").symlink_to(family.folder)
     config = tiny_rl_config(
         folder,
-        model={"model_path": str(pipeline), "lora": {"rank": 4, "alpha": 8}},
+        model={"lora": {"rank": 4, "alpha": 8}, "max_sequence_length": family.row.tokens},
         rollout={"num_prompts": 2, "micro_batch_size": 4, "num_inference_steps": STEPS},
         train={"max_steps": 2, "global_batch_size": None},
         eval={"every_steps": 2, "num_prompts": 1, "num_inference_steps": 1},
     )
-    return {**config, "algorithm": {"recipe": recipe}}
+    height, width = family.row.size
+    sized = {"rollout": {"height": height, "width": width, "num_frames": family.row.num_frames}}
+    return merge(merge({**config, "algorithm": {"recipe": recipe}}, sized), overrides)
 
 
-@pytest.mark.parametrize("recipe", DIFFUSION_RECIPES)
-def test_two_iterations(
-    recipe: str,
-    pipeline: Path,
-    diffusers_pipeline: StableDiffusion3Pipeline,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Run, "write_report", lambda run: None)  # its curves would take most of the time
-    (tmp_path / "pipeline").symlink_to(pipeline)
-    config = config_of(recipe, pipeline, tmp_path)
-    task, seen = load_task("rl_diffusion"), {}
+@dataclass
+class Watched:
+    """What became of a model's parameters."""
+
+    model: Any = None
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    reached: list[set[str]] = field(default_factory=list)
+    """Parameters with a gradient other than zero, by iteration."""
+
+    def changed(self) -> set[str]:
+        """Parameters that are not what they were."""
+        return {name for name, each in self.parameters().items() if not torch.equal(each, self.before[name])}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All of the pipeline's, by component and name."""
+        return {
+            f"{component}.{name}": each
+            for component, module in self.model.components.items()
+            for name, each in module.named_parameters()
+        }
+
+
+def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
+    """Runs the task and looks at what its updates do to the weights."""
+    task, watched = load_task("rl_diffusion"), Watched()
     build, update = task.build_actor, task.update_policy
 
     def build_watched(*arguments: Any) -> Any:
         actor = build(*arguments)
-        seen["actor"] = actor
-        seen["before"] = {name: each.detach().clone() for name, each in actor.model.denoiser.named_parameters()}
+        watched.model = actor.model
+        watched.before = {name: each.detach().clone() for name, each in watched.parameters().items()}
         return actor
 
-    def update_watched(actor: Any, *arguments: Any) -> Any:
+    def update_watched(*arguments: Any) -> Any:
         reached: set[str] = set()
-        trained = trainable_parameters(actor.model.denoiser)
+
+        def note(parameter: torch.Tensor, name: str) -> None:
+            if parameter.grad is not None and parameter.grad.any():
+                reached.add(name)
+
         hooks = [
-            each.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
-            for name, each in trained.items()
+            each.register_post_accumulate_grad_hook(functools.partial(note, name=name))
+            for name, each in watched.parameters().items()
+            if each.requires_grad
         ]
-        metrics = update(actor, *arguments)
-        assert reached == trained.keys()
+        metrics = update(*arguments)
+        watched.reached.append(reached)
         for each in hooks:
             each.remove()
         return metrics
 
     task.build_actor, task.update_policy = build_watched, update_watched
-    run = run_task_here(task, config)
+    return run_task_here(task, config), watched
+
+
+@pytest.mark.parametrize(("family", "recipe"), cells())
+def test_two_iterations(family: str, recipe: str, family_of: Callable[[str], Family], tmp_path: Path) -> None:
+    tiny = family_of(family)
+    run, watched = run_watched(config_of(recipe, tiny, tmp_path))
 
     lines = read_jsonl(run / "metrics.jsonl")[1:]
     assert [line["updates"] for line in lines] == [1, 1]
     for line in lines:
         assert all(math.isfinite(value) for value in line.values()), line
         assert line["rows"] > 0 and line["grad_norm"] > 0
+        assert line.get("ratio/replay_error", 0) <= (0 if tiny.row.exact else 1e-6)
         if "ratio/mean" in line:
-            assert (line["ratio/mean"], line["ratio/approx_kl"]) == (1, 0)
-        assert line.get("ratio/replay_error", 0) == 0
+            assert abs(line["ratio/mean"] - 1) + line["ratio/approx_kl"] <= (0 if tiny.row.exact else 1e-6)
 
-    parameters = dict(seen["actor"].model.denoiser.named_parameters())
-    changed = {name for name, each in parameters.items() if not torch.equal(each, seen["before"][name])}
+    assert_gradients_where_they_belong(watched, tiny.row)
+    adapter, base = run / "hf_ckpt", tiny.velocity_of_diffusers(watched.model)
+    changed = tiny.velocity_of_diffusers(watched.model, adapter)
+    torch.testing.assert_close(changed, tiny.velocity(watched.model), atol=5e-5, rtol=1e-4)
+    assert (changed - base).abs().max() > 1e-5
+    assert torch.equal(tiny.velocity_of_diffusers(watched.model), base)
+
+
+def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
+    """Adapters alone move, just when they have gradients, and all of them that can matter have some."""
+    model, parameters = watched.model, watched.parameters()
     trained = {name for name, each in parameters.items() if each.requires_grad}
-    assert changed == {name for name in trained if UNUSED not in name}
+    assert trained == {f"{model.denoiser_name}.{name}" for name in trainable_parameters(model.denoiser)}
+    assert all("lora_" in name for name in trained)
     assert all(each.grad is None for name, each in parameters.items() if name not in trained)
-    diffusers_pipeline.load_lora_weights(run / "hf_ckpt")
-    found = {name for name, _ in diffusers_pipeline.transformer.named_parameters() if "lora" in name}
-    diffusers_pipeline.unload_lora_weights()
-    assert len(found) == len(trained)
+    first, second = watched.reached
+    assert watched.changed() == first | second
+    parts = model.split_denoiser(model.denoiser)
+    prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{each}" for each in parts]
+    used = 0
+    for prefix in prefixes:  # a part that no trained noise level needs is left alone; a first update moves B, not A
+        own = {name for name in trained if name.startswith(f"{prefix}.")}
+        if own & first and own & second:
+            assert {name for name in own - first - second if not re.search(row.never_used, name)} == set()
+            used += 1
+    assert used > 0
 
 
-def test_a_reference_that_is_renewed(pipeline: Path, tmp_path: Path) -> None:
-    (tmp_path / "pipeline").symlink_to(pipeline)
-    config = config_of("flow_grpo", pipeline, tmp_path)
-    config["algorithm"]["reference"] = {"type": "refresh", "every": 2}
-    config["train"]["max_steps"] = 4
+def test_the_quick_cells_cover_families_kinds_and_recipes() -> None:
+    quick = quick_cells()
+    assert {recipe for _, recipe in quick} == set(DIFFUSION_RECIPES)
+    for family in ROWS:
+        assert {kind_of(recipe) for each, recipe in quick if each == family} == {"trajectory", "sample", "groups"}
+    assert len(quick) < 56, "in every run; the others are slow"
+
+
+def test_a_reference_that_is_renewed(family_of: Callable[[str], Family], tmp_path: Path) -> None:
+    algorithm = {"reference": {"type": "refresh", "every": 2}}
+    config = config_of("flow_grpo", family_of("sd3"), tmp_path, algorithm=algorithm, train={"max_steps": 4})
     lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1:]
     assert [line["kl/reference"] > 0 for line in lines] == [False, True, False, True]
 
 
-def test_advantages_that_look_at_every_reward(pipeline: Path, tmp_path: Path) -> None:
-    (tmp_path / "pipeline").symlink_to(pipeline)
-    config = config_of("diffusion_nft", pipeline, tmp_path)
-    config["algorithm"]["advantage"] = {"type": "gdpo"}
+def test_advantages_that_look_at_every_reward(family_of: Callable[[str], Family], tmp_path: Path) -> None:
+    algorithm = {"advantage": {"type": "gdpo"}}
+    config = config_of("diffusion_nft", family_of("sd3"), tmp_path, algorithm=algorithm, train={"max_steps": 1})
     watched = {"type": "jpeg_incompressibility", "evaluation_only": True}
     config["reward"] = {"rewards": [{"type": "brightness"}, {"type": "jpeg_compressibility", "weight": 0.5}, watched]}
-    config["train"]["max_steps"] = 1
     line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
     assert line["advantage/abs_mean"] > 0 and math.isfinite(line["loss/policy"])
+
+
+def test_kinds_are_shown_by_what_is_logged(family_of: Callable[[str], Family], tmp_path: Path) -> None:
+    config = config_of("diffusion_nft", family_of("sd3"), tmp_path, train={"max_steps": 1})
+    line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
+    assert "nft/old_distance" in line and "kl/reference" in line and "ratio/replay_error" not in line
+    assert line["rows"] == 8 * 9, "samples x noise levels"
 
 
 def test_the_documentation_names_every_recipe_and_metric() -> None:
@@ -131,12 +273,3 @@ def test_the_documentation_names_every_recipe_and_metric() -> None:
         for name in re.findall(r'"([a-z]+/[a-z_]+)"', source)
     }
     assert len(logged) > 15 and {name for name in logged if f"`{name}`" not in text and "eval" not in name} == set()
-
-
-def test_kinds_are_shown_by_what_is_logged(pipeline: Path, tmp_path: Path) -> None:
-    (tmp_path / "pipeline").symlink_to(pipeline)
-    config = config_of("diffusion_nft", pipeline, tmp_path)
-    config["train"]["max_steps"] = 1
-    line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
-    assert "nft/old_distance" in line and "kl/reference" in line and "ratio/replay_error" not in line
-    assert line["rows"] == 8 * 9, "samples x noise levels"

@@ -87,6 +87,19 @@ def test_the_file_refers_to_nothing_outside_itself(tmp_path):
     assert "@import" not in html and "url(http" not in html
 
 
+def test_videos_play_and_edits_stand_beside_their_source(tmp_path):
+    drop_samples_after(tmp_path, -1)
+    source, film = np.full((8, 8, 3), 9, np.uint8), np.arange(4 * 192, dtype=np.uint8).reshape(4, 8, 8, 3)
+    kinds = (("eval", 0), ("train", 0), ("train", 1))
+    save_samples(
+        tmp_path, 1, [SampleRecord(film, kind, PROMPT, 7, i, total=0.5 + i, source=source) for kind, i in kinds]
+    )
+    page, _ = read_page(tmp_path)
+    pictures = [(tag["src"].split(";")[0], tag["alt"]) for name, tag in page.tags if name == "img"]
+    shown, given = ("data:image/webp", PROMPT), ("data:image/png", f"source: {PROMPT}")
+    assert pictures == [given, shown, given, shown, shown]
+
+
 def test_text_from_prompts_and_config_is_escaped(tmp_path):
     make_run(tmp_path)
     page, html = read_page(tmp_path)

@@ -1,5 +1,6 @@
 """Rewards themselves: targets, distances, crops, real OCR engines, and how they are chosen in a configuration."""
 
+import importlib.util
 import logging
 import re
 import shutil
@@ -13,7 +14,9 @@ from PIL import Image, ImageDraw, ImageFont
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.help import attribute_docs
 from sfumato.config.load import dump_config, load_config
-from sfumato.errors import ConfigError, DataError
+from sfumato.config.sections import GlyphConfig
+from sfumato.data.glyphs import GlyphDataset
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegCompressibility
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score
@@ -141,6 +144,18 @@ def test_text_of_a_line_does_not_depend_on_its_neighbours():
     assert together[-2] == "HELLO" and ocr_text_score(together[-1], sentence) > 0.9
 
 
+def test_real_ocr_of_a_video_is_the_mean_over_its_frames():
+    config = GlyphConfig(characters="ABC", length=3, font_sizes=[24], jitter=0)
+    data = GlyphDataset(config, 48, 128, seed=0, num_frames=5)
+    word = data.caption(0).split('"')[1]
+    right = data.pixels(0).permute(1, 2, 3, 0).numpy()
+    half = np.concatenate([right[:3], np.full_like(right[:2], 255)])
+    samples = [Sample(image=each, prompt=f'write "{word}"', group_id=0) for each in (right, half)]
+    found = Scorer([OcrReward(detect=False, frame_step=2)]).score(samples).total
+    assert found.tolist() == pytest.approx([1, 2 / 3])
+    assert np.abs(np.diff(right.astype(int), axis=0)).max() > 100, "the word moves"
+
+
 def test_rapidocr_logs_nothing_below_error(capfd):
     OcrReward(detect=True, num_threads=2).score([sample(np.full((64, 64, 3), 255, np.uint8), '"x"')])
     assert logging.getLogger("RapidOCR").level >= logging.ERROR
@@ -155,7 +170,7 @@ def test_examples_of_the_documentation_work(tmp_path, monkeypatch):
     (tmp_path / "my_package" / "rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     examples = re.findall(r"```yaml\nreward:\n(  rewards:.*?)(?:  max_failed_fraction.*?)?```", text, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) >= 4
     scorers = []
     for example in examples:
         (tmp_path / "reward.yaml").write_text(f"reward:\n{example}")
@@ -175,9 +190,20 @@ def test_brightness_is_the_mean_of_the_pixels():
 
 def test_rewards_are_found_without_registration():
     found = find_variants("sfumato.rewards")
-    assert list(found) == ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr"]
+    assert list(found) == sorted(found)
+    assert {"brightness", "clip_score", "jpeg_compressibility", "jpeg_incompressibility", "ocr"} <= set(found)
     assert all(issubclass(cls, Reward) for cls in found.values())
-    fields = {"name", "weight", "evaluation_only", "timeout_s", "engine", "detect", "num_threads", "batch_size"}
+    fields = {
+        "name",
+        "weight",
+        "evaluation_only",
+        "timeout_s",
+        "frame_step",
+        "engine",
+        "detect",
+        "num_threads",
+        "batch_size",
+    }
     assert set(attribute_docs(found["ocr"])) == fields
 
 
@@ -221,3 +247,21 @@ def test_sample_refuses_images_of_another_shape(shape):
 def test_sample_refuses_images_of_another_type():
     with pytest.raises(AssertionError, match="float32"):
         sample(np.zeros((4, 4, 3), np.float32))
+    with pytest.raises(AssertionError, match="float32"):
+        Sample(image=np.zeros((4, 4, 3), np.uint8), source=np.zeros((4, 4, 3), np.float32), prompt="", group_id=0)
+
+
+def test_sample_is_either_an_image_or_a_text():
+    assert Sample(text="", prompt="", group_id=0).image is None
+    for both in ({}, {"image": np.zeros((4, 4, 3), np.uint8), "text": "a"}):
+        with pytest.raises(AssertionError, match="either an image or a text"):
+            Sample(prompt="", group_id=0, **both)
+
+
+def test_paddle_is_asked_for_with_its_command_or_reads():
+    if importlib.util.find_spec("paddleocr") is None:
+        with pytest.raises(MissingDependencyError, match=r"pip install 'paddleocr>=3.0' paddlepaddle"):
+            OcrReward(engine="paddleocr").prepare()
+    else:
+        images = [render(word, width=256, height=96, size=40) for word in WORDS]
+        assert OcrReward(engine="paddleocr").read(images) == WORDS

@@ -106,3 +106,43 @@ def test_a_scorer_that_only_evaluates_has_no_total():
 def test_impossible_combinations_are_refused(rewards, options, message):
     with pytest.raises(ConfigError, match=message):
         Scorer(rewards, **options)
+
+
+def video_of(levels):
+    frames = np.stack([np.full((8, 8, 3), level, np.uint8) for level in levels])
+    return Sample(image=frames, prompt="p", group_id=0)
+
+
+def test_a_video_has_the_mean_of_every_so_manieth_frame():
+    samples = [video_of([0, 255, 255, 255, 51, 255]), *samples_of([102]), video_of([255])]
+    np.testing.assert_allclose(Scorer([Brightness()]).score(samples).total, [0.1, 0.4, 1.0])
+    every = Scorer([Brightness(frame_step=1)]).score(samples)
+    np.testing.assert_allclose(every.total, [(4 * 255 + 51) / 255 / 6, 0.4, 1.0])
+
+
+def test_a_video_of_which_a_frame_failed_has_no_value():
+    @dataclass(frozen=True, kw_only=True)
+    class FailsInTheDark(Reward):
+        def score(self, samples):
+            return [float("nan") if sample.image.max() == 0 else 1.0 for sample in samples]
+
+    scores = Scorer([FailsInTheDark(frame_step=1)]).score([video_of([9, 0, 0]), video_of([9, 9]), *samples_of([0])])
+    np.testing.assert_array_equal(scores.total, [np.nan, 1.0, np.nan])
+    assert scores.failures == ["FailsInTheDark: returned NaN (2 of 3 samples)"]
+
+
+def test_a_reward_that_takes_videos_sees_them_whole():
+    @dataclass(frozen=True, kw_only=True)
+    class NumFrames(Reward):
+        takes_video: ClassVar[bool] = True
+
+        def score(self, samples):
+            return [len(sample.frames) for sample in samples]
+
+    assert Scorer([NumFrames()]).score([video_of([1, 2, 3, 4, 5]), *samples_of([0])]).total.tolist() == [5, 1]
+    NumFrames().check_video()
+    Brightness().check_video()
+    with pytest.raises(ConfigError, match="'RankInGroup' compares the images of a group and takes no videos"):
+        RankInGroup().check_video()
+    with pytest.raises(ConfigError, match="frame_step of reward 'brightness' must be at least 1, not 0"):
+        Brightness(frame_step=0)

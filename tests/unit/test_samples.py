@@ -18,6 +18,7 @@ from sfumato.tracking.samples import (
     save_samples,
     step_folder,
     thumbnail_data_uri,
+    write_picture,
 )
 
 
@@ -162,6 +163,45 @@ def test_thumbnails_keep_small_files_and_shrink_large_ones(tmp_path):
     with Image.open(io.BytesIO(b64decode(uri.removeprefix("data:image/jpeg;base64,")))) as image:
         assert image.size == (256, 128)
         assert image.getpixel((9, 9))[0] > 180
+
+
+def make_video(num_frames=6, height=48, width=64):
+    rows = np.linspace(0, 120, height)[None, :, None, None] + 20 * np.arange(num_frames)[:, None, None, None]
+    return np.broadcast_to(rows, (num_frames, height, width, 3)).astype(np.uint8)
+
+
+def test_videos_are_animations_and_sources_are_kept_once(tmp_path):
+    source = np.full((8, 8, 3), 77, np.uint8)
+    records = [SampleRecord(make_video(), "train", "p", seed=5, sample_id=i, source=source) for i in range(2)]
+    folder = save_samples(tmp_path, 1, records)
+    rows = read_samples(tmp_path)[1]
+    assert [row["file"] for row in rows] == ["train_0000.webp", "train_0001.webp"]
+    assert rows[0]["source"] == rows[1]["source"] and len(list(folder.glob("source_*.png"))) == 1
+    with Image.open(folder / rows[0]["source"]) as image:
+        np.testing.assert_array_equal(np.asarray(image), source)
+    with Image.open(folder / "train_0000.webp") as film:
+        assert (film.n_frames, film.size) == (6, (64, 48))
+        for index, frame in enumerate(make_video()):
+            film.seek(index)
+            assert np.abs(np.asarray(film.convert("RGB")).astype(int) - frame).max() <= 4
+    still = records[0].still
+    assert still.shape == (48, 3 * 64, 3)
+    np.testing.assert_array_equal(still[:, 64:128], make_video()[3])
+
+
+def test_large_animations_are_made_smaller_to_be_embedded(tmp_path, monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 256, (9, 64, 128, 3), np.uint8)
+    path = tmp_path / "a.webp"
+    write_picture(noise, path)
+    uri, width, height = thumbnail_data_uri(path, 256)
+    assert (width, height) == (128, 64)
+    assert b64decode(uri.removeprefix("data:image/webp;base64,")) == path.read_bytes()
+    monkeypatch.setattr("sfumato.tracking.samples.EMBEDDED_BYTES", 4_000)
+    uri, width, height = thumbnail_data_uri(path, 64)
+    content = b64decode(uri.removeprefix("data:image/webp;base64,"))
+    assert (width, height) == (64, 32) and len(content) <= 4_000
+    with Image.open(io.BytesIO(content)) as film:
+        assert film.size == (64, 32) and 1 < film.n_frames < 9
 
 
 def test_choose_evenly_keeps_first_and_last():

@@ -119,6 +119,7 @@ def test_noise_levels_of_timesteps_give_exactly_these_timesteps(kind: str, reque
 
 @pytest.mark.parametrize("eta", [1.0, 0.5])
 def test_the_step_of_ddpo_is_that_of_the_scheduler(model: DiffusionModel, eta: float) -> None:
+    """Latents are those of the scheduler times sqrt((1 - s)^2 + s^2), log-densities less the logarithm of this."""
     scheduler, sigmas = model.schedule(), model.sigmas(10, SHAPE)
     scheduler.set_timesteps(10)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +134,13 @@ def test_the_step_of_ddpo_is_that_of_the_scheduler(model: DiffusionModel, eta: f
             for each in (0.0, 1.0)
         )
         torch.testing.assert_close(step.mean, mean * norm_next, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(step.std, (above - mean)[:, 0, 0, 0] * norm_next, atol=1e-6, rtol=1e-4)
+        std = (above - mean)[:, 0, 0, 0]
+        torch.testing.assert_close(step.std, std * norm_next, atol=1e-6, rtol=1e-4)
+        noise = torch.randn(2, *SHAPE, generator=generator)
+        drawn = scheduler.step(predicted, timestep, latents, eta=eta, variance_noise=noise)[0]
+        torch.testing.assert_close(step.draw(noise), drawn * norm_next, atol=2e-5, rtol=1e-4)
+        density = torch.distributions.Normal(mean, std[:, None, None, None]).log_prob(drawn).flatten(1).mean(1)
+        torch.testing.assert_close(step.log_prob(drawn * norm_next), density - norm_next.log(), atol=1e-3, rtol=1e-4)
 
 
 def test_ddpo_samples_and_replays(model: DiffusionModel) -> None:

@@ -36,9 +36,13 @@ class DPO:
         if not self.beta > 0 or not 0 <= self.label_smoothing < 0.5:
             raise ValueError("beta must be above 0, and label_smoothing at least 0 and below 0.5")
 
+    def implicit_reward(self, batch: NoisedSamples) -> torch.Tensor:
+        """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
+        return self.beta * self._gain(batch)
+
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
         """As ``SampleObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
-        gain = (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2
+        gain = self._gain(batch)
         cells = batch.cells()
         same = cells[:, None] == cells
         pairs = same & (advantages > 0)[:, None] & (advantages < 0)
@@ -59,3 +63,6 @@ class DPO:
         margin = self.beta * (gain[winners] - gain[losers]).detach()
         stats = {"dpo/margin": of_rows(margin).sum(), "dpo/accuracy": of_rows((margin > 0).to(margin)).sum()}
         return of_rows(losses), stats
+
+    def _gain(self, batch: NoisedSamples) -> torch.Tensor:
+        return (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2

@@ -8,19 +8,19 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError, DataError
-from sfumato.models.diffusion.conditioning import Conditioning, image_digests
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.conditioning import Conditioning
+from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
 from sfumato.parallel.guidance import exchange_branches, share_gradient
@@ -29,22 +29,14 @@ from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.weights import load_weights
 
-EMBED_BATCH = 8
-"""Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
 
-MAX_REMEMBERED = 1024
-"""Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
-
-
-class DiffusionModel(ABC):
+class DiffusionModel(FrozenParts):
     """A diffusers pipeline as a thing that can be trained.
 
     A subclass states the class attributes and the abstract methods; everything else is shared. The diffusers modules
     are used as they are.
     """
 
-    pipeline_class: ClassVar[str]
-    """Name of the diffusers pipeline, as model_index.json has it."""
     parallel_plan: ClassVar[ParallelPlan]
     """The denoiser's repeated blocks, the units of compilation, checkpointing and sharding, and where it is cut."""
     lora_targets: ClassVar[tuple[str, ...]]
@@ -53,10 +45,8 @@ class DiffusionModel(ABC):
     """Name of the trained component in the pipeline."""
     further_denoisers: ClassVar[tuple[str, ...]] = ()
     """Names of components that a pipeline may have for other noise levels: parts of ``denoiser`` then."""
-    encoder_names: ClassVar[tuple[str, ...]]
-    """Text encoders, which can be freed when all prompts are embedded."""
-    takes_image: ClassVar[bool] = False
-    """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
+    caches_steps: ClassVar[bool] = False
+    """diffusers' MagCache fits the denoiser."""
 
     def __init__(
         self,
@@ -73,43 +63,27 @@ class DiffusionModel(ABC):
             autocast_dtype: dtype of the denoiser's forward pass under autocast; None leaves autocast off.
             source: the folder that the pipeline was loaded from, if any.
         """
-        self.pipeline = pipeline
+        super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
         self.autocast_dtype = autocast_dtype
         self.source = source
-        self.encoders_freed = False
         self.frames = 1
         """Frames of a sample. Set it before prompts are embedded where a video starts from an image."""
         self.mesh: Mesh | None = None
-        self.device = torch.device("cpu")
-        """Where the networks are and the denoiser computes."""
         self._plain_class: type[nn.Module] | None = None
         self._dropout: DropoutKeys | None = None
-        self._prompts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-        """Remembered embeddings by prompt and digest of its image, empty without one."""
-        for component in self.components.values():
-            component.requires_grad_(False).eval()
+
+    @classmethod
+    def pipeline_type(cls) -> Any:
+        """The pipeline's class: diffusers' own of that name, unless a family brings another."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
 
     @classmethod
     @abstractmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
         """A pipeline of this family from a description, with random weights (``config_path``)."""
-
-    @abstractmethod
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
-        """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
-
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
-        """What ``denoise`` takes for one prompt and its image: tensors ``[1, ...]``; only where ``takes_image``.
-
-        Args:
-            prompt: what is to become of the image.
-            image: uint8 ``[H, W, 3]``, already of the size that the model is to see.
-
-        Raises:
-            ValueError: for a size that does not divide.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes no image")
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -122,18 +96,6 @@ class DiffusionModel(ABC):
         Raises:
             ValueError: when the size or the number of frames does not divide.
         """
-
-    @abstractmethod
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
-
-        Args:
-            pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
-        """
-
-    @abstractmethod
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``."""
 
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
@@ -180,6 +142,10 @@ class DiffusionModel(ABC):
         """The guidance scale of each row, where it differs between noise levels ``[B]``."""
         return scale
 
+    def set_second_guidance(self, scale: float) -> None:
+        """Takes another guidance scale for a second denoiser. Raises ConfigError where there is none."""
+        raise ConfigError(f"rollout.guidance_scale_2: this {self.pipeline_class} has no second transformer: remove it")
+
     @abstractmethod
     def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
         """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
@@ -188,11 +154,6 @@ class DiffusionModel(ABC):
     @abstractmethod
     def probe_size(self) -> int:
         """Side in pixels of a small square image that the autoencoder can take."""
-
-    @property
-    def components(self) -> dict[str, nn.Module]:
-        """The pipeline's neural networks by name."""
-        return {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
 
     @property
     def denoiser(self) -> nn.Module:
@@ -310,114 +271,6 @@ class DiffusionModel(ABC):
     def input_dtype(self) -> torch.dtype:
         """dtype of the denoiser's weights, in which its inputs are given."""
         return next(self.denoiser.parameters()).dtype
-
-    def encode_prompts(
-        self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None
-    ) -> Conditioning:
-        """Conditioning of B prompts; embeddings that are remembered are not computed again.
-
-        Args:
-            prompts: B prompts.
-            with_negative: add the empty prompt, which guidance and prompt dropout need.
-            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt then
-                goes with each of them.
-
-        Returns:
-            Conditioning of B rows on the denoiser's device.
-
-        Raises:
-            DataError: when images are missing, needless, or of several sizes.
-            RuntimeError: when the encoders were freed and a prompt was not embedded before.
-        """
-        if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
-            self.forget_prompts()
-        self._remember(prompts, images, with_negative)
-        digests = image_digests(prompts, images)
-
-        def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, torch.Tensor]:
-            rows = [self._prompts[key] for key in zip(texts, digests, strict=True)]
-            return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-
-        negative = None
-        if with_negative:
-            negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
-        return Conditioning(stack(prompts, digests), negative, own_negative=self.takes_image).to(self.device)
-
-    def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
-        """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
-
-        Args are those of ``encode_prompts``.
-
-        Raises:
-            DataError, RuntimeError: as ``encode_prompts``.
-        """
-        self._remember(prompts, images, with_negative=True)
-
-    def _remember(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None, with_negative: bool) -> None:
-        self._check_images(prompts, images)
-        digests = image_digests(prompts, images)
-        wanted = dict.fromkeys(zip(prompts, digests, strict=True))
-        if with_negative:
-            wanted |= dict.fromkeys(("", each) for each in (digests if self.takes_image else [""]))
-        missing = [key for key in wanted if key not in self._prompts]
-        if missing and self.encoders_freed:
-            raise RuntimeError(
-                f"the text encoders were freed and this prompt was not embedded before: {missing[0][0]!r}"
-            )
-        if images is not None:
-            found = dict(zip(digests, images, strict=True))
-            for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
-                with torch.no_grad():
-                    self._keep([(prompt, digest)], self.embed_edit(prompt, found[digest]))
-            return
-        for start in range(0, len(missing), EMBED_BATCH):
-            chunk = missing[start : start + EMBED_BATCH]
-            texts = [prompt for prompt, _ in chunk]
-            with torch.no_grad():
-                self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
-
-    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, torch.Tensor]) -> None:
-        for row, key in enumerate(keys):
-            self._prompts[key] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
-
-    def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
-        if (images is not None) != self.takes_image:
-            what = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
-            raise DataError(f"{self.pipeline_class} {what}")
-        if images is None:
-            return
-        if len(images) != len(prompts):
-            raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
-        wrong = [each for each in images if each.dtype != np.uint8 or each.ndim != 3 or each.shape != images[0].shape]
-        if wrong:
-            raise DataError(
-                f"images of one batch must be uint8 [H, W, 3] of one size; there are {images[0].shape} of "
-                f"{images[0].dtype} and {wrong[0].shape} of {wrong[0].dtype}: resize them"
-            )
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Shape of one row, and dtype, of each tensor of a conditioning, also where the encoders are on meta.
-
-        Args:
-            height, width: in pixels of the image that a family may take.
-        """
-        images = self.blank_images(1, height, width)
-        embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
-        return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
-
-    def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:
-        """Black images for ``encode_prompts``; None for a family that takes none."""
-        return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
-
-    def forget_prompts(self) -> None:
-        """Drops the remembered embeddings."""
-        self._prompts.clear()
-
-    def free_encoders(self) -> None:
-        """Drops the text encoders from memory. Prompts embedded before stay available; saving leaves them out."""
-        for name in self.encoder_names:
-            setattr(self.pipeline, name, None)
-        self.encoders_freed = True
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

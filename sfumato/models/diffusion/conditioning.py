@@ -83,6 +83,9 @@ class Conditioning:
 
 def image_digests(prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> list[str]:
     """What tells the images of prompts apart; empty without images."""
-    if images is None:
-        return [""] * len(prompts)
-    return [hashlib.blake2b(np.ascontiguousarray(each), digest_size=16).hexdigest() for each in images]
+    return [image_digest(each) for each in ([None] * len(prompts) if images is None else images)]
+
+
+def image_digest(image: np.ndarray | None) -> str:
+    """What tells an image from others; empty without one."""
+    return "" if image is None else hashlib.blake2b(np.ascontiguousarray(image), digest_size=16).hexdigest()

@@ -56,6 +56,7 @@ class Flux(DiffusionModel):
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
+    caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
 
     @classmethod
@@ -120,10 +121,10 @@ class Flux(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:

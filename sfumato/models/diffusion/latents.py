@@ -73,6 +73,8 @@ def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> 
     Returns:
         float32 ``[num_steps + 1]``.
     """
+    if num_steps == 1:  # shift or none, and shift_terminal would divide by zero
+        return torch.tensor([1.0, 0.0])
     scheduler, mu = copy.deepcopy(scheduler), _mu(scheduler, num_tokens(latent_shape))
     if scheduler.config.get("use_flow_sigmas"):
         scheduler.set_timesteps(num_steps, mu=mu)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,57 @@ def find_families() -> dict[str, type[DiffusionModel]]:
     return dict(sorted(found.items()))
 
 
-def find_family(pipeline_class: str, where: str) -> type[DiffusionModel]:
-    """The family of a pipeline class. Raises ConfigError that lists the known ones."""
+def family_of(config: ModelConfig) -> type[DiffusionModel]:
+    """The family that ``config.family`` names, else the one here for the pipeline class of the folder or description.
+
+    Raises:
+        ConfigError: when the folder or description is missing, or no family goes with it.
+    """
+    if config.config_path is not None:
+        where = f"{config.config_path}: pipeline"
+        pipeline_class = str(read_yaml(config.config_path).get("pipeline"))
+    else:
+        where = f"model.model_path {config.model_path}"
+        pipeline_class = _pipeline_class_of(Path(str(config.model_path)))
+    if config.family is not None:
+        family = _import_family(config.family)
+        if family.pipeline_class != pipeline_class:
+            raise ConfigError(
+                f"{where}: model.family {config.family} is for pipeline class {family.pipeline_class!r}, not "
+                f"{pipeline_class!r}"
+            )
+        return family
     known = find_families()
     if pipeline_class not in known:
-        raise ConfigError(f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}")
+        raise ConfigError(
+            f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your own "
+            "is named by model.family: my_module:MyFamily"
+        )
     return known[pipeline_class]
 
 
-def read_family(folder: Path) -> type[DiffusionModel]:
-    """The family of a pipeline folder. Raises ConfigError when it is none, or of an unknown family."""
+def component_class(library: str, name: str) -> Any:
+    """The class of a pipeline's component as model_index.json names it; None where its module was not imported."""
+    return getattr(sys.modules.get(library), name, None)
+
+
+def _import_family(name: str) -> type[DiffusionModel]:
+    module, _, attribute = name.partition(":")
     try:
-        pipeline_class = read_pipeline_class(folder)
+        family = getattr(importlib.import_module(module), attribute)
+        if not (isinstance(family, type) and issubclass(family, DiffusionModel)) or inspect.isabstract(family):
+            raise TypeError("it is not a subclass of DiffusionModel with all of its methods")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model.family {name}: cannot import it: {error}. Give module:Class, and put the folder of the module on "
+            "PYTHONPATH"
+        ) from error
+    return family
+
+
+def _pipeline_class_of(folder: Path) -> str:
+    try:
+        return read_pipeline_class(folder)
     except FileNotFoundError as error:
         raise ConfigError(
             f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
@@ -55,7 +95,6 @@ def read_family(folder: Path) -> type[DiffusionModel]:
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.model_path {folder}: {error}") from error
-    return find_family(pipeline_class, f"model.model_path {folder}")
 
 
 def build_diffusion_model(
@@ -86,8 +125,12 @@ def build_diffusion_model(
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
     model.device = torch.device(device)
-    for component in model.components.values():
-        if component is not model.denoiser or init_device == "cuda":
+    model.idle_device = torch.device("cpu") if config.offload_idle else None
+    waiting = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()
+    for name, component in model.components.items():
+        if name in waiting:
+            component.to(model.idle_device)
+        elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
@@ -98,10 +141,9 @@ def build_diffusion_model(
 
 
 def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], Any]:
-    frozen = DTYPES[config.dtype]
+    frozen, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
         description = read_yaml(config.config_path)
-        family = find_family(str(description.get("pipeline")), f"{config.config_path}: pipeline")
         trained = (family.denoiser_name, *family.further_denoisers) if config.lora is None else ()
         try:
             pipeline = family.build(description, seed)
@@ -113,20 +155,16 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
                     component.to(frozen)
         return family, pipeline
     folder = Path(str(config.model_path))
-    family = read_family(folder)
-    import diffusers
-
+    pipeline_type = family.pipeline_type()
     dtype = frozen if config.lora else torch.float32
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
     denoisers = [each for each in (family.denoiser_name, *family.further_denoisers) if index.get(each, [None])[0]]
     dtypes = {"default": frozen, **dict.fromkeys(denoisers, dtype)}
     for name in denoisers if on_meta else ():
-        given[name] = build_on_meta(partial(_from_config, getattr(diffusers, index[name][1]), folder / name)).to(dtype)
+        given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
     try:
-        pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
-            folder, local_files_only=True, dtype=dtypes, **given
-        )
+        pipeline = pipeline_type.from_pretrained(folder, local_files_only=True, dtype=dtypes, **given)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error
     except ImportError as error:

@@ -57,6 +57,7 @@ class QwenImage(DiffusionModel):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
+    caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     @classmethod
@@ -140,7 +141,7 @@ class QwenImage(DiffusionModel):
         return self.pipeline.vae_scale_factor * PATCH
 
     @torch.no_grad()
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         normalized = pixels.to(vae.device, vae.dtype)[:, :, None] / 127.5 - 1  # a video of one frame
         latents = vae.encode(normalized).latent_dist.mode()[:, :, 0].float()
@@ -148,7 +149,7 @@ class QwenImage(DiffusionModel):
         return (latents - mean) / std
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         mean, std = self._statistics(latents)
         unscaled = (latents.float() * std + mean).to(vae.dtype)

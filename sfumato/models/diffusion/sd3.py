@@ -38,6 +38,7 @@ class StableDiffusion3(DiffusionModel):
         "attn.to_q",
         "attn.to_v",
     )
+    caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
     @classmethod
@@ -111,10 +112,10 @@ class StableDiffusion3(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:

@@ -135,14 +135,14 @@ class StableDiffusion(DiffusionModel):
         return 2 * self.pipeline.vae_scale_factor
 
     @torch.no_grad()
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
         mean, scale = self._latent_scale(latents)
         return (latents - mean) * scale
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         mean, scale = self._latent_scale(latents)
         decoded = vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0].float()

@@ -52,6 +52,7 @@ class Wan(DiffusionModel):
     parallel_plan: ClassVar[ParallelPlan] = plans.WAN
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
     further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
+    caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
     sections: ClassVar[tuple[str, ...]] = (
         "transformer",
@@ -77,6 +78,7 @@ class Wan(DiffusionModel):
             boundary = ratio * pipeline.scheduler.config.num_train_timesteps
             pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
+            self.caches_steps = False  # type: ignore[misc]
         settings = pipeline.scheduler.config
         if not settings.get("use_flow_sigmas") and "FlowMatch" not in type(pipeline.scheduler).__name__:
             raise ConfigError(f"{type(pipeline.scheduler).__name__} needs use_flow_sigmas: Wan is a flow model")
@@ -175,7 +177,7 @@ class Wan(DiffusionModel):
         return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
 
     @torch.no_grad()
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         video = pixels[:, :, None] if pixels.ndim == 4 else pixels
         latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
@@ -183,7 +185,7 @@ class Wan(DiffusionModel):
         return (latents - mean) / std
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         mean, std = self._latent_statistics(latents)
         video = to_uint8(vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0])
@@ -207,6 +209,11 @@ class Wan(DiffusionModel):
     def shift(self) -> float:
         settings = self.pipeline.scheduler.config
         return float(settings["flow_shift"] if settings.get("use_flow_sigmas") else settings["shift"])
+
+    def set_second_guidance(self, scale: float) -> None:
+        if not isinstance(self.denoiser, WanPair):
+            super().set_second_guidance(scale)
+        self.guidance_scale_2 = scale
 
     def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
         pair = self.denoiser

@@ -94,10 +94,10 @@ class ZImage(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:

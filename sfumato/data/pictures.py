@@ -1,0 +1,207 @@
+"""Images and videos from files or bytes, brought to one size. Errors name the row and the file."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sfumato.errors import DataError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png"}
+"""What Pillow reads several frames of."""
+VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
+"""What OpenCV reads."""
+
+File = Path | bytes
+"""Where a picture comes from: a path, or what such a file holds."""
+
+
+def find_file(row: dict[str, Any], key: str, root: Path, where: str) -> File:
+    """The picture that a column of a row names or holds.
+
+    Args:
+        row: its column is a path, bytes, or the struct of bytes and path that Hugging Face datasets write.
+        key: name of the column.
+        root: folder that paths are relative to.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when the column is missing, holds something else, or names a file that does not exist.
+    """
+    value = row.get(key)
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, str) and value:
+        path = root / value
+        if not path.exists():
+            raise DataError(f"{where}: image file not found: {path}")
+        return path
+    raise DataError(f"{where}: column {key!r} holds no image path or bytes; its columns are {', '.join(map(str, row))}")
+
+
+def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
+    """The video that a column of a row names or holds: as ``find_file``, or a list of such images.
+
+    Raises DataError as ``find_file`` does.
+    """
+    value = row.get(key)
+    if not isinstance(value, list):
+        return find_file(row, key, root, where)
+    return [find_file({**row, key: each}, key, root, f"{where}, frame {n}") for n, each in enumerate(value, start=1)]
+
+
+def read_image(source: File, where: str) -> Image.Image:
+    """An image, turned as EXIF says, of 8 bits per channel, red green blue. Raises DataError when it is broken."""
+    from PIL import ImageOps
+
+    with _opened(source, where) as opened:
+        return _to_rgb(ImageOps.exif_transpose(opened))
+
+
+def check_image(source: File, where: str) -> None:
+    """Reads the head of an image. Raises DataError when it is none."""
+    with _opened(source, where):
+        pass
+
+
+def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
+    """``count`` frames of a video at even distances, the first and the last among them, as ``read_image`` gives them.
+
+    Args:
+        source: a file of a video, an animated image, a folder of images in the order of their names, or images.
+        count: of frames.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is broken or has fewer frames.
+        MissingDependencyError: when OpenCV is needed and missing.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        source = sorted(path for path in source.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
+    if isinstance(source, list):
+        return [read_image(source[index], where) for index in _spread(len(source), count, where)]
+    if isinstance(source, Path) and source.suffix.lower() not in VIDEO_ENDINGS:
+        return _read_animation(source, count, where)
+    if isinstance(source, bytes) and _is_picture(source):
+        return _read_animation(source, count, where)
+    return _read_video(source, count, where)
+
+
+def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
+    """An image of another size: uint8 ``[height, width, 3]``.
+
+    Args:
+        image: red green blue.
+        height, width: in pixels.
+        crop: "center" scales the shorter side and cuts the rest; "none" stretches.
+    """
+    from PIL import Image, ImageOps
+
+    if crop == "center":
+        image = ImageOps.fit(image, (width, height), method=Image.Resampling.LANCZOS)
+    else:
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    return np.array(image)
+
+
+@contextmanager
+def _opened(source: File, where: str) -> Iterator[Image.Image]:
+    """The image as Pillow opens it; what goes wrong inside becomes a DataError."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            yield opened
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where}: broken image ({_shown(source)}): {error}") from error
+
+
+def _shown(source: File) -> str:
+    return str(source) if isinstance(source, Path) else "its bytes"
+
+
+def _to_rgb(image: Any) -> Any:
+    """Eight bits per channel; Pillow alone would clip deeper images to white instead of scaling them."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in {"I", "F"}:
+        raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
+    return image.convert("RGB")
+
+
+def _spread(total: int, count: int, where: str) -> list[int]:
+    """``count`` of ``total`` positions at even distances."""
+    if total < count:
+        raise DataError(f"{where}: the video has {total} frames, {count} are wanted (data.num_frames)")
+    return np.linspace(0, total - 1, count).round().astype(int).tolist()
+
+
+def _is_picture(content: bytes) -> bool:
+    """Whether Pillow knows the format of a file."""
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(content)).close()
+    except (OSError, ValueError, SyntaxError, struct.error):
+        return False
+    return True
+
+
+def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
+    with _opened(source, where) as opened:
+        frames = []
+        for index in _spread(getattr(opened, "n_frames", 1), count, where):
+            opened.seek(index)
+            frames.append(_to_rgb(opened))
+        return frames
+
+
+def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
+    """Two passes: the number of frames that a file states is often not that which can be read."""
+    from PIL import Image
+
+    open_video = _video_opener(source, where)
+    video, total = open_video(), 0
+    while video.grab():
+        total += 1
+    if total == 0:
+        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
+    wanted = _spread(total, count, where)
+    video, frames = open_video(), {}
+    for index in range(wanted[-1] + 1):
+        is_read = video.grab()
+        if is_read and index in wanted:
+            is_read, frame = video.retrieve()
+            frames[index] = frame[:, :, ::-1] if is_read else None  # OpenCV's order is blue green red
+        if not is_read:
+            raise DataError(f"{where}: broken video ({_shown(source)}): frame {index + 1} of {total} cannot be read")
+    return [Image.fromarray(np.ascontiguousarray(frames[index])) for index in wanted]
+
+
+def _video_opener(source: File, where: str) -> Callable[[], Any]:
+    try:
+        import cv2
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{where}: videos other than animated images are read by OpenCV, which is not installed: "
+            "pip install 'sfumato[video]'"
+        ) from error
+    if isinstance(source, Path):
+        return lambda: cv2.VideoCapture(str(source), cv2.CAP_FFMPEG)
+    return lambda: cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])

@@ -1,0 +1,245 @@
+"""What of a diffusion pipeline is not trained: text encoders with the memory of their embeddings, and the autoencoder.
+
+Shapes: B samples, C H W latent channels, height and width, T tokens; F frames.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from sfumato.errors import DataError
+from sfumato.models.diffusion.conditioning import Conditioning, image_digests
+
+EMBED_BATCH = 8
+"""Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
+
+MAX_REMEMBERED = 1024
+"""Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
+
+
+class FrozenParts(ABC):
+    """The half of a model family that turns prompts into embeddings, pixels into latents, and latents into pixels.
+
+    With an ``idle_device`` its networks are on ``device`` only while they do so.
+    """
+
+    pipeline_class: ClassVar[str]
+    """Name of the diffusers pipeline, as model_index.json has it."""
+    encoder_names: ClassVar[tuple[str, ...]]
+    """Text encoders, which can be freed when all prompts are embedded."""
+    autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
+    """What makes latents of pixels, and pixels of latents."""
+    takes_image: ClassVar[bool] = False
+    """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
+
+    def __init__(self, pipeline: Any) -> None:
+        """
+        Args:
+            pipeline: the diffusers pipeline with all its components.
+        """
+        self.pipeline = pipeline
+        self.encoders_freed = False
+        self.device = torch.device("cpu")
+        """Where the networks are and the denoiser computes."""
+        self.idle_device: torch.device | None = None
+        """Where text encoders and autoencoder wait for work; None leaves them where they are."""
+        self._prompts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        """Remembered embeddings by prompt and digest of its image, empty without one."""
+        for component in self.components.values():
+            component.requires_grad_(False).eval()
+
+    @abstractmethod
+    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+        """What ``denoise`` takes for one prompt and its image: tensors ``[1, ...]``; only where ``takes_image``.
+
+        Args:
+            prompt: what is to become of the image.
+            image: uint8 ``[H, W, 3]``, already of the size that the model is to see.
+
+        Raises:
+            ValueError: for a size that does not divide.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no image")
+
+    @abstractmethod
+    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What ``encode_pixels`` returns; the autoencoder is on ``device``."""
+
+    @abstractmethod
+    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """What ``decode`` returns; the autoencoder is on ``device``."""
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        """The pipeline's neural networks by name."""
+        return {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
+
+    @contextmanager
+    def at_work(self, *names: str) -> Iterator[None]:
+        """Inside, these components are on ``device``; afterwards they wait where they waited before.
+
+        Args:
+            names: of the pipeline's components; those that a pipeline does without may be among them.
+        """
+        found = [self.components[name] for name in names if name in self.components]
+        moved = [] if self.idle_device is None else [each for each in found if device_of(each) != self.device]
+        try:
+            for each in moved:
+                each.to(self.device)
+            yield
+        finally:
+            for each in moved:
+                each.to(self.idle_device)
+
+    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
+
+        Args:
+            pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
+        """
+        with self.at_work(*self.autoencoder_names):
+            return self.pixels_to_latents(pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``."""
+        with self.at_work(*self.autoencoder_names):
+            return self.latents_to_pixels(latents)
+
+    def encode_prompts(
+        self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None
+    ) -> Conditioning:
+        """Conditioning of B prompts; embeddings that are remembered are not computed again.
+
+        Args:
+            prompts: B prompts.
+            with_negative: add the empty prompt, which guidance and prompt dropout need.
+            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt then
+                goes with each of them.
+
+        Returns:
+            Conditioning of B rows on the denoiser's device.
+
+        Raises:
+            DataError: when images are missing, needless, or of several sizes.
+            RuntimeError: when the encoders were freed and a prompt was not embedded before.
+        """
+        if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
+            self.forget_prompts()
+        self._remember(prompts, images, with_negative)
+        digests = image_digests(prompts, images)
+
+        def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, torch.Tensor]:
+            rows = [self._prompts[key] for key in zip(texts, digests, strict=True)]
+            return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+
+        negative = None
+        if with_negative:
+            negative = stack([""] * len(prompts), digests) if self.takes_image else stack([""], [""])
+        own_negative = with_negative and self.takes_image
+        return Conditioning(stack(prompts, digests), negative, own_negative).to(self.device)
+
+    def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
+        """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
+
+        Args are those of ``encode_prompts``.
+
+        Raises:
+            DataError, RuntimeError: as ``encode_prompts``.
+        """
+        self._remember(prompts, images, with_negative=True)
+
+    def _remember(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None, with_negative: bool) -> None:
+        self._check_images(prompts, images)
+        digests = image_digests(prompts, images)
+        wanted = dict.fromkeys(zip(prompts, digests, strict=True))
+        if with_negative:
+            wanted |= dict.fromkeys(("", each) for each in (digests if self.takes_image else [""]))
+        missing = [key for key in wanted if key not in self._prompts]
+        if missing and self.encoders_freed:
+            raise RuntimeError(
+                f"the text encoders were freed and this prompt was not embedded before: {missing[0][0]!r}"
+            )
+        if not missing:
+            return
+        found = None if images is None else dict(zip(digests, images, strict=True))
+        working = self.encoder_names if found is None else (*self.encoder_names, *self.autoencoder_names)
+        with torch.no_grad(), self.at_work(*working):
+            self._embed(missing, found)
+
+    def _embed(self, missing: list[tuple[str, str]], found: dict[str, np.ndarray] | None) -> None:
+        if found is not None:
+            for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
+                self._keep([(prompt, digest)], self.embed_edit(prompt, found[digest]))
+            return
+        for start in range(0, len(missing), EMBED_BATCH):
+            chunk = missing[start : start + EMBED_BATCH]
+            texts = [prompt for prompt, _ in chunk]
+            self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
+
+    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, torch.Tensor]) -> None:
+        for row, key in enumerate(keys):
+            self._prompts[key] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
+
+    def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
+        if (images is not None) != self.takes_image:
+            what = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
+            raise DataError(f"{self.pipeline_class} {what}")
+        if images is None:
+            return
+        if len(images) != len(prompts):
+            raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
+        wrong = [each for each in images if each.dtype != np.uint8 or each.ndim != 3 or each.shape != images[0].shape]
+        if wrong:
+            raise DataError(
+                f"images of one batch must be uint8 [H, W, 3] of one size; there are {images[0].shape} of "
+                f"{images[0].dtype} and {wrong[0].shape} of {wrong[0].dtype}: resize them"
+            )
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Shape of one row, and dtype, of each tensor of a conditioning, also where the encoders are on meta.
+
+        Args:
+            height, width: in pixels of the image that a family may take.
+        """
+        images = self.blank_images(1, height, width)
+        embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
+        return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
+
+    def example_embeddings(self, height: int, width: int) -> dict[str, torch.Tensor]:
+        """Some conditioning of one row; where the encoders were freed, one that is remembered.
+
+        Args:
+            height, width: in pixels of the image that a family may take.
+        """
+        if self.encoders_freed:
+            return {name: each[None] for name, each in next(iter(self._prompts.values())).items()}
+        return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
+
+    def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:
+        """Black images for ``encode_prompts``; None for a family that takes none."""
+        return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
+
+    def forget_prompts(self) -> None:
+        """Drops the remembered embeddings."""
+        self._prompts.clear()
+
+    def free_encoders(self) -> None:
+        """Drops the text encoders from memory. Prompts embedded before stay available; saving leaves them out."""
+        for name in self.encoder_names:
+            setattr(self.pipeline, name, None)
+        self.encoders_freed = True
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's weights are."""
+    return next(module.parameters()).device

@@ -1,0 +1,130 @@
+"""Brings published reward models into the form that is loaded here: safetensors, under transformers' names.
+
+Nothing is executed from the files: pickled weights are read with ``weights_only``, Python sources are parsed.
+
+    python -m sfumato.rewards.convert weights pytorch_model.bin model.safetensors
+    python -m sfumato.rewards.convert open_clip HPS_v2.1_compressed.pt FOLDER/model.safetensors
+    python -m sfumato.rewards.convert instruction data_collator_qwen.py FOLDER/instruction.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import DataError, UserError
+
+WRAPPERS = ("state_dict", "model")
+
+OPEN_CLIP_NAMES = (
+    (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
+    (r"^visual\.positional_embedding$", "vision_model.embeddings.position_embedding.weight"),
+    (r"^visual\.conv1\.", "vision_model.embeddings.patch_embedding."),
+    (r"^visual\.ln_pre\.", "vision_model.pre_layrnorm."),  # spelt so in transformers
+    (r"^visual\.ln_post\.", "vision_model.post_layernorm."),
+    (r"^visual\.proj$", "visual_projection.weight"),
+    (r"^visual\.transformer\.resblocks\.", "vision_model.encoder.layers."),
+    (r"^token_embedding\.", "text_model.embeddings.token_embedding."),
+    (r"^positional_embedding$", "text_model.embeddings.position_embedding.weight"),
+    (r"^ln_final\.", "text_model.final_layer_norm."),
+    (r"^text_projection$", "text_projection.weight"),
+    (r"^transformer\.resblocks\.", "text_model.encoder.layers."),
+    (r"\.ln_([12])\.", r".layer_norm\1."),
+    (r"\.attn\.out_proj\.", ".self_attn.out_proj."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+)
+
+
+def read_pickled(path: Path) -> dict[str, Any]:
+    """The tensors of a ``torch.save`` file, without executing anything of it. Raises DataError."""
+    import pickle
+
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise DataError(f"{path} is damaged, or holds more than weights, which is not executed") from error
+    for wrapper in WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
+            found = found[wrapper]
+    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise DataError(f"{path} holds no mapping of names to tensors")
+    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+
+
+def open_clip_to_transformers(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Weights of an open_clip model (a vision transformer with its text transformer) for transformers' CLIPModel."""
+    converted: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name == "attn_mask":  # a constant that older files hold
+            continue
+        renamed = name
+        for pattern, replacement in OPEN_CLIP_NAMES:
+            renamed = re.sub(pattern, replacement, renamed)
+        stacked = re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", renamed)
+        if stacked:
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                converted[f"{stacked[1]}.self_attn.{part}_proj.{stacked[2]}"] = piece
+        else:
+            converted[renamed] = tensor.T if name in ("visual.proj", "text_projection") else tensor
+    return converted
+
+
+def read_instruction(path: Path) -> str:
+    """HPSv3's instruction out of ``hpsv3/dataset/data_collator_qwen.py``, with ``{text_prompt}`` for the prompt.
+
+    Raises DataError when the file does not assign the two texts.
+    """
+    texts = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
+    for name in ("INSTRUCTION", "prompt_with_special_token"):
+        if name not in texts:
+            raise DataError(f"{path} assigns no text to {name}: give hpsv3/dataset/data_collator_qwen.py")
+    return texts["INSTRUCTION"] + texts["prompt_with_special_token"]
+
+
+def convert(kind: str, source: Path, target: Path) -> None:
+    """Converts one file. Raises DataError when the source is missing or holds something else, or the target exists."""
+    if not source.is_file():
+        raise DataError(f"{source} is not a file")
+    if target.exists():
+        raise DataError(f"{target} exists already: move it away")
+    if kind == "instruction":
+        target.write_bytes(read_instruction(source).encode())
+        return
+    from safetensors.torch import save_file
+
+    tensors = read_pickled(source)
+    if kind == "open_clip":
+        tensors = open_clip_to_transformers(tensors)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target, {"format": "pt"})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sfumato.rewards.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("kind", choices=("weights", "open_clip", "instruction"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        convert(given.kind, given.source, given.target)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"wrote {given.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

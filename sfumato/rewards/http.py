@@ -1,0 +1,280 @@
+"""Requests to one or several equal HTTP servers: balanced, tried again through an outage, counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from sfumato.rewards.connection import (
+    AttemptError,
+    BadAnswerError,
+    Limits,
+    RefusedError,
+    TransientError,
+    exchange,
+    parse_base_url,
+)
+
+AnswerT = TypeVar("AnswerT")
+
+MAX_RESPONSE_BYTES = 16 * 2**20
+FIRST_DELAY_S = 0.25
+MAX_DELAY_S = 5.0
+MAX_BAD_ANSWERS = 3
+
+
+class HttpError(RuntimeError):
+    """No server gave an answer; the message names each and what it did last."""
+
+
+@dataclass
+class HttpCounters:
+    """What happened since the start; the sums of all threads."""
+
+    requests: int = 0
+    """Requests that were asked for, each with as many attempts as it needed."""
+    answered: int = 0
+    """Of these, those that ended with an answer; the others ended with an HttpError."""
+    retries: int = 0
+    """Attempts after a request's first."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Attempts without an answer, by kind: connection, timeout, truncated, status 429, bad answer, ..."""
+    bytes_sent: int = 0
+    """Bodies of all attempts."""
+    bytes_received: int = 0
+    """Bodies of all answers."""
+    seconds: float = 0.0
+    """Time in attempts, pauses not included."""
+
+
+class _Server:
+    """One of the servers, and how it did lately. Guarded by the caller's lock."""
+
+    def __init__(self, url: str) -> None:
+        self.base = parse_base_url(url)
+        self.outstanding = 0
+        self.last_turn = 0
+        self.failures = 0
+        """Failed rounds since the last success."""
+        self.rests_until = 0.0
+        """Preferably not asked before then."""
+        self.closed_until = 0.0
+        """Not to be asked before then: it said so."""
+
+
+@dataclass
+class _Request:
+    """One request on its way through its attempts."""
+
+    parse: Callable[[bytes], object]
+    deadline: float
+    started: float = field(default_factory=time.monotonic)
+    first_failure: float | None = None
+    tries: Counter[_Server] = field(default_factory=Counter)
+    not_before: dict[_Server, float] = field(default_factory=dict)
+    refused_by: set[_Server] = field(default_factory=set)
+    num_bad_answers: int = 0
+    last: dict[_Server, str] = field(default_factory=dict)
+    """What each server did last."""
+
+
+class HttpCaller:
+    """Sends requests to one or several servers that give equal answers. May be used by many threads.
+
+    The server with the fewest requests on their way is asked first; one that fails rests for a while, growing from a
+    quarter of a second to five seconds with random jitter, or for as long as its ``Retry-After`` says. What is
+    transient (no connection, too slow, cut off, status 408, 425, 429, 5xx) is tried again until the outage has lasted
+    ``retry_for_s``; an answer that makes no sense twice more; what a server refuses only with the other servers.
+
+    An outage begins with the first failure after the last success of any request, so it is waited out once, not once
+    per request.
+
+    Args:
+        base_urls: the servers.
+        api_key: sent as bearer token; empty: none.
+        retry_for_s: how long an outage is waited out, in seconds.
+        request_timeout_s: seconds that one attempt may take from the connection to the last byte.
+        allow_private: also connect to this machine and to private networks.
+        max_response_bytes: size of an answer.
+
+    Raises:
+        ConfigError: one of ``base_urls`` is no address.
+    """
+
+    def __init__(
+        self,
+        base_urls: tuple[str, ...],
+        *,
+        api_key: str = "",
+        retry_for_s: float,
+        request_timeout_s: float,
+        allow_private: bool = False,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
+        self._servers = [_Server(url) for url in base_urls]
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
+        self._allow_private, self._max_response_bytes = allow_private, max_response_bytes
+        has_tls = any(each.base.scheme == "https" for each in self._servers)
+        self._tls = ssl.create_default_context() if has_tls else None
+        self._lock = threading.Lock()
+        self._turns = itertools.count(1)
+        self._failing_since: float | None = None
+        self._jitter = random.Random()  # a generator of its own: training must not notice retries
+        self.counters = HttpCounters()
+        self._told: Counter[str] = Counter()
+
+    def take_failures(self) -> Counter[str]:
+        """Attempts that failed since this was last asked, by kind."""
+        with self._lock:
+            failures = self.counters.failures - self._told
+            self._told = self.counters.failures.copy()
+        return failures
+
+    def post(
+        self,
+        path: str,
+        body: bytes,
+        content_type: str,
+        parse: Callable[[bytes], AnswerT],
+        deadline: float | None = None,
+    ) -> AnswerT:
+        """Sends a body and returns what ``parse`` makes of the answer.
+
+        Args:
+            path: begins with a slash; appended to the base URL.
+            body: sent as it is.
+            content_type: its media type.
+            parse: turns the answer's bytes into a result; raises BadAnswerError if they make no sense.
+            deadline: value of ``time.monotonic()`` at which to give up; None: only the outage's end counts.
+
+        Raises:
+            HttpError: no server gave an answer.
+        """
+        return self._request("POST", path, body, {"Content-Type": content_type}, parse, deadline)
+
+    def get(self, path: str, parse: Callable[[bytes], AnswerT], deadline: float | None = None) -> AnswerT:
+        """Like ``post``, without a body."""
+        return self._request("GET", path, b"", {}, parse, deadline)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        parse: Callable[[bytes], AnswerT],
+        deadline: float | None,
+    ) -> AnswerT:
+        request = _Request(parse, deadline if deadline is not None else math.inf)
+        self._count(requests=1)
+        while True:
+            server = self._take_server(request)
+            try:
+                answer = self._attempt(server, request, method, path, body, headers)
+            except AttemptError as error:
+                self._note_failure(server, request, error)
+            else:
+                self._count(answered=1)
+                return answer
+            finally:
+                with self._lock:
+                    server.outstanding -= 1
+
+    def _attempt(
+        self, server: _Server, request: _Request, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> AnswerT:
+        started = time.monotonic()
+        limits = Limits(
+            deadline=min(started + self._request_timeout_s, request.deadline),
+            max_response_bytes=self._max_response_bytes,
+            allow_private=self._allow_private,
+        )
+        tls = self._tls if server.base.scheme == "https" else None
+        self._count(bytes_sent=len(body), retries=int(request.tries.total() > 0))
+        request.tries[server] += 1
+        try:
+            data = exchange(server.base, method, path, body, {**self._headers, **headers}, limits, tls)
+            self._count(bytes_received=len(data))
+            try:
+                answer = request.parse(data)
+            except BadAnswerError as error:
+                raise BadAnswerError(f"{server.base.text}: {error}") from error
+        finally:
+            self._count(seconds=time.monotonic() - started)
+        with self._lock:
+            server.failures = 0
+            self._failing_since = None
+        return answer
+
+    def _take_server(self, request: _Request) -> _Server:
+        """Waits until a server may be asked, and takes the best one. Raises HttpError when it is time to give up."""
+        with self._lock:
+            if request.num_bad_answers >= MAX_BAD_ANSWERS or len(request.refused_by) == len(self._servers):
+                raise HttpError("; ".join(request.last.values()))
+            now = time.monotonic()
+            server, wait_s = self._best_server(request, now)
+            give_up = self._give_up_at(request)
+            # In an outage that was waited out already, a request still asks each server once.
+            is_over = now >= give_up and request.tries[server] > 0
+            if is_over or server.closed_until > max(give_up, now) or now + wait_s >= request.deadline:
+                said = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
+                tried_s = min(self._retry_for_s, request.deadline - request.started)
+                raise HttpError(f"{'; '.join(said.values())}; tried for {tried_s:.3g} s")
+        time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
+        with self._lock:
+            server, _ = self._best_server(request, time.monotonic())
+            server.outstanding += 1
+            server.last_turn = next(self._turns)
+        return server
+
+    def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
+        """The server that may be asked first, of those the least busy one, and in how many seconds."""
+        waits = {
+            each: max(each.closed_until - now, each.rests_until - now, request.not_before.get(each, now) - now, 0.0)
+            for each in self._servers
+            if each not in request.refused_by
+        }
+        server = min(waits, key=lambda each: (waits[each], each.outstanding, each.last_turn))
+        return server, waits[server]
+
+    def _give_up_at(self, request: _Request) -> float:
+        """When the outage has lasted too long; infinity when there is none."""
+        begins = [each for each in (request.first_failure, self._failing_since) if each is not None]
+        return min(begins, default=math.inf) + self._retry_for_s
+
+    def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:
+        request.last[server] = str(error)
+        with self._lock:
+            self.counters.failures[error.kind] += 1
+            now = time.monotonic()
+            request.not_before[server] = now + self._delay_s(request.tries[server])
+            if isinstance(error, RefusedError):
+                request.refused_by.add(server)
+            elif isinstance(error, BadAnswerError):
+                request.num_bad_answers += 1
+            elif isinstance(error, TransientError):
+                request.first_failure = request.first_failure or now
+                self._failing_since = self._failing_since or now
+                if now >= server.rests_until:  # requests that fail together are one failure
+                    server.failures += 1
+                    server.rests_until = now + self._delay_s(server.failures)
+                server.closed_until = max(
+                    server.closed_until, now + error.retry_after_s * self._jitter.uniform(1.0, 1.25)
+                )
+
+    def _delay_s(self, num_failures: int) -> float:
+        return min(FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 10), MAX_DELAY_S) * self._jitter.uniform(0.5, 1.0)
+
+    def _count(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)

@@ -1,0 +1,79 @@
+"""Embeddings of images and texts by models of transformers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from sfumato.rewards.networks.folder import (
+    DTYPES,
+    check_model_type,
+    load_image_processor,
+    load_model,
+    load_once,
+    load_tokenizer,
+    pick_device,
+)
+
+IMAGE_MODELS = ("clip", "siglip", "dinov2")
+
+
+class Embedder:
+    """A model that embeds images and, once it has a ``tokenizer``, texts."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError when the folder holds no model of ``IMAGE_MODELS``."""
+        from transformers import AutoModel
+
+        self.device, self.dtype = device, dtype
+        self.lock = threading.Lock()
+        self.tokenizer: Any = None
+        self.model_type = check_model_type(folder, IMAGE_MODELS)
+        self.processor = load_image_processor(folder)
+        self.model = load_model(AutoModel, folder, dtype, device)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What CLIP multiplies cosines with, a float32 scalar; 100 in OpenAI's models."""
+        return self.model.logit_scale.float().exp()
+
+    def images(self, images: list[np.ndarray]) -> torch.Tensor:
+        """Embeddings of uint8 [H, W, 3] images, float32 [B, D] of length 1."""
+        pixels = self.processor(images=[Image.fromarray(image) for image in images], return_tensors="pt").pixel_values
+        pixels = pixels.to(self.device, self.dtype)
+        embed = self.model if self.model_type == "dinov2" else self.model.get_image_features
+        return torch.nn.functional.normalize(embed(pixel_values=pixels).pooler_output.float(), dim=-1)
+
+    def texts(self, texts: list[str]) -> torch.Tensor:
+        """Embeddings of texts, cut off at the model's number of tokens (77), float32 [B, D] of length 1."""
+        length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        features = self.model.get_text_features(
+            input_ids=tokens.input_ids.to(self.device), attention_mask=tokens.attention_mask.to(self.device)
+        )
+        return torch.nn.functional.normalize(features.pooler_output.float(), dim=-1)
+
+    def cosines(self, images: list[np.ndarray], texts: list[str]) -> torch.Tensor:
+        """Cosine of each image with its text, float32 [B]."""
+        return (self.images(images) * self.texts(texts)).sum(dim=-1)
+
+
+@load_once
+def load_embedder(folder: str, device: str, dtype: str) -> Embedder:
+    """The embedder of a folder, one per process and setting, whichever rewards use it."""
+    return Embedder(Path(folder), pick_device(device), DTYPES[dtype])
+
+
+@load_once
+def load_clip(folder: str, device: str, dtype: str) -> Embedder:
+    """The embedder of a folder with a CLIP model, with its tokenizer. Raises ConfigError for another model."""
+    check_model_type(Path(folder), ("clip",))
+    tokenizer = load_tokenizer(Path(folder))
+    embedder = load_embedder(folder, device, dtype)
+    embedder.tokenizer = tokenizer
+    return embedder

@@ -1,0 +1,169 @@
+"""Folders of pretrained models: what must lie in them, and how models, tokenizers and image processors are loaded."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from sfumato.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Result = TypeVar("Result")
+
+_load_lock = threading.RLock()
+
+
+def load_once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Keeps what a loader returned for the life of the process, one per set of arguments, whatever thread asks."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def load(*args: Any) -> Result:
+        with _load_lock:  # functools.cache alone would load twice when two threads ask at once
+            return cached(*args)
+
+    return load
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; ``auto`` is the GPU of this process, or the CPU where there is none.
+
+    Raises ConfigError when there is no such GPU.
+    """
+    num_gpus = torch.cuda.device_count()
+    if name == "auto":
+        # the current device of torch is one per thread, and rewards run in threads of their own
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError(f"device {name}: torch finds {num_gpus} GPUs; take auto or cpu")
+    return device
+
+
+def check_folder(folder: Path, *names: str) -> None:
+    """Raises ConfigError unless the folder holds these files. ``a|b`` asks for one of several."""
+    if not folder.is_dir():
+        raise ConfigError(f"model_path {folder} is not a folder: models are read from local folders, not from a hub")
+    for name in names:
+        choices = name.split("|")
+        if not any(any(folder.glob(each)) for each in choices):
+            pickled = next((each for kind in ("*.bin", "*.pt", "*.pth") for each in folder.glob(kind)), None)
+            if pickled is not None and any(each.endswith(".safetensors") for each in choices):
+                target = "model.safetensors" if "*" in name else choices[0]
+                raise ConfigError(
+                    f"model_path {folder} has {pickled.name}, but only safetensors files are read: "
+                    f"python -m sfumato.rewards.convert weights {pickled} {folder / target}"
+                )
+            raise ConfigError(f"model_path {folder} has no {' or '.join(choices)}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON mapping. Raises ConfigError when the file is broken or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a mapping, not a {type(value).__name__}")
+    return value
+
+
+def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
+    """The ``model_type`` of ``config.json``. Raises ConfigError when it is none of those allowed."""
+    check_folder(folder, "config.json")
+    found = str(read_json(folder / "config.json").get("model_type"))
+    if found not in allowed:
+        raise ConfigError(
+            f"model_path {folder} holds a model of type {found!r}, but this reward needs {' or '.join(allowed)}"
+        )
+    return found
+
+
+def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> nn.Module:
+    """A transformers model of a folder with safetensors files, frozen and in evaluation mode.
+
+    Args:
+        auto_class: such as ``transformers.AutoModel``.
+        folder: with ``config.json`` and weights.
+        dtype: of the weights.
+        device: where they go.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        ConfigError: no or broken files, or weights of another model.
+    """
+    check_folder(folder, "config.json", "*.safetensors")
+    try:
+        model, report = auto_class.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model_path {folder}: transformers cannot load it: {error}") from error
+    _refuse_keys(folder, {kind: report.get(kind) or () for kind in ("missing_keys", "mismatched_keys")})
+    return model.eval().requires_grad_(False).to(device)
+
+
+def load_image_processor(folder: Path) -> Any:
+    """The image processor of a folder, on Pillow, so that torchvision is not needed. Raises ConfigError."""
+    from transformers import AutoImageProcessor
+
+    check_folder(folder, "preprocessor_config.json|processor_config.json")
+    try:
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model_path {folder}: transformers cannot load its image processor: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    check_folder(folder, "tokenizer.json|vocab.txt|vocab.json|tokenizer.model|spiece.model")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model_path {folder}: transformers cannot load its tokenizer: {error}") from error
+
+
+def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one safetensors file, one at a time. Raises ConfigError when it is missing or broken."""
+    check_folder(folder, name)
+    try:
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  (it is no mapping)
+                yield key, file.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / name} is no readable safetensors file: {error}") from error
+
+
+def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Gives a module exactly these weights. Raises ConfigError when names or shapes differ from the module's."""
+    own = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    _refuse_keys(
+        folder,
+        {
+            "missing_keys": own.keys() - tensors.keys(),
+            "unexpected_keys": tensors.keys() - own.keys(),
+            "mismatched_keys": {name for name in own.keys() & tensors.keys() if own[name] != tensors[name].shape},
+        },
+    )
+    module.load_state_dict(tensors, assign=True)
+
+
+def _refuse_keys(folder: Path, kinds: dict[str, Any]) -> None:
+    for kind, keys in kinds.items():
+        wrong = sorted(map(str, keys))
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ConfigError(f"model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{more}")

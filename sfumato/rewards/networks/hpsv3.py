@@ -1,0 +1,141 @@
+"""The network of HPSv3, made of transformers' Qwen2-VL, and its published weights."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.weights import build_on_meta
+from sfumato.rewards.networks.folder import (
+    DTYPES,
+    assign_tensors,
+    check_folder,
+    check_model_type,
+    iterate_tensors,
+    load_image_processor,
+    load_once,
+    load_tokenizer,
+    pick_device,
+)
+
+REWARD_TOKEN = "<|Reward|>"
+INSTRUCTION_FILE = "instruction.txt"
+WEIGHTS_FILE = "HPSv3.safetensors"
+PROMPT_FIELD = "{text_prompt}"
+NUM_PIXELS = 256 * 28 * 28
+NAMES = ((r"^model\.(visual|language_model)\.", r"\1."), (r"^model\.", "language_model."))  # new and old transformers
+
+
+class HpsV3Network:
+    """Scores images with their prompts."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError when the folder lacks a file or a file holds something else."""
+        check_model_type(folder, ("qwen2_vl",))
+        check_folder(folder, INSTRUCTION_FILE, WEIGHTS_FILE)
+        self.lock = threading.Lock()
+        self.device, self.dtype = device, dtype
+        self.instruction = _read_instruction(folder / INSTRUCTION_FILE)
+        self.processor = load_image_processor(folder)
+        self.tokenizer = load_tokenizer(folder)
+        if REWARD_TOKEN not in self.tokenizer.get_vocab():
+            self.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
+        self.reward_token = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        self.model, self.head = _build(folder, device, dtype, num_tokens=len(self.tokenizer))
+
+    def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
+        """Mean and logarithm of the deviation of the preference for uint8 [H, W, 3] images, float32 [B, 2]."""
+        batch = self.processor(images=[resize(image) for image in images], return_tensors="pt")
+        grids = batch.image_grid_thw
+        num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
+        texts = [self._text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
+        tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
+        embeddings = self.model.get_input_embeddings()(tokens.input_ids)
+        seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
+        is_image = (tokens.input_ids == self.model.config.image_token_id).unsqueeze(-1)
+        embeddings = embeddings.masked_scatter(is_image, torch.cat(tuple(seen.pooler_output)).to(embeddings))
+        # Positions simply count the tokens, also those of the image: so it was trained.
+        hidden = self.model.language_model(
+            inputs_embeds=embeddings, attention_mask=tokens.attention_mask, use_cache=False
+        ).last_hidden_state
+        is_reward = tokens.input_ids == self.reward_token
+        return self.head(hidden[is_reward].float())
+
+    def _text(self, prompt: str, num_image_tokens: int) -> str:
+        """The conversation as Qwen2-VL's chat template writes it, with room for the image's tokens."""
+        image = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>"
+        question = self.instruction.replace(PROMPT_FIELD, prompt)
+        return (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+            f"<|im_start|>user\n{image}{question}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+@load_once
+def load_hpsv3(folder: str, device: str, dtype: str) -> HpsV3Network:
+    """The network of a folder, one per process and setting."""
+    return HpsV3Network(Path(folder), pick_device(device), DTYPES[dtype])
+
+
+def resize(image: np.ndarray) -> Image.Image:
+    """Scales an image, uint8 [H, W, 3], bicubic, so that it has close to 448 x 448 pixels and sides of 28 times n."""
+    height, width = image.shape[:2]
+    sides = [max(28, round(side / 28) * 28) for side in (height, width)]
+    if math.prod(sides) > NUM_PIXELS:
+        shrink = math.sqrt(height * width / NUM_PIXELS)
+        sides = [max(28, math.floor(side / shrink / 28) * 28) for side in (height, width)]
+    elif math.prod(sides) < NUM_PIXELS:
+        grow = math.sqrt(NUM_PIXELS / (height * width))
+        sides = [math.ceil(side * grow / 28) * 28 for side in (height, width)]
+    return Image.fromarray(image).resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
+
+
+def _read_instruction(path: Path) -> str:
+    text = path.read_bytes().decode("utf-8")
+    for part in (PROMPT_FIELD, REWARD_TOKEN):
+        if text.count(part) != 1:
+            raise ConfigError(f"{path} must hold {part} exactly once: make it with sfumato.rewards.convert instruction")
+    return text
+
+
+def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: int) -> tuple[Any, nn.Sequential]:
+    """Qwen2-VL without its language head, and the head that rates, with the weights of the folder."""
+    from transformers import AutoConfig, AutoModel
+
+    body: dict[str, torch.Tensor] = {}
+    head: dict[str, torch.Tensor] = {}
+    for name, tensor in iterate_tensors(folder, WEIGHTS_FILE):
+        if name.startswith("rm_head."):
+            head[name.removeprefix("rm_head.")] = tensor.to(device, torch.float32)
+        elif not name.startswith("lm_head."):
+            for pattern, replacement in NAMES:
+                renamed = re.sub(pattern, replacement, name)
+                if renamed != name:
+                    break
+            body[renamed] = tensor.to(device, dtype)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    embeddings = body.get("language_model.embed_tokens.weight")
+    if embeddings is not None:
+        config.text_config.vocab_size = len(embeddings)  # with the token for the reward, as published
+        if num_tokens > len(embeddings):
+            raise ConfigError(
+                f"model_path {folder}: the tokenizer has {num_tokens} tokens with {REWARD_TOKEN}, the weights have "
+                f"{len(embeddings)}: take the tokenizer of Qwen2-VL-7B-Instruct"
+            )
+    model = build_on_meta(lambda: AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype))
+    assign_tensors(model, body, folder)
+    width = config.text_config.hidden_size
+    rate = nn.Sequential(
+        nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
+    )
+    assign_tensors(rate, head, folder)
+    return model.eval().requires_grad_(False).to(device), rate.eval().requires_grad_(False)

@@ -1,0 +1,161 @@
+"""The network of ImageReward, made of transformers' BLIP classes, and its published weights."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from sfumato.parallel.weights import build_on_meta
+from sfumato.rewards.networks.folder import (
+    DTYPES,
+    assign_tensors,
+    check_folder,
+    iterate_tensors,
+    load_once,
+    load_tokenizer,
+    pick_device,
+    read_json,
+)
+from sfumato.rewards.networks.score_head import build_score_head
+
+MEAN, STD = 0.16717362830052426, 1.0333394966054072
+MAX_TOKENS = 35
+HEAD_WIDTH = 64  # of an attention head, in every published size of the image encoder
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+
+VISION_NAMES = (
+    (r"^visual_encoder\.cls_token$", "embeddings.class_embedding"),
+    (r"^visual_encoder\.pos_embed$", "embeddings.position_embedding"),
+    (r"^visual_encoder\.patch_embed\.proj\.", "embeddings.patch_embedding."),
+    (r"^visual_encoder\.norm\.", "post_layernorm."),
+    (r"^visual_encoder\.blocks\.(\d+)\.norm([12])\.", r"encoder.layers.\1.layer_norm\2."),
+    (r"^visual_encoder\.blocks\.(\d+)\.attn\.qkv\.", r"encoder.layers.\1.self_attn.qkv."),
+    (r"^visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.projection."),
+    (r"^visual_encoder\.blocks\.(\d+)\.mlp\.", r"encoder.layers.\1.mlp."),
+)
+UNUSED = "blip.text_encoder.embeddings.position_ids"  # a constant that older files hold
+
+
+class ImageRewardNetwork:
+    """Scores images with their prompts."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError when the folder lacks a file or a file holds something else."""
+        check_folder(folder, "ImageReward.safetensors", "med_config.json")
+        self.lock = threading.Lock()
+        self.device, self.dtype = device, dtype
+        self.tokenizer = load_tokenizer(folder)
+        tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
+        vision, text, head = split_tensors(tensors)
+        self.vision = _build_vision(vision, folder).to(device, dtype)
+        self.text = _build_text(text, folder, width=self.vision.config.hidden_size).to(device, dtype)
+        self.head = build_score_head(head, self.text.config.hidden_size, folder).to(device)
+
+    def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
+        """Scores of uint8 [H, W, 3] images, float32 [B]. Prompts are cut off at 35 tokens."""
+        size = self.vision.config.image_size
+        pixels = torch.stack([prepare_pixels(image, size) for image in images]).to(self.device, self.dtype)
+        tokens = self.tokenizer(
+            prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
+        seen = self.vision(pixel_values=pixels).last_hidden_state
+        features = self.text(
+            input_ids=tokens.input_ids.to(self.device),
+            attention_mask=tokens.attention_mask.to(self.device),
+            encoder_hidden_states=seen,
+            is_decoder=False,
+        ).last_hidden_state[:, 0]
+        return (self.head(features.float()) - MEAN) / STD
+
+
+@load_once
+def load_image_reward(folder: str, device: str, dtype: str) -> ImageRewardNetwork:
+    """The network of a folder, one per process and setting."""
+    return ImageRewardNetwork(Path(folder), pick_device(device), DTYPES[dtype])
+
+
+def prepare_pixels(image: np.ndarray, size: int) -> torch.Tensor:
+    """Shorter side scaled to ``size`` (bicubic), the middle cut out, and CLIP's normalisation.
+
+    Args:
+        image: uint8 [H, W, 3].
+        size: in pixels.
+
+    Returns:
+        Float32 [3, size, size].
+    """
+    height, width = image.shape[:2]
+    shorter = min(height, width)
+    scaled = Image.fromarray(image).resize(
+        (size * width // shorter, size * height // shorter), Image.Resampling.BICUBIC
+    )
+    left, top = round((scaled.width - size) / 2), round((scaled.height - size) / 2)
+    pixels = np.asarray(scaled.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
+    return torch.from_numpy((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).permute(2, 0, 1)
+
+
+def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict]:
+    """Weights of the image encoder, the text encoder and the head, each under the names of its module here.
+
+    BLIP's projections, which the published file holds as well, take no part in the score.
+    """
+    vision, text, head = {}, {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith("blip.visual_encoder."):
+            renamed = name.removeprefix("blip.")
+            for pattern, replacement in VISION_NAMES:
+                renamed = re.sub(pattern, replacement, renamed)
+            vision[renamed] = tensor
+        elif name.startswith("blip.text_encoder.") and name != UNUSED:
+            text[name.removeprefix("blip.text_encoder.")] = tensor
+        elif name.startswith("mlp."):
+            head[name.removeprefix("mlp.")] = tensor
+    return vision, text, head
+
+
+def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
+    """BLIP's image encoder in the size of its weights."""
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    patches = shapes.get("embeddings.patch_embedding.weight", (HEAD_WIDTH, 3, 16, 16))
+    positions = shapes.get("embeddings.position_embedding", (1, 197, HEAD_WIDTH))[1]
+    config = BlipVisionConfig(
+        hidden_size=patches[0],
+        intermediate_size=4 * patches[0],
+        num_hidden_layers=sum(name.endswith(".self_attn.qkv.weight") for name in shapes),
+        num_attention_heads=patches[0] // HEAD_WIDTH,
+        image_size=patches[-1] * math.isqrt(positions - 1),
+        patch_size=patches[-1],
+        layer_norm_eps=1e-6,
+    )
+    module = build_on_meta(lambda: BlipVisionModel._from_config(config, attn_implementation="eager"))
+    assign_tensors(module, tensors, folder)
+    return module.eval().requires_grad_(False)
+
+
+def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> Any:
+    """BLIP's text encoder with cross-attention to image features of this width, as ``med_config.json`` describes it."""
+    from transformers import BlipTextConfig
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    described = read_json(folder / "med_config.json")
+    kept = {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+        "max_position_embeddings", "layer_norm_eps", "pad_token_id",
+    }  # fmt: skip
+    known = {key: value for key, value in described.items() if key in kept}
+    config = BlipTextConfig(**known, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
+    config._attn_implementation = "eager"
+    module = build_on_meta(lambda: BlipTextModel(config, add_pooling_layer=False))
+    assign_tensors(module, tensors, folder)
+    return module.eval().requires_grad_(False)

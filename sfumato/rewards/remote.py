@@ -1,0 +1,158 @@
+"""A reward that a reward server computes: ``python -m sfumato.rewards.server CONFIG``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from sfumato.errors import ConfigError
+from sfumato.rewards import wire
+from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.connection import BadAnswerError
+from sfumato.rewards.http import HttpError
+from sfumato.rewards.http_reward import HttpReward
+
+AnswerT = TypeVar("AnswerT")
+
+REQUESTS_PER_SERVER = 2
+"""On their way at the same time: one that is scored and one that waits for its turn."""
+START_WAIT_S = 60.0
+"""How long the first step waits for a server that is still loading."""
+
+_load_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteReward(HttpReward):
+    """A reward that one or several reward servers compute."""
+
+    type: ClassVar[str] = "remote"
+    takes_video: ClassVar[bool] = True  # whole; which frames of it count is the server's business
+
+    reward: str = ""
+    """Label of the reward on the server; empty: the only one that it serves."""
+    groupwise: bool = False  # type: ignore[misc]  # the same for all objects of other classes
+    """Whether it is a reward of whole groups, as some are; checked against what the server says."""
+
+    @property
+    def label(self) -> str:
+        """``name``, else the label on the server, else the type."""
+        return self.name or self.reward or self.type
+
+    def prepare(self) -> None:
+        """Asks every server what it serves.
+
+        Raises:
+            ConfigError: a server does not answer, does not serve the reward, or not the same as the others.
+            MissingDependencyError: msgpack is not installed.
+        """
+        try:
+            _ask_servers(self)
+        except HttpError as error:
+            raise ConfigError(
+                f"reward {self.label!r} cannot ask its server ({error}): start it with "
+                "'python -m sfumato.rewards.server CONFIG', or correct base_urls"
+            ) from error
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the row cannot be sent."""
+        wire.encode_metadata(prompt, metadata)
+
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
+        """The server's values; a Failure for samples of which it gave none in time."""
+        deadline = self.call_deadline()
+        served = _ask_servers(self)
+        label = self.reward or next(iter(served.rewards))
+        encoded = [wire.encode_sample(sample) for sample in samples]
+        sizes = [max(wire.encoded_size(each), 1) for each in encoded]
+
+        def ask(piece: range) -> Sequence[float | Failure]:
+            if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
+                what = "a group" if self.groupwise else "a sample"
+                raise HttpError(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")
+            body = wire.encode_request(label, encoded[piece.start : piece.stop])
+            parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
+            return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
+
+        pieces = [range(len(samples))] if self.groupwise else self._pieces(samples, sizes, served)
+        answers = self.ask_each(pieces, ask, REQUESTS_PER_SERVER * len(self.base_urls))
+        return [
+            value
+            for piece, answer in zip(pieces, answers, strict=True)
+            for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
+        ]
+
+    def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.Description) -> list[range]:
+        """Rows of each request: an equal share for every server, within what a request may hold."""
+        most = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
+        pieces, start, size, pixel_bytes = [], 0, 0, 0
+        for row, sample in enumerate(samples):
+            is_full = (
+                row - start == most
+                or size + sizes[row] > served.max_request_mib * 2**20
+                or pixel_bytes + wire.pixel_bytes(sample) > wire.MAX_PIXEL_BYTES
+            )
+            if is_full and row > start:
+                pieces.append(range(start, row))
+                start, size, pixel_bytes = row, 0, 0
+            size += sizes[row]
+            pixel_bytes += wire.pixel_bytes(sample)
+        return [*pieces, range(start, len(samples))]
+
+
+def _ask_servers(reward: RemoteReward) -> wire.Description:
+    """What the servers of a reward serve, asked once per process."""
+    with _load_lock:
+        return _describe(reward)
+
+
+@functools.cache
+def _describe(reward: RemoteReward) -> wire.Description:
+    deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
+    found = {
+        url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls
+    }
+    for url, description in found.items():
+        _check_served(reward, url, description)
+    served = list(found.values())
+    label = reward.reward or next(iter(served[0].rewards))
+    prints = {url: each.rewards[label].fingerprint for url, each in found.items()}
+    if len(set(prints.values())) > 1:
+        raise ConfigError(
+            f"reward {reward.label!r}: the servers {' and '.join(prints)} serve {label!r} with different settings or "
+            "versions of sfumato, so a value would depend on who answers: start them with one configuration"
+        )
+    return wire.Description(
+        rewards={label: served[0].rewards[label]},
+        max_batch_size=min(each.max_batch_size for each in served),
+        max_request_mib=min(each.max_request_mib for each in served),
+    )
+
+
+def _check_served(reward: RemoteReward, url: str, description: wire.Description) -> None:
+    labels = ", ".join(description.rewards)
+    if reward.reward and reward.reward not in description.rewards:
+        raise ConfigError(f"{url} serves no reward {reward.reward!r}; it serves: {labels}")
+    if not reward.reward and len(description.rewards) != 1:
+        raise ConfigError(f"{url} serves several rewards ({labels}): choose one with 'reward'")
+    served = description.rewards[reward.reward or labels]
+    if served.groupwise != reward.groupwise:
+        raise ConfigError(
+            f"reward {reward.label!r}: {url} says that groupwise is {str(served.groupwise).lower()}: set it so"
+        )
+
+
+def _parser(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
+    """``decode`` that raises what makes a caller ask again."""
+
+    def parse(data: bytes) -> AnswerT:
+        try:
+            return decode(data)
+        except wire.WireError as error:
+            raise BadAnswerError(str(error)) from error
+
+    return parse

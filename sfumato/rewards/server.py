@@ -1,0 +1,316 @@
+"""Serves rewards over HTTP: ``python -m sfumato.rewards.server CONFIG.yaml [--field VALUE ...]``.
+
+    POST /score     values of samples; the messages are those of ``sfumato.rewards.wire``
+    GET  /rewards   what is served
+    GET  /health    200 while the process lives
+    GET  /ready     200 when requests are welcome; 503 while it loads, is full, or stops
+    GET  /metrics   counters for Prometheus
+
+SIGTERM or Ctrl-C: requests that were accepted are finished, new ones refused; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import sfumato
+from sfumato.config.base import Variant
+from sfumato.config.load import parse_config
+from sfumato.config.reward_server import RewardServerConfig
+from sfumato.errors import ConfigError, MissingDependencyError, UserError
+from sfumato.rewards import wire
+from sfumato.rewards.base import Reward
+from sfumato.rewards.batching import Batcher, Outcome
+from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.server_metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+READ_TIMEOUT_S = 120.0
+"""How long the body of a request may take to arrive."""
+RETRY_AFTER_S = 1
+
+
+class RequestError(Exception):
+    """A request that is not answered with values."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class RewardServer:
+    """The state behind the endpoints.
+
+    Raises ConfigError when the rewards do not go together.
+    """
+
+    def __init__(self, config: RewardServerConfig) -> None:
+        self.config = config
+        self.scorer = Scorer(config.rewards, require_objective=False)
+        self.state = "loading"  # then ready, then stopping
+        self.num_accepted = 0
+        """Requests that are being read, waiting, or being scored."""
+        self.metrics = ServerMetrics([each.label for each in config.rewards])
+        self._token = os.environ[config.token_env].strip().encode() if config.token_env else None
+        self._batchers: dict[str, Batcher] = {}
+        self._running: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.responses import PlainTextResponse, Response
+        from starlette.routing import Route
+
+        async def health(_request: Request) -> Response:
+            return PlainTextResponse("alive\n")
+
+        async def ready(_request: Request) -> Response:
+            is_full = self.num_accepted >= self.config.max_queue
+            state = "full" if self.state == "ready" and is_full else self.state
+            return PlainTextResponse(f"{state}\n", 200 if state == "ready" else 503)
+
+        async def metrics(request: Request) -> Response:
+            self._check_token(request)
+            return PlainTextResponse(self.metrics.text(self.num_accepted))
+
+        async def rewards(request: Request) -> Response:
+            self._check_token(request)
+            self._check_state()
+            return Response(wire.encode_description(self.describe()), media_type=wire.MEDIA_TYPE)
+
+        async def refuse(_request: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestError)
+            headers = {"Connection": "close"}  # its body was perhaps not read
+            if error.status in (429, 503):
+                headers["Retry-After"] = str(RETRY_AFTER_S)
+            return PlainTextResponse(f"{error}\n", error.status, headers)
+
+        routes = [
+            Route("/score", self.score, methods=["POST"]),
+            Route("/rewards", rewards),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", metrics),
+        ]
+        return Starlette(routes=routes, exception_handlers={RequestError: refuse})
+
+    async def load(self) -> None:
+        """Loads all engines and begins to score. Raises what ``prepare`` of a reward raises."""
+        await asyncio.to_thread(self.scorer.prepare)
+        if self.state != "loading":
+            return
+        for reward in self.scorer.rewards:
+            batcher = Batcher(
+                reward,
+                self.config.max_batch_size,
+                self.config.max_wait_ms / 1000,
+                functools.partial(self._note_call, reward.label),
+            )
+            self._batchers[reward.label] = batcher
+            self._running.append(asyncio.create_task(batcher.run()))
+        self.state = "ready"
+
+    def _note_call(self, label: str, reasons: list[str], seconds: float) -> None:
+        self.metrics.count_call(label, reasons, seconds)
+        for reason, count in Counter(filter(None, reasons)).items():
+            print(f"{label}: {reason} ({count} of {len(reasons)} samples)", flush=True)
+
+    async def stop(self) -> None:
+        """Refuses new requests and waits until the accepted ones are finished."""
+        self.state = "stopping"
+        while self.num_accepted:
+            self._idle.clear()
+            await self._idle.wait()
+        for each in self._running:
+            each.cancel()
+
+    def describe(self) -> wire.Description:
+        """What is served."""
+        served = {
+            each.label: wire.ServedReward(groupwise=each.groupwise, fingerprint=_fingerprint(each))
+            for each in self.scorer.rewards
+        }
+        limits = {"max_batch_size": self.config.max_batch_size, "max_request_mib": self.config.max_request_mib}
+        return wire.Description(rewards=served, **limits)
+
+    async def score(self, request: Request) -> Response:
+        """Answers POST /score."""
+        from starlette.responses import Response
+
+        started = time.monotonic()
+        status = 500
+        self.num_accepted += 1
+        try:
+            self._check_token(request)
+            self._check_state()
+            if self.num_accepted > self.config.max_queue:
+                raise RequestError(429, f"{self.config.max_queue} requests are waiting already")
+            outcome = await self._score(request, await self._read(request))
+            status = 200
+            return Response(wire.encode_answer(*outcome), media_type=wire.MEDIA_TYPE)
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            self.metrics.count_request(status, time.monotonic() - started)
+            self.num_accepted -= 1
+            self._idle.set()
+
+    async def _score(self, request: Request, body: bytes) -> Outcome:
+        try:
+            label, samples = await asyncio.to_thread(wire.decode_request, body)
+        except wire.WireError as error:
+            raise RequestError(400, str(error)) from error
+        if label not in self._batchers:
+            raise RequestError(404, f"no reward {label!r} here; served are: {', '.join(self._batchers)}")
+        job = self._batchers[label].put(samples)
+        hung_up = asyncio.create_task(_wait_for_hang_up(request))
+        await asyncio.wait({job.outcome, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        hung_up.cancel()
+        if not job.outcome.done():
+            job.is_abandoned = True
+            raise RequestError(499, "the client has hung up")
+        return job.outcome.result()
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, held against the limit while it arrives."""
+        from starlette.requests import ClientDisconnect
+
+        max_bytes = self.config.max_request_mib * 2**20
+        too_large = f"the request is larger than max_request_mib {self.config.max_request_mib}"
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > max_bytes:
+            raise RequestError(413, too_large)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > max_bytes:
+                        raise RequestError(413, too_large)
+        except TimeoutError as error:
+            raise RequestError(408, f"the request did not arrive within {READ_TIMEOUT_S:g} s") from error
+        except ClientDisconnect as error:
+            raise RequestError(499, "the client has hung up") from error
+        self.metrics.bytes_received += len(body)
+        return bytes(body)
+
+    def _check_token(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(given, b"Bearer " + self._token):
+            raise RequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
+
+    def _check_state(self) -> None:
+        if self.state != "ready":
+            raise RequestError(503, f"the server is {self.state}")
+
+
+async def _wait_for_hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fingerprint(reward: Reward) -> str:
+    """Equal for equal fields of equal versions, whatever weight the reward has here."""
+    fields = Variant("sfumato.rewards").dump(reward) or {}
+    kept = {name: value for name, value in fields.items() if name not in ("weight", "evaluation_only")}
+    return hashlib.sha256(json.dumps([sfumato.__version__, kept], sort_keys=True).encode()).hexdigest()
+
+
+async def serve(config: RewardServerConfig) -> None:
+    """Serves until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: the port is taken, a package is missing, or a reward cannot be loaded.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the reward server needs a package that is missing ({error}): pip install starlette uvicorn msgpack"
+        ) from error
+
+    class StoppableServer(uvicorn.Server):
+        """Asks the reward server to finish its work first; a second signal ends it at once."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if rewards.state == "stopping":
+                os._exit(128 + sig)  # a thread that scores cannot be ended otherwise
+            loop.call_soon_threadsafe(begin_stop)
+
+    loop = asyncio.get_running_loop()
+    rewards = RewardServer(config)
+    server = StoppableServer(
+        uvicorn.Config(rewards.app(), log_level="warning", access_log=False, server_header=False, lifespan="off")
+    )
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin_stop() -> None:
+        print("stopping: accepted requests are finished", flush=True)
+        tasks.append(asyncio.create_task(finish()))
+
+    async def finish() -> None:
+        await rewards.stop()
+        server.should_exit = True
+
+    async def begin() -> None:
+        try:
+            await rewards.load()
+            if rewards.state == "ready":
+                print(f"serving {', '.join(rewards.metrics.call_s)} at {_address(listening)}", flush=True)
+        except BaseException:
+            server.should_exit = True
+            raise
+
+    listening = _listen(config)
+    tasks.append(asyncio.create_task(begin()))
+    await server.serve(sockets=[listening])
+    await asyncio.gather(*tasks)
+
+
+def _listen(config: RewardServerConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose another host or port"
+        ) from error
+    return listening
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a server and returns its exit code; a user's mistake prints its message and gives 2."""
+    try:
+        asyncio.run(serve(parse_config(RewardServerConfig, arguments)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

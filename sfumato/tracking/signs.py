@@ -1,0 +1,104 @@
+"""Signs of reward hacking in a run's metrics: what is optimised rises while what only watches falls.
+
+A sign is no proof. Each rule is made so that noise alone sets it off in about one of fifty runs of sixty evaluations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sfumato.tracking.trackers import Series, finite
+
+OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/velocity/rms"
+STANDARD_ERRORS = 5.0
+"""By which a reward must have changed."""
+LEAST_VALUES = 6
+"""Fewer say nothing about their noise."""
+NORM_GROWTH = 0.05
+"""Of the velocity's norm: 5 to 15 % went with worse images in arXiv 2606.27771."""
+DIVERSITY_LEFT = 0.5
+"""Share of the diversity that a run began with."""
+TYPICAL = 5
+"""Iterations whose median is a run's diversity at its beginning or now."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that a person should look at."""
+
+    metric: str
+    """Where it shows."""
+    text: str
+    """One sentence with numbers."""
+
+
+def signs_of_hacking(metrics: Series) -> list[Sign]:
+    """What points to reward hacking at the last step of a run; most often nothing.
+
+    Args:
+        metrics: of ``metrics.jsonl``.
+    """
+    watched = [name for name in [HELD_OUT, *evaluation_only(metrics)] if name in metrics]
+    found = [_gap(metrics, name) for name in watched]
+    found += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
+    return [each for each in found if each is not None]
+
+
+def evaluation_only(metrics: Series) -> list[str]:
+    """Names of held-out rewards that are not optimised."""
+    rewards = [name for name in metrics if name.startswith("eval/reward/")]
+    return [name for name in rewards if name.removeprefix("eval/") not in metrics] if OPTIMISED in metrics else []
+
+
+def relative_to_first(points: dict[int, float | None]) -> dict[int, float | None]:
+    """Values divided by the first of them."""
+    first = next((value for value in points.values() if value is not None), None)
+    return {step: value / first if value is not None and first else None for step, value in points.items()}
+
+
+def change(values: np.ndarray) -> tuple[float, float]:
+    """Mean of the last third minus mean of the first, and its standard error.
+
+    The noise is taken from successive differences, so a trend hardly counts as noise.
+
+    Args:
+        values: at least three.
+    """
+    part = len(values) // 3
+    variance = np.square(np.diff(values)).sum() / (2 * (len(values) - 1))
+    return float(values[-part:].mean() - values[:part].mean()), float(np.sqrt(2 * variance / part))
+
+
+def _gap(metrics: Series, name: str) -> Sign | None:
+    """A held-out reward that has fallen since its best evaluation while the optimised one rose."""
+    held_out = finite(metrics[name])
+    if len(held_out) < LEAST_VALUES or OPTIMISED not in metrics:
+        return None
+    best = max(held_out, key=lambda step: held_out[step])
+    values = np.array([value for step, value in held_out.items() if step >= best])
+    optimised = np.array([value for step, value in finite(metrics[OPTIMISED]).items() if step >= best])
+    if min(len(values), len(optimised)) < LEAST_VALUES:
+        return None
+    (rise, rise_error), (fall, fall_error) = change(optimised), change(values)
+    if rise <= STANDARD_ERRORS * rise_error or -fall <= STANDARD_ERRORS * fall_error:
+        return None
+    return Sign(name, f"{OPTIMISED} rose by {rise:.3g} since step {best}, while {name} fell by {-fall:.3g}")
+
+
+def _velocity(metrics: Series) -> Sign | None:
+    values = list(finite(relative_to_first(metrics.get(VELOCITY, {}))).values())
+    if not values or values[-1] <= 1 + NORM_GROWTH:
+        return None
+    return Sign(VELOCITY, f"{VELOCITY} is {100 * (values[-1] - 1):.0f} % above the first evaluation's")
+
+
+def _diversity(metrics: Series, name: str) -> Sign | None:
+    values = list(finite(metrics[name]).values())
+    if len(values) < 2 * TYPICAL:
+        return None
+    before, now = np.median(values[:TYPICAL]), np.median(values[-TYPICAL:])
+    if now >= DIVERSITY_LEFT * before:
+        return None
+    return Sign(name, f"{name} fell from {before:.3g} to {now:.3g}: samples of a prompt look alike")

@@ -1,0 +1,218 @@
+"""Preference training of diffusion models from existing pairs: Diffusion-DPO (arXiv 2311.12908).
+
+    bash train.sh tasks/train_dit_dpo.py configs/dit/sd35_dpo_pickapic.yaml --dpo.beta 5000
+
+Both images of a pair get the same noise at the same noise level; the policy learns to err less than the reference on
+the better one and more on the worse one. The reference is the model before training: with LoRA the model itself without
+its adapters, otherwise a frozen copy that is sharded like the model. Everything random is keyed by (seed, step, pair).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.decay import FROZEN
+from sfumato.algorithms.flow_matching import draw_sigma
+from sfumato.algorithms.noise import keyed_uniform
+from sfumato.algorithms.objectives.dpo import DPO
+from sfumato.algorithms.objectives.sample import NoisedSamples
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.data.encoded import BadRows, Dataset, EncodedBatch, LatentCache, OnlineEncoder, open_cache
+from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
+from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.output import set_output
+from sfumato.models.diffusion.policies import Policies
+from sfumato.models.flops import denoiser_flops
+from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.data import accumulate
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.rollout.final_samples import FinalSamples, predict_noised
+from sfumato.rollout.sample_grid import choose_grid, draw_grid
+from sfumato.tracking.run import Run, run_task, start_run
+
+EVALUATION = -1
+"""Stands for the step in the keys of what evaluation draws, which is always the same."""
+
+
+def main(config: TrainDitDpoConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_dit_dpo")
+
+    dataset = open_image_pairs(config.data, config.train.seed, run.say)
+    held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
+    precision, seed = config.train.mixed_precision, config.train.seed
+    model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    set_output(model, dataset.size, "data")
+
+    encoder = open_encoder(dataset, model, config, mesh, run)
+    eval_encoder = None if held_out is None else open_encoder(held_out, model, config, mesh, run)
+    eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh)
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
+    model.remember_prompts(grid_prompts, grid_sources)
+    if not config.model.keep_encoders:
+        model.free_encoders()
+
+    policies = Policies(model, {"reference": FROZEN})
+    policies.parallelize(mesh, config.train)
+    optimizer, schedule = build_optimizer(model.denoiser, config.train, loader.total_steps)
+    ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights)
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
+    size = (config.data.height, config.data.width)
+    pair_flops = 2 * (denoiser_flops(model, *size) + denoiser_flops(model, *size, backward=False))
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and eval_encoder is not None:
+        run.log(0, evaluate(policies, eval_encoder, eval_batches, objective, config, mesh), show={})
+
+    for step, index_batches in loader.steps(from_step=state.step):
+        with run.timed("data"):
+            batches = [encoder.batch(each) for each in index_batches]
+        own_pairs = sum(batch.num_images for batch in batches)
+        run.count(images=2 * own_pairs, flops=own_pairs * pair_flops)
+        num_pairs = mesh.sum(own_pairs)
+        seen = PairSums()
+        for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
+            where = f"step {step + 1}, rank {mesh.rank}, pairs {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
+            both_ids = [each for each in batch.sample_ids for _ in range(2)]
+            with model.dropout_of(step, both_ids):
+                noised = predict_pairs(policies, batch, config, step)
+                losses = pair_losses(objective, noised)
+                check_finite(losses, where)
+                seen.add(objective, noised, losses, torch.arange(batch.num_images))
+                loss = losses[: batch.num_images].sum() / max(num_pairs, 1)  # the mean over the pairs of all ranks
+                loss.backward()
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update()
+        state.step = step + 1
+
+        means = seen.means(mesh, "pairs/")
+        metrics = {"loss": means.pop("pairs/loss"), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs, **means}
+        if eval_encoder is not None and is_due(state.step, config.eval.every_steps, loader.total_steps):
+            with run.timed("eval"), averaged_weights(ema):
+                metrics |= evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
+        if is_due(state.step, config.sample.every_steps, loader.total_steps):
+            with run.timed("sample"), averaged_weights(ema):
+                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
+        run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
+        checkpointer.after_step(state)
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.close()
+
+
+def open_encoder(
+    dataset: Dataset, model: DiffusionModel, config: TrainDitDpoConfig, mesh: Mesh, run: Run
+) -> OnlineEncoder | LatentCache:
+    """What makes latents and embeddings of pairs: a cache where one is configured."""
+    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+    if config.data.cache_dir is None:
+        return OnlineEncoder(dataset, model, bad_rows)
+    with mesh.first_rank_first():
+        return open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether a step is one of every so many, or the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoConfig, step: int) -> NoisedSamples:
+    """What policy and reference predict for B pairs: 2B rows, each pair's better image first."""
+    model, flow, seed, ids = policies.model, config.flow, config.train.seed, batch.sample_ids
+    shift = model.shift_at(batch.latents.shape[2:]) if flow.shift is None else flow.shift
+    uniform = keyed_uniform(seed, "sigma", step, ids)
+    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
+    conditioning = batch.conditioning
+    if step != EVALUATION:
+        dropped = keyed_uniform(seed, "prompt dropout", step, ids) < flow.prompt_dropout
+        conditioning = conditioning.without_prompt(dropped)
+    levels = model.training_sigma(drawn).repeat_interleave(2)[:, None]
+    pair_ids = torch.tensor(ids).repeat_interleave(2)
+    return predict_noised(
+        policies,
+        FinalSamples(batch.latents.flatten(0, 1), levels, noise_ids=pair_ids, group_ids=pair_ids),
+        conditioning.repeat_interleave(2),
+        compared={"reference"},
+        guidance_scale=1.0,
+        reference_guidance_scale=None,
+        seed=seed,
+        iteration=step,
+    )
+
+
+def pair_losses(objective: DPO, noised: NoisedSamples) -> torch.Tensor:
+    """The loss of each pair ``[B]``."""
+    is_better = torch.tensor([1.0, -1.0], device=noised.x0.device).repeat(len(noised.x0) // 2)
+    losses, _ = objective.loss(noised, is_better)
+    return losses[0::2]  # the rows of a pair have the same loss
+
+
+class PairSums:
+    """What pairs looked like: sums over this rank's pairs."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {"count": 0.0}
+
+    @torch.no_grad()
+    def add(self, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor) -> None:
+        """Counts the pairs at the positions ``counted``, whose losses are ``[B]``."""
+        counted = counted.to(losses.device)
+        reward = objective.implicit_reward(noised)
+        error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
+        found = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
+        for name, each in {"reward": reward, "error": error, "reference_error": reference}.items():
+            found |= {f"{name}_chosen": each[0::2], f"{name}_rejected": each[1::2]}
+        self.sums["count"] += len(counted)
+        for name, each in found.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(each[counted].sum())
+
+    def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
+        """Means over the pairs of all ranks, and the margin: how much higher the better image's reward is."""
+        total = mesh.sum_dict(self.sums)
+        count = max(total.pop("count"), 1)
+        means = {f"{prefix}{name}": value / count for name, value in total.items()}
+        return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}
+
+
+@torch.no_grad()
+def evaluate(
+    policies: Policies,
+    encoder: OnlineEncoder | LatentCache,
+    batches: list[IndexBatch],
+    objective: DPO,
+    config: TrainDitDpoConfig,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """The same of the held-out pairs, always at the same noise."""
+    seen = PairSums()
+    with policies.model.evaluating():
+        for batch in map(encoder.batch, batches):
+            noised = predict_pairs(policies, batch, config, EVALUATION)
+            counted = torch.tensor(batch.sample_ids[: batch.num_images]) >= 0
+            seen.add(objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
+    return seen.means(mesh, "eval/")
+
+
+if __name__ == "__main__":
+    run_task(main, TrainDitDpoConfig)

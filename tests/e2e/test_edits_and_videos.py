@@ -1,0 +1,287 @@
+"""Edits, videos and image-to-video through the same tasks as images."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.config.load import merge
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.base import read_pipeline_class
+from sfumato.rewards.base import Sample
+from sfumato.rewards.pixels import Brightness
+from sfumato.rewards.scorer import Scorer
+from sfumato.tracking.samples import read_samples, step_folder
+from sfumato.tracking.trackers import read_jsonl
+from tests import tiny_families
+from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_rl_config, weights_in, write_tiny_pipeline
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family with what its runs need."""
+
+    describe: Callable[[], dict[str, Any]]
+    size: tuple[int, int, int] = (16, 16, 1)
+    tokens: int = 7
+    rollout: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
+
+
+CASES = {
+    "flux_kontext": Case(tiny_families.tiny_flux_kontext, rollout={"guidance_scale": 2.5}),
+    "qwen_image_edit": Case(tiny_families.tiny_qwen_image_edit, (32, 64, 1), 24, needs="torchvision"),
+    "qwen_image_edit_plus": Case(tiny_families.tiny_qwen_image_edit_plus, (32, 64, 1), 40, needs="torchvision"),
+    "wan": Case(tiny_families.tiny_wan, (16, 16, 5), rollout={"guidance_scale": 3.0}),
+    "wan_pair": Case(
+        tiny_families.tiny_wan_pair, (16, 16, 5), rollout={"guidance_scale": 3.0, "guidance_scale_2": 2.0}
+    ),
+    "wan_image": Case(tiny_families.tiny_wan_image, (16, 16, 5), 512),
+    "wan_image_small": Case(tiny_families.tiny_wan_image_small, (32, 32, 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folders of tiny pipelines, made once each."""
+    root = tmp_path_factory.mktemp("pipelines")
+
+    def folder_of(name: str) -> Path:
+        if CASES[name].needs:
+            pytest.importorskip(CASES[name].needs)
+        return write_tiny_pipeline(root / name, described=CASES[name].describe())
+
+    return folder_of
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sfumato.tracking.report._curves", lambda series: "")  # they take most of a report's time
+
+
+def rl_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    case = CASES[name]
+    (tmp_path / "pipeline").symlink_to(pipeline)
+    height, width, frames = case.size
+    config = tiny_rl_config(
+        tmp_path,
+        model={"max_sequence_length": case.tokens, "lora": {"rank": 4, "alpha": 8}},
+        rollout={"num_prompts": 2, "height": height, "width": width, "num_frames": frames, **case.rollout},
+        reward={"rewards": [{"type": "brightness", "frame_step": 2}]},
+        train={"max_steps": 2, "micro_batch_size": 4, "global_batch_size": 8, "lr_warmup_steps": 0},
+        eval={"every_steps": 2},
+    )
+    return merge(config, overrides)
+
+
+def dit_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    case = CASES[name]
+    (tmp_path / "pipeline").symlink_to(pipeline)
+    height, width, frames = case.size
+    config = tiny_dit_config(
+        tmp_path,
+        model={"max_sequence_length": case.tokens},
+        data={"height": height, "width": width, "num_frames": frames},
+        train={"max_steps": 3},
+    )
+    return merge(config, overrides)
+
+
+@pytest.mark.parametrize("recipe", ["flow_grpo_fast", "diffusion_nft"])
+@pytest.mark.parametrize("name", CASES)
+def test_rl(name: str, recipe: str, pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    pipeline = pipelines(name)
+    config = rl_config(name, pipeline, tmp_path)
+    if recipe == "diffusion_nft":
+        config["algorithm"] = {"recipe": recipe}
+        config["rollout"] |= {"guidance_scale": 1.0, "guidance_scale_2": None}
+    run = run_task_here("rl_diffusion", config)
+
+    lines = read_jsonl(run / "metrics.jsonl")[1:]
+    assert len(lines) == 2
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values()), line
+        assert line["rows"] > 0 and line["grad_norm"] > 0 and line["advantage/groups_without_spread"] == 0
+        assert line.get("ratio/replay_error", 0) < 1e-5
+    assert_samples(run, name, step=2)
+    loaded = getattr(diffusers, read_pipeline_class(pipeline)).from_pretrained(pipeline)
+    loaded.load_lora_weights(run / "hf_ckpt")
+
+
+def assert_samples(run: Path, name: str, step: int) -> None:
+    """Files of videos have all frames, edits stand beside their source, and the report shows both."""
+    height, width, frames = CASES[name].size
+    takes_image = ("image" in name and name != "qwen_image") or "kontext" in name
+    page = (run / "report.html").read_text()
+    rows = read_samples(run)[step]
+    for row in rows:
+        with Image.open(step_folder(run, step) / row["file"]) as image:
+            assert (image.size, getattr(image, "n_frames", 1)) == ((width, height), frames)
+        assert ("source" in row) == takes_image
+        if takes_image:
+            with Image.open(step_folder(run, step) / row["source"]) as image:
+                assert image.size == (width, height) and np.ptp(np.asarray(image)) > 100, "a word is written there"
+    assert page.count("data:image/webp") == (0 if frames == 1 else page.count("data:image/") - page.count("source: "))
+    assert (page.count('alt="source: ') > 0) == takes_image
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_supervised_training_online_and_from_a_cache(
+    name: str, pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = dit_config(name, pipelines(name), tmp_path)
+    online = run_task_here("train_dit", config)
+    lines = read_jsonl(online / "metrics.jsonl")
+    assert len(lines) == 3 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+    assert_samples(online, name, step=3)
+    cached = merge(
+        config,
+        {
+            "train": {"output_dir": str(tmp_path / "cached")},
+            "data": {"cache_dir": str(tmp_path / "cache")},
+            "model": {"keep_encoders": False},
+        },
+    )
+    assert weights_in(run_task_here("train_dit", cached) / "hf_ckpt" / "transformer") == weights_in(
+        online / "hf_ckpt" / "transformer"
+    )
+
+
+# Data in files
+
+
+def write_edits(folder: Path, count: int = 4, **changed: dict[str, Any]) -> dict[str, str]:
+    """Edits with their source images beside the file, for RL; ``changed`` replaces rows (``row2=...``)."""
+    rows = []
+    for index in range(count):
+        Image.fromarray(np.full((20, 24, 3), 40 * index, np.uint8)).save(folder / f"{index}.png")
+        row = {"prompt": f'write "{"ABCD"[index]}"', "source_image": f"{index}.png", "target": "A"}
+        rows.append(changed.get(f"row{index}", row))
+    path = folder / "edits.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data_type": "prompts", "train_path": str(path), "eval_path": str(path)}
+
+
+def test_rewards_see_the_source_of_an_edit(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    class Watched(Brightness):
+        def score(self, samples: list[Sample]) -> list[float]:
+            seen.extend(samples)
+            return super().score(samples)
+
+    seen: list[Sample] = []
+    config = rl_config("flux_kontext", pipelines("flux_kontext"), tmp_path, data=write_edits(tmp_path))
+    task = load_task("rl_diffusion")
+    task.build_scorer = lambda config: Scorer([Watched()])
+    run_task_here(task, config)
+    assert len(seen) == 2 * 8 + 2 * 2
+    for each in seen:
+        letter = "ABCD".index(each.prompt.split('"')[1])
+        assert each.source.shape == (16, 16, 3) and (each.source == 40 * letter).all()
+        assert each.metadata == {"target": "A"}
+
+
+@pytest.mark.parametrize("kind", ["column", "file", "broken"])
+def test_a_source_image_that_is_missing_stops_before_sampling(
+    kind: str, pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    row = {"prompt": "x"} if kind == "column" else {"prompt": "x", "source_image": f"{kind}.png"}
+    (tmp_path / "broken.png").write_bytes(b"junk")
+    data = write_edits(tmp_path, row2=row)
+    message = {
+        "column": "no source image, which this model needs with every prompt",
+        "file": f"image file not found: {tmp_path / 'file.png'}",
+        "broken": f"broken image \\({tmp_path / 'broken.png'}\\)",
+    }
+    with pytest.raises(DataError, match=rf"edits.jsonl, line 3: {message[kind]}"):
+        run_task_here("rl_diffusion", rl_config("flux_kontext", pipelines("flux_kontext"), tmp_path, data=data))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("flux_kontext", {"num_frames": 5}, r"rollout\.num_frames 5: FluxKontextPipeline cannot make that: .*single"),
+        ("wan", {"num_frames": 6}, r"rollout\.num_frames 6: .* such as 5 or 9"),
+        ("wan", {"height": 20}, r"rollout\.height 20, .* must be multiples of"),
+        ("wan", {"guidance_scale_2": 2.0}, r"rollout\.guidance_scale_2: this WanPipeline has no second transformer"),
+        ("flux_kontext", {"guidance_scale_2": 2.0}, r"FluxKontextPipeline has no second transformer"),
+        ("wan_pair", {"guidance_scale": 1.0}, r"guidance_scale_2 means nothing when rollout\.guidance_scale is 1"),
+    ],
+)
+def test_what_a_model_cannot_make_is_refused(
+    name: str, changes: dict[str, Any], message: str, pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_task_here("rl_diffusion", rl_config(name, pipelines(name), tmp_path, rollout=changes))
+
+
+def test_rewards_that_compare_images_take_no_videos(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    config = rl_config("wan", pipelines("wan"), tmp_path, rollout={"micro_batch_size": 8})
+    config["reward"]["rewards"] = [{"type": "tests.unit.test_rewards_scorer:RankInGroup"}]
+    with pytest.raises(ConfigError, match=r"reward .RankInGroup. compares the images of a group and takes no videos"):
+        run_task_here("rl_diffusion", config)
+
+
+def test_frames_are_refused_by_an_image_model_in_supervised_training(
+    pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = dit_config("flux_kontext", pipelines("flux_kontext"), tmp_path, data={"num_frames": 5})
+    with pytest.raises(ConfigError, match=r"data\.num_frames 5: FluxKontextPipeline cannot make that"):
+        run_task_here("train_dit", config)
+
+
+def test_videos_and_their_first_frames_from_files(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    """Rows with a source image of their own and without; a short and a broken video are left out and named."""
+    clips, rows = tmp_path / "clips", []
+    clips.mkdir()
+    for index in range(4):
+        frames = [Image.fromarray(np.full((32, 32, 3), 20 * index + 5 * f, np.uint8)) for f in range(9)]
+        kept = frames[:3] if index == 2 else frames
+        kept[0].save(clips / f"{index}.webp", save_all=True, append_images=kept[1:], lossless=True)
+        rows.append({"video": f"{index}.webp", "text": f'write "{index}"'})
+    (clips / "3.webp").write_bytes(b"junk")
+    frames[0].save(clips / "first.png")
+    rows[1]["source_image"] = "first.png"
+    (clips / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_type": "image_text", "train_path": str(clips / "rows.jsonl"), "image_key": "video", "max_bad_rows": 2}
+    config = dit_config("wan_image_small", pipelines("wan_image_small"), tmp_path, data=data)
+    run = run_task_here("train_dit", config)
+    log = (run / "log.txt").read_text()
+    assert "rows.jsonl, line 3: the video has 3 frames, 5 are wanted (data.num_frames)" in log
+    assert "rows.jsonl, line 4: broken image" in log
+    shown = read_samples(run)[3]
+    assert [row["prompt"] for row in shown] == ['write "0"', 'write "1"']
+    for row, shade in zip(shown, (0, 60), strict=True):
+        with Image.open(step_folder(run, 3) / row["source"]) as image:
+            assert (np.asarray(image) == shade).all()
+    config["data"]["max_bad_rows"] = 1
+    with pytest.raises(DataError, match=r"rows.jsonl, line [34]: "):
+        run_task_here("train_dit", config)
+
+
+def test_a_video_run_resumes_exactly(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    config = rl_config("wan_image_small", pipelines("wan_image_small"), tmp_path, train={"max_steps": 3})
+    whole = run_task_here("rl_diffusion", config)
+    part = {"train": {"output_dir": str(tmp_path / "part"), "save_steps": 1}}
+    task, update = load_task("rl_diffusion"), load_task("rl_diffusion").update_policy
+
+    def interrupted(actor: Any, batch: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
+        if step == 2:
+            raise KeyboardInterrupt
+        return update(actor, batch, advantages, config, step)
+
+    task.update_policy = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run_task_here(task, merge(config, part))
+    resumed = run_task_here("rl_diffusion", merge(config, merge(part, {"train": {"load_checkpoint_path": "auto"}})))
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -1,0 +1,473 @@
+"""Learned rewards on tiny models of the real classes: published formulas, order, folders, threads, processes."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from sfumato.errors import ConfigError, DataError
+from sfumato.rewards.aesthetic import Aesthetic
+from sfumato.rewards.base import Sample
+from sfumato.rewards.clip_scores import ClipScore, HpsV2, PickScore
+from sfumato.rewards.hpsv3 import HpsV3
+from sfumato.rewards.image_reward import ImageReward
+from sfumato.rewards.image_similarity import ImageSimilarity
+from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.text_reward_model import TextRewardModel
+from tests import tiny_reward_models as tiny
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["a red cat", "blue", "a blue dog and a red dog and a cat"]
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("reward_models")
+    return {
+        "clip": tiny.write_clip(base / "clip"),
+        "siglip": tiny.write_siglip(base / "siglip"),
+        "dinov2": tiny.write_dinov2(base / "dinov2"),
+        "aesthetic": tiny.write_aesthetic(base / "aesthetic"),
+        "image_reward": tiny.write_image_reward(base / "image_reward"),
+        "hpsv3": tiny.write_hpsv3(base / "hpsv3"),
+        "text": tiny.write_text_reward_model(base / "text"),
+    }
+
+
+def images(count, seed=0):
+    """Images of different shapes, smooth enough that scaling keeps something of them."""
+    rng = np.random.default_rng(seed)
+    shapes = [(40, 56), (32, 32), (64, 33)]
+    small = [rng.integers(0, 256, (4, 4, 3), dtype=np.uint8) for _ in range(count)]
+    return [np.array(Image.fromarray(each).resize(shapes[i % 3][::-1])) for i, each in enumerate(small)]
+
+
+def samples(count=3, **fields):
+    return [
+        Sample(image=image, prompt=PROMPTS[i % 3], source=source, group_id=0, **fields)
+        for i, (image, source) in enumerate(zip(images(count), images(count, seed=1), strict=True))
+    ]
+
+
+def texts():
+    return [
+        Sample(text="It is 3.", prompt="What is 1 + 2?", group_id=0),
+        Sample(text="No answer, thank you.", prompt="hello", group_id=0),
+        Sample(text="abc", prompt="", metadata={"messages": [{"role": "system", "content": "Sort cab."}]}, group_id=0),
+    ]
+
+
+REWARDS = {
+    "clip_score": (ClipScore, "clip", samples),
+    "pickscore": (PickScore, "clip", samples),
+    "hpsv2": (HpsV2, "clip", samples),
+    "aesthetic": (Aesthetic, "aesthetic", samples),
+    "image_similarity": (ImageSimilarity, "dinov2", samples),
+    "image_reward": (ImageReward, "image_reward", samples),
+    "hpsv3": (HpsV3, "hpsv3", samples),
+    "text_reward_model": (TextRewardModel, "text", texts),
+}
+
+
+def build(name, folders, **fields):
+    cls, folder, _ = REWARDS[name]
+    return cls(model_path=str(folders[folder]), device="cpu", **{"dtype": "fp32", **fields})
+
+
+# Published formulas
+
+
+def clip_outputs(folder):
+    """Logits and embeddings as transformers itself computes them for pairs of image and prompt."""
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    model = CLIPModel.from_pretrained(folder).eval()
+    batch = samples()
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)([each.image for each in batch], return_tensors="pt")
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(**pixels, **tokens), model.logit_scale.exp()
+
+
+def test_clip_scores_are_the_published_functions_of_the_cosine(folders):
+    outputs, scale = clip_outputs(folders["clip"])
+    logits = outputs.logits_per_image.diagonal()
+    assert logits.std() > 0.1
+    expected = {"clip_score": logits / 30, "pickscore": logits / 26, "hpsv2": logits / scale}
+    for name, values in expected.items():
+        np.testing.assert_allclose(build(name, folders).score(samples()), values, **TOLERANCE)
+
+
+def test_long_prompts_are_cut_off_and_keep_their_end_token(folders):
+    reward = build("clip_score", folders)
+    (image,) = images(1)
+    long = [Sample(image=image, prompt="red blue " * 50 + last, group_id=0) for last in ("cat", "dog")]
+    first, second = reward.score(long)
+    assert first == second and math.isfinite(first)
+
+
+def linear_head(features, tensors):
+    for place in (0, 2, 4, 6, 7):
+        features = features @ tensors[f"layers.{place}.weight"].T + tensors[f"layers.{place}.bias"]
+    return features[:, 0]
+
+
+def test_aesthetic_is_the_linear_head_on_normalised_embeddings(folders):
+    outputs, _ = clip_outputs(folders["aesthetic"])
+    expected = linear_head(outputs.image_embeds, load_file(folders["aesthetic"] / "aesthetic.safetensors"))
+    np.testing.assert_allclose(build("aesthetic", folders).score(samples()), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "dinov2"])
+def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
+    from transformers import AutoImageProcessor, AutoModel
+
+    reward = ImageSimilarity(model_path=str(folders[kind]), device="cpu")
+    model = AutoModel.from_pretrained(folders[kind]).eval()
+    processor = AutoImageProcessor.from_pretrained(folders[kind], backend="pil")
+    batch = samples()
+    with torch.no_grad():
+        embeddings = []
+        for kept in ([each.image for each in batch], [each.source for each in batch]):
+            pixels = processor(kept, return_tensors="pt").pixel_values
+            if kind == "dinov2":
+                embeddings.append(model(pixels).last_hidden_state[:, 0])
+            else:
+                pooled = model.vision_model(pixels).pooler_output
+                embeddings.append(model.visual_projection(pooled) if kind == "clip" else pooled)
+    values = reward.score(batch)
+    np.testing.assert_allclose(values, F.cosine_similarity(*embeddings), **TOLERANCE)
+    same = [Sample(image=each.image, source=each.image, prompt="", group_id=0) for each in batch]
+    np.testing.assert_allclose(reward.score(same), np.ones(3), **TOLERANCE)
+    assert max(values) < 0.9999
+
+
+def attention(queries, keys, values, num_heads, mask=None):
+    split = lambda each: each.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # noqa: E731
+    mixed = F.scaled_dot_product_attention(split(queries), split(keys), split(values), attn_mask=mask)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+class Weights:
+    """Weights under their published names, applied by name."""
+
+    def __init__(self, tensors, prefix=""):
+        self.tensors, self.prefix = tensors, prefix
+
+    def __getitem__(self, name):
+        return self.tensors[f"{self.prefix}{name}"]
+
+    def linear(self, name, features):
+        return F.linear(features, self[f"{name}.weight"], self[f"{name}.bias"])
+
+    def norm(self, name, features, eps):
+        return F.layer_norm(features, features.shape[-1:], self[f"{name}.weight"], self[f"{name}.bias"], eps)
+
+
+def blip_features(tensors, pixels, token_ids):
+    """BLIP's image encoder, and its text encoder with cross-attention, written down from their description."""
+    w = Weights(tensors, "blip.visual_encoder.")
+    patches = F.conv2d(pixels, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=16).flatten(2).mT
+    seen = torch.cat([w["cls_token"].expand(len(pixels), -1, -1), patches], dim=1) + w["pos_embed"]
+    for layer in range(2):
+        name = f"blocks.{layer}"
+        qkv = w.linear(f"{name}.attn.qkv", w.norm(f"{name}.norm1", seen, 1e-6)).chunk(3, dim=-1)
+        seen = seen + w.linear(f"{name}.attn.proj", attention(*qkv, num_heads=1))
+        inner = F.gelu(w.linear(f"{name}.mlp.fc1", w.norm(f"{name}.norm2", seen, 1e-6)))
+        seen = seen + w.linear(f"{name}.mlp.fc2", inner)
+    seen = w.norm("norm", seen, 1e-6)
+
+    w = Weights(tensors, "blip.text_encoder.")
+    positions = w["embeddings.position_embeddings.weight"][: token_ids.shape[1]]
+    text = w["embeddings.word_embeddings.weight"][token_ids] + positions
+    text = w.norm("embeddings.LayerNorm", text, 1e-12)
+    for layer in range(2):
+        name = f"encoder.layer.{layer}"
+        for kind, source in (("attention", None), ("crossattention", seen)):
+            source = text if source is None else source
+            mixed = attention(
+                w.linear(f"{name}.{kind}.self.query", text),
+                w.linear(f"{name}.{kind}.self.key", source),
+                w.linear(f"{name}.{kind}.self.value", source),
+                num_heads=2,
+            )
+            text = w.norm(
+                f"{name}.{kind}.output.LayerNorm", text + w.linear(f"{name}.{kind}.output.dense", mixed), 1e-12
+            )
+        inner = F.gelu(w.linear(f"{name}.intermediate.dense", text))
+        text = w.norm(f"{name}.output.LayerNorm", text + w.linear(f"{name}.output.dense", inner), 1e-12)
+    return text[:, 0]
+
+
+def test_image_reward_is_blip_with_the_published_head_and_scale(folders):
+    from sfumato.rewards.networks.image_reward import prepare_pixels
+
+    tensors = load_file(folders["image_reward"] / "ImageReward.safetensors")
+    token_ids = {"a red cat": [2, 5, 6, 8, 3], "blue": [2, 7, 3]}  # of a vocabulary of ten words; no padding
+    token_ids[PROMPTS[2]] = [2, 5, 7, 9, 1, 5, 6, 9, 1, 5, 8, 3]
+    expected = []
+    for each in samples():
+        features = blip_features(tensors, prepare_pixels(each.image, 32)[None], torch.tensor([token_ids[each.prompt]]))
+        head = {name.removeprefix("mlp."): tensor for name, tensor in tensors.items() if name.startswith("mlp.")}
+        expected.append((linear_head(features, head).item() - 0.16717362830052426) / 1.0333394966054072)
+    assert np.std(expected) > 0.01
+    np.testing.assert_allclose(build("image_reward", folders).score(samples()), expected, **TOLERANCE)
+
+
+def test_pixels_of_image_reward_are_scaled_cut_and_normalised():
+    from sfumato.rewards.networks.image_reward import prepare_pixels
+
+    image = np.zeros((20, 61, 3), np.uint8)
+    image[:, 20:41] = 255  # the middle third, more than the cut keeps
+    pixels = prepare_pixels(image, 10)
+    assert pixels.shape == (3, 10, 10) and pixels.dtype == torch.float32
+    white = (1 - torch.tensor([0.48145466, 0.4578275, 0.40821073])) / torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    torch.testing.assert_close(pixels[:, 5, 5], white)
+
+
+def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):
+    from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil, Qwen2VLModel
+
+    from sfumato.rewards.networks.hpsv3 import resize
+
+    folder = folders["hpsv3"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|Reward|>"], special_tokens=True)
+    config = Qwen2VLConfig.from_pretrained(folder)
+    config.text_config.vocab_size = len(tokenizer)
+    model = Qwen2VLModel(config).eval()
+    tensors = load_file(folder / "HPSv3.safetensors")
+    body = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+    model.language_model.load_state_dict(body)
+    model.visual.load_state_dict(
+        {name.removeprefix("visual."): each for name, each in tensors.items() if name.startswith("visual.")}
+    )
+    w = Weights(tensors, "rm_head.")
+    expected = []
+    for sample in samples():
+        pixels = Qwen2VLImageProcessorPil()(resize(sample.image), return_tensors="pt")
+        count = int(pixels.image_grid_thw.prod()) // 4
+        question = tiny.INSTRUCTION.format(text_prompt=sample.prompt)
+        text = (
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+            f"{'<|image_pad|>' * count}<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        token_ids = torch.tensor([tokenizer(text).input_ids])
+        with torch.no_grad():
+            seen = model.visual(pixels.pixel_values, grid_thw=pixels.image_grid_thw).pooler_output
+            embeddings = model.get_input_embeddings()(token_ids)
+            embeddings[token_ids == config.image_token_id] = seen
+            positions = torch.arange(token_ids.shape[1]).expand(3, 1, -1)
+            hidden = model.language_model(inputs_embeds=embeddings, position_ids=positions).last_hidden_state
+            inner = F.relu(w.linear("0", hidden[0, token_ids[0].tolist().index(len(tokenizer) - 1)]))
+            expected.append(w.linear("5", F.relu(w.linear("3", inner)))[0].item())
+    assert np.std(expected) > 0.01
+    np.testing.assert_allclose(build("hpsv3", folders).score(samples()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "scaled"),
+    [((512, 512), (448, 448)), ((256, 256), (448, 448)), ((448, 448), (448, 448)), ((720, 1280), (336, 588)),
+     ((30, 40), (392, 532))],
+)  # fmt: skip
+def test_hpsv3_scales_images_to_about_200704_pixels(size, scaled):
+    from sfumato.rewards.networks.hpsv3 import resize
+
+    assert resize(np.zeros((*size, 3), np.uint8)).size == scaled[::-1]
+
+
+def test_hpsv3_refuses_prompts_that_hold_tokens_of_the_model(folders):
+    for prompt in ("a <|Reward|>", "<|image_pad|> cat"):
+        with pytest.raises(DataError, match=r"take <\|\w+\|> out"):
+            build("hpsv3", folders).check_row(prompt, {})
+
+
+def test_text_reward_is_the_logit_of_the_whole_conversation(folders):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folders["text"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folders["text"])
+    rendered = [
+        "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>\n",
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nNo answer, thank you.<|im_end|>\n",
+        "<|im_start|>system\nSort cab.<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>\n",
+    ]
+    with torch.no_grad():
+        expected = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in rendered]
+    assert np.std(expected) > 0.01
+    np.testing.assert_allclose(build("text_reward_model", folders).score(texts()), expected, **TOLERANCE)
+
+
+def test_a_text_longer_than_the_model_reads_has_no_score(folders):
+    values = build("text_reward_model", folders).score([*texts()[:1], Sample(text="abc " * 99, prompt="", group_id=0)])
+    assert math.isfinite(values[0]) and math.isnan(values[1])
+
+
+def test_a_text_model_without_padding_reads_one_at_a_time(tmp_path):
+    folder = tiny.write_text_reward_model(tmp_path / "text", pad_token_id=None)
+    reward = TextRewardModel(model_path=str(folder), device="cpu")
+    np.testing.assert_allclose(reward.score(texts()), [reward.score([each])[0] for each in texts()], **TOLERANCE)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_scores_depend_neither_on_the_order_nor_on_the_batch(folders, name):
+    batch = REWARDS[name][2]()
+    alone = build(name, folders, batch_size=1).score(batch)
+    assert len(set(alone)) == 3 and all(math.isfinite(each) for each in alone)
+    together = build(name, folders, batch_size=8).score(batch[::-1] + batch[:1])
+    np.testing.assert_allclose(together, [*alone[::-1], alone[0]], rtol=2e-5, atol=1e-5)
+
+
+def test_threads_share_one_model_and_agree(tmp_path, folders):
+    folder = tmp_path / "clip"  # not loaded yet: the threads meet in the loading, too
+    shutil.copytree(folders["clip"], folder)
+    rewards = [cls(model_path=str(folder), device="cpu", batch_size=2) for cls in (ClipScore, PickScore, HpsV2)]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda i: rewards[i % 3].score(samples(5)), range(12)))
+        networks = list(pool.map(lambda i: rewards[i % 3]._network(), range(6)))
+    assert all(network is networks[0] for network in networks)
+    assert results[:3] * 4 == results
+
+
+def test_another_process_gives_the_same_to_the_bit(folders):
+    code = (
+        "import sys, torch\n"
+        "torch.set_num_threads(int(sys.argv[1]))\n"
+        "from tests.unit.test_rewards_pretrained import REWARDS, build, samples\n"
+        "folders = {'clip': sys.argv[2], 'image_reward': sys.argv[3]}\n"
+        "print([build(name, folders).score(samples()) for name in ('clip_score', 'image_reward')])\n"
+    )
+    command = [sys.executable, "-c", code, str(torch.get_num_threads()), folders["clip"], folders["image_reward"]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    expected = [build(name, folders).score(samples()) for name in ("clip_score", "image_reward")]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_a_video_has_the_mean_of_the_frames_that_are_looked_at(folders):
+    frames = np.stack([np.array(Image.fromarray(each).resize((40, 40))) for each in images(6)])
+    reward = build("clip_score", folders, frame_step=2)
+    expected = np.mean([reward.score([Sample(image=each, prompt="red", group_id=0)]) for each in frames[::2]])
+    total = Scorer([reward]).score([Sample(image=frames, prompt="red", group_id=0)]).total
+    np.testing.assert_allclose(total, [expected], **TOLERANCE)
+
+
+def test_a_text_reaches_its_reward_through_the_scorer(folders):
+    reward = build("text_reward_model", folders)
+    np.testing.assert_allclose(Scorer([reward]).score(texts()).total, reward.score(texts()), **TOLERANCE)
+
+
+def test_half_precision_changes_scores_a_little(folders):
+    exact, rounded = (build("clip_score", folders, dtype=dtype).score(samples()) for dtype in ("fp32", "bf16"))
+    assert exact != rounded
+    np.testing.assert_allclose(rounded, exact, rtol=0.1, atol=0.1)
+
+
+# Folders that do not fit
+
+
+def refusal(reward, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        reward.prepare()
+    assert str(caught.value).startswith(f"reward '{reward.label}': ")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "named"),
+    [
+        ("clip_score", "config.json", r"has no config\.json"),
+        ("clip_score", "preprocessor_config.json", "preprocessor_config"),
+        ("clip_score", "model.safetensors", r"has no \*\.safetensors"),
+        ("aesthetic", "aesthetic.safetensors", r"has no aesthetic\.safetensors"),
+        ("image_reward", "med_config.json", r"has no med_config\.json"),
+        ("hpsv3", "instruction.txt", r"has no instruction\.txt"),
+    ],
+)
+def test_a_missing_file_is_named(tmp_path, folders, name, missing, named):
+    folder = tmp_path / "model"
+    shutil.copytree(folders[REWARDS[name][1]], folder)
+    (folder / missing).unlink()
+    assert str(folder) in refusal(REWARDS[name][0](model_path=str(folder), device="cpu"), named)
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path, folders):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["clip"], folder, ignore=shutil.ignore_patterns("token*", "vocab*", "merges*"))
+    refusal(ClipScore(model_path=str(folder), device="cpu"), r"has no tokenizer\.json")
+    ImageSimilarity(model_path=str(folder), device="cpu").prepare()  # which needs none
+
+
+def test_models_of_another_kind_are_refused(folders):
+    refusal(ClipScore(model_path=str(folders["siglip"]), device="cpu"), "type 'siglip', but this reward needs clip")
+    refusal(ImageSimilarity(model_path=str(folders["text"]), device="cpu"), "type 'qwen2', but")
+    refusal(TextRewardModel(model_path=str(folders["clip"]), device="cpu"), "CLIPModel, but a reward model for text")
+    refusal(HpsV3(model_path="some/hub-name", device="cpu"), "is not a folder")
+
+
+def test_a_classifier_of_several_classes_is_refused(tmp_path):
+    folder = tiny.write_text_reward_model(tmp_path / "text", num_labels=3)
+    refusal(TextRewardModel(model_path=str(folder), device="cpu"), "3 outputs, not one")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path, folders):
+    folder = tmp_path / "text"
+    shutil.copytree(folders["text"], folder, ignore=shutil.ignore_patterns("chat_template*"))
+    refusal(TextRewardModel(model_path=str(folder), device="cpu"), "no chat template")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "key"),
+    [
+        ("clip_score", "model.safetensors", "visual_projection.weight"),
+        ("aesthetic", "aesthetic.safetensors", "layers.4.bias"),
+        ("image_reward", "ImageReward.safetensors", "blip.text_encoder.encoder.layer.1.output.dense.bias"),
+        ("hpsv3", "HPSv3.safetensors", "rm_head.3.weight"),
+    ],
+)
+def test_missing_weights_are_refused_rather_than_drawn_at_random(tmp_path, folders, name, file, key):
+    folder = tmp_path / "model"
+    shutil.copytree(folders[REWARDS[name][1]], folder)
+    tensors = load_file(folder / file)
+    removed = tensors.pop(key)
+    save_file(tensors, folder / file, {"format": "pt"})
+    reward = REWARDS[name][0](model_path=str(folder), device="cpu")
+    refusal(reward, "missing keys")
+    save_file({**tensors, key: removed.repeat(2, *[1] * (removed.ndim - 1))}, folder / file, {"format": "pt"})
+    refusal(reward, "mismatched keys|size mismatch|ignore_mismatched_sizes")
+    (folder / file).write_bytes(b"not a tensor")
+    refusal(reward, "transformers cannot load it|no readable safetensors file")
+
+
+def test_devices_and_sizes_are_checked(folders):
+    for fields, named in (({"device": "gpu"}, "device"), ({"batch_size": 0}, "batch_size")):
+        with pytest.raises(ConfigError, match=f"^{named} of reward 'clip_score'"):
+            ClipScore(model_path=str(folders["clip"]), **fields)
+    if not torch.cuda.is_available():
+        reward = ClipScore(model_path=str(folders["clip"]), device="cuda:1")
+        refusal(reward, "device cuda:1: torch finds 0 GPUs")
+        assert ClipScore(model_path=str(folders["clip"]))._network().device.type == "cpu"
+
+
+def test_similarity_without_a_source_image_names_the_prompt(folders):
+    with pytest.raises(DataError, match="'a red cat'"):
+        build("image_similarity", folders).score([Sample(image=images(1)[0], prompt="a red cat", group_id=0)])
+
+
+def test_text_reward_of_an_image_names_the_prompt(folders):
+    with pytest.raises(DataError, match="'a red cat'"):
+        build("text_reward_model", folders).score(samples(1))
