@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -262,29 +263,31 @@ def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], pi
     totals = [row["total"] for row in read_samples(first.folder)[0]]
     error = statistics.stdev(totals) / len(totals) ** 0.5
     ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if _kind(each) == kind)]
-    notes = "\n".join(f"- **{each.heading['title']}**: {each.heading['note']}" for each in ranked)
+    notes = "\n".join(_filled(f"- **{each.heading['title']}**: {each.heading['note']}", "  ") for each in ranked)
+    introduction = f"""Each algorithm improves the model of the quickstart, which pretraining left mediocre, on two CPU
+cores. All start from the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same
+number of images, {steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n}
+images of {rollout.num_inference_steps} denoising steps. What differs are each algorithm's own settings. They were tried
+out on this task, but not searched: **this says that each algorithm works here, not which is best elsewhere.** One seed
+each; the choice of words alone gives a figure a standard error of about {error:.2f}."""
+    caption = f"""*Evaluated {len(first.curve())} times on {evaluation.num_prompts} held-out words, always from the same
+latents, with {evaluation.num_inference_steps} steps without noise.*"""
     return f"""# The algorithms compared
 
 Made by `python benchmarks/compare_algorithms.py`: do not edit it by hand.
 
-Each algorithm improves the model of the quickstart, which pretraining left mediocre, on one CPU core. All start from
-the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same number of images,
-{steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n} images of
-{rollout.num_inference_steps} denoising steps. What differs are each algorithm's own settings. They were tried out on
-this task, but not searched: **this says that each algorithm works here, not which is best elsewhere.** One seed each;
-the choice of words alone gives a figure a standard error of about {error:.2f}.
+{_filled(introduction)}
 
 ![Held-out reward over images]({picture})
 
-*Evaluated {len(first.curve())} times on {evaluation.num_prompts} held-out words, always from the same latents, with
-{evaluation.num_inference_steps} steps without noise.*
+{_filled(caption)}
 
 ## Results
 
 *Before*, *after*, *best*: mean reward of the evaluation, read by RapidOCR, as the training's rewards are. *Second
 reader*: the first and the last evaluation's images read by Tesseract, which no run was trained on; it would stay behind
 if a run learned the habits of one reader rather than to write. *Rollout*, *update*: CPU seconds per image as multiples
-of {_title(YARDSTICK, algorithms)}'s, scoring left out; all took turns in one process.
+of {_title(YARDSTICK, algorithms)}'s, scoring left out: early iterations of all, taken in turns in one process.
 
 {_results(ranked, costs)}
 
@@ -322,6 +325,8 @@ def _settings(algorithms: Sequence[Algorithm]) -> str:
     for each in algorithms:
         parts = dict(read_yaml(each.path)["algorithm"])
         recipe = parts.pop("recipe")
+        if each.config.rollout.same_latent:
+            parts["rollout.same_latent"] = True
         link = f"[`{each.name}`](../configs/quickstart/algorithms/{each.path.name})"
         train = each.config.train
         updates = each.images_per_step // (train.global_batch_size or each.images_per_step)
@@ -340,6 +345,10 @@ def _flat(mapping: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]
 
 def _linked(source: str) -> str:
     return re.sub(r"arXiv (\S+)", r"[arXiv \1](https://arxiv.org/abs/\1)", source)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False, subsequent_indent=indent)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
