@@ -1,26 +1,26 @@
-"""Runs rewards over a batch, keeps their failures apart from their values, and adds up what is optimised."""
+"""Runs rewards over a batch, keeps their failures apart from their values, and combines what is optimised."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-import numbers
-import sys
-import threading
-import traceback
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sfumato.errors import ConfigError, RewardError, UserError
-from sfumato.rewards.base import Failure, Reward, Sample
+from sfumato.config.diffusion_rl import RewardConfig
+from sfumato.errors import ConfigError, RewardError
+from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.cache import ScoreCache
+from sfumato.rewards.combinations.combination import Combination, normalised
+from sfumato.rewards.combinations.weighted_sum import WeightedSum
+from sfumato.rewards.scoring import score_remembering, score_with
+from sfumato.rewards.workers import close_workers, start_worker
 from sfumato.tracking.samples import SampleRecord
-
-TIMED_OUT = "timed out"
-"""How the reason of a call that took too long begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,34 +28,70 @@ class Scores:
     """What a batch of B samples was given."""
 
     total: np.ndarray
-    """Weighted sum of the rewards that are optimised, float64 [B]; NaN where one of non-zero weight failed."""
+    """What is optimised, float64 [B]; NaN where a reward of non-zero weight failed."""
+    level: np.ndarray
+    """The same without standardising within groups or the iteration, so that it can be compared over time."""
     components: dict[str, np.ndarray]
-    """Values of every reward by label, unweighted, float64 [B]; NaN where it failed."""
+    """Values of every reward by label, as it gave them, float64 [B]; NaN where it failed."""
     failures: list[str]
     """One message per reward and reason, with the number of samples; empty when all went well."""
     notes: list[str] = field(default_factory=list)
     """What else happened, such as requests that were tried again."""
+    metadata: list[dict[str, Any]] | None = None
+    """B rows of the data, where the combination takes them."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each reward took, by label."""
+    remembered: dict[str, int] = field(default_factory=dict)
+    """Samples whose value was known from an equal one, by label of the rewards that remember."""
 
     @staticmethod
     def cat(parts: Sequence[Scores]) -> Scores:
         """Scores of several micro-batches or ranks, in order."""
         return Scores(
             total=np.concatenate([each.total for each in parts]),
+            level=np.concatenate([each.level for each in parts]),
             components={
                 name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
             },
             failures=[failure for each in parts for failure in each.failures],
             notes=[note for each in parts for note in each.notes],
+            metadata=None if parts[0].metadata is None else [row for each in parts for row in each.metadata or ()],
+            seconds={name: sum(each.seconds[name] for each in parts) for name in parts[0].seconds},
+            remembered={name: sum(each.remembered[name] for each in parts) for name in parts[0].remembered},
+        )
+
+    def rows(self, index: Sequence[int]) -> Scores:
+        """The samples at ``index``, with the messages and times of all."""
+        rows = list(index)
+        return dataclasses.replace(
+            self,
+            total=self.total[rows],
+            level=self.level[rows],
+            components={name: each[rows] for name, each in self.components.items()},
+            metadata=None if self.metadata is None else [self.metadata[row] for row in rows],
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Means of what could be scored, the spread of the total, and the share that failed."""
-        values = {"total": self.total, **self.components}
-        means = {f"{prefix}reward/{name}": _nan_mean(each) for name, each in values.items()}
-        scored = self.total[np.isfinite(self.total)]
-        spread = float(scored.std()) if len(scored) else math.nan
-        failed = float(np.isnan(self.total).mean())
-        return {**means, f"{prefix}reward/std": spread, f"{prefix}reward/failed": failed}
+        """Means of what could be scored, spreads, and the shares that failed."""
+        found = {f"{prefix}reward/total": _mean(self.level)}
+        found |= {f"{prefix}reward/{name}": _mean(each) for name, each in self.components.items()}
+        found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+        for name, each in self.components.items():
+            found |= {f"{prefix}reward_std/{name}": _std(each), f"{prefix}reward_failed/{name}": _failed(each)}
+        return found
+
+    def timings(self, wait_s: float) -> dict[str, float]:
+        """What scoring took, which is not the same in a rerun.
+
+        Args:
+            wait_s: seconds that a step waited for rewards.
+        """
+        scoring_s = sum(self.seconds.values())
+        found = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
+        found |= {f"time/reward_{name}_s": each for name, each in self.seconds.items()}
+        return found | {
+            f"scoring/remembered_share_{name}": count / len(self.total) for name, count in self.remembered.items()
+        }
 
     def record(self, row: int, sample: Sample, **about: Any) -> SampleRecord:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
@@ -75,7 +111,9 @@ class Scorer:
 
     Args:
         rewards: built rewards with different labels.
+        combination: makes one number of the values that are optimised; None is their weighted sum.
         max_failed_fraction: share of a batch, 0 to 1, that may be without total before ``check_budget`` raises.
+        cache_size: values that each reward that allows it remembers.
         require_objective: demand a reward that is optimised; False for a scorer that only evaluates.
 
     Raises:
@@ -83,7 +121,13 @@ class Scorer:
     """
 
     def __init__(
-        self, rewards: list[Reward], *, max_failed_fraction: float = 0.5, require_objective: bool = True
+        self,
+        rewards: list[Reward],
+        *,
+        combination: Combination | None = None,
+        max_failed_fraction: float = 0.5,
+        cache_size: int = 0,
+        require_objective: bool = True,
     ) -> None:
         if not rewards:
             raise ConfigError("reward.rewards is empty: list at least one reward, such as {type: brightness}")
@@ -99,7 +143,9 @@ class Scorer:
         if not 0 <= max_failed_fraction <= 1:
             raise ConfigError(f"max_failed_fraction must be from 0 to 1, not {max_failed_fraction}")
         self.rewards = list(rewards)
+        self.combination = combination or WeightedSum()
         self.max_failed_fraction = max_failed_fraction
+        self._caches = {each.label: ScoreCache(cache_size) for each in rewards if each.cached and cache_size}
         self.objective = [reward for reward in rewards if not reward.evaluation_only and reward.weight != 0]
         if require_objective and not self.objective:
             raise ConfigError(
@@ -108,12 +154,20 @@ class Scorer:
             )
 
     def prepare(self) -> None:
-        """Loads every reward's engine. Raises MissingDependencyError that says how to install what is missing."""
+        """Loads every reward's engine, where it will run. Raises UserError that says how to mend what is missing."""
+        self.combination.prepare()
         for reward in self.rewards:
-            reward.prepare()
+            if reward.process:
+                start_worker(reward)
+            else:
+                reward.prepare()
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        close_workers()
 
     def score(self, samples: list[Sample], objective_only: bool = False) -> Scores:
-        """Scores a batch with every reward, one after the other.
+        """Scores a batch with every reward, one after the other. Several threads may call it.
 
         A reward that raises, hangs longer than its ``timeout_s``, or returns something other than one finite number
         per sample leaves NaN for the samples concerned and a message in ``failures``.
@@ -123,7 +177,8 @@ class Scorer:
             objective_only: leave out rewards that are only watched.
 
         Returns:
-            The scores in the order of the samples. ``total`` is NaN throughout when nothing is optimised.
+            The scores in the order of the samples. ``total`` is ``level``, the combination of what needs no other
+            sample, until ``finish`` has seen all of them; NaN throughout when nothing is optimised.
 
         Raises:
             UserError: what a reward raised as such (missing dependency, bad data) is passed on.
@@ -131,18 +186,64 @@ class Scorer:
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
         notes: list[str] = []
+        seconds: dict[str, float] = {}
+        remembered: dict[str, int] = {}
         for reward in self.objective if objective_only else self.rewards:
-            values, reasons = score_with(reward, samples)
+            started = time.perf_counter()
+            if reward.label in self._caches:
+                cache = self._caches[reward.label]
+                values, reasons, remembered[reward.label] = score_remembering(reward, samples, cache)
+            else:
+                values, reasons = score_with(reward, samples)
+            seconds[reward.label] = time.perf_counter() - started
             components[reward.label] = values
-            failures += [
-                f"{_failure_prefix(reward)}{reason} ({count} of {len(samples)} samples)"
-                for reason, count in Counter(reason for reason in reasons if reason).items()
-            ]
+            failures += _messages(_failure_prefix(reward), reasons)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
-        total = np.zeros(len(samples)) if self.objective else np.full(len(samples), math.nan)
-        for reward in self.objective:
-            total += reward.weight * components[reward.label]
-        return Scores(total=total, components=components, failures=failures, notes=notes)
+        metadata = [each.metadata for each in samples] if self.combination.takes_metadata else None
+        level, more = self._combine(components, metadata, None)
+        return Scores(
+            total=level,
+            level=level,
+            components=components,
+            failures=failures + more,
+            notes=notes,
+            metadata=metadata,
+            seconds=seconds,
+            remembered=remembered,
+        )
+
+    def finish(self, scores: Scores, group_ids: Sequence[int]) -> Scores:
+        """Totals of all samples of an iteration, standardised where that is wanted.
+
+        Args:
+            scores: of B samples, of all ranks.
+            group_ids: [B].
+
+        Raises:
+            RewardError: as ``check_budget``.
+        """
+        total, _ = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        finished = dataclasses.replace(scores, total=total)
+        self.check_budget(finished)
+        return finished
+
+    def _combine(
+        self,
+        components: dict[str, np.ndarray],
+        metadata: list[dict[str, Any]] | None,
+        group_ids: np.ndarray | None,
+    ) -> tuple[np.ndarray, list[str]]:
+        """Totals float64 [B], and messages about those that the combination left out."""
+        num_samples = len(next(iter(components.values()))) if components else 0
+        if not (self.objective and num_samples):
+            return np.full(num_samples, math.nan), []
+        values = {each.label: normalised(components[each.label], each.normalise, group_ids) for each in self.objective}
+        total = self.combination.combine(values, {each.label: each.weight for each in self.objective}, metadata)
+        has_all = np.all([np.isfinite(each) for each in values.values()], axis=0)
+        left_out = has_all & ~np.isfinite(total)
+        reason = f"{self.combination.type} returned no finite number"
+        messages = _messages(_COMBINATION, [reason if each else "" for each in left_out])
+        return np.where(has_all & ~left_out, total, math.nan), messages
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.
@@ -152,7 +253,7 @@ class Scorer:
         num_samples, num_failed = len(scores.total), int(np.isnan(scores.total).sum())
         if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
             return
-        prefixes = tuple(_failure_prefix(reward) for reward in self.objective)
+        prefixes = (_COMBINATION, *(_failure_prefix(reward) for reward in self.objective))
         reasons = "; ".join(failure for failure in scores.failures if failure.startswith(prefixes))
         raise RewardError(
             f"{num_failed} of {num_samples} samples have no reward, more than max_failed_fraction "
@@ -160,114 +261,39 @@ class Scorer:
         )
 
 
-def _nan_mean(values: np.ndarray) -> float:
-    scored = values[np.isfinite(values)]
-    return float(scored.mean()) if len(scored) else math.nan
+def build_scorer(config: RewardConfig) -> Scorer:
+    """The scorer of a run, its engines loaded. Raises UserError as ``Scorer`` and its ``prepare`` do."""
+    scorer = Scorer(
+        config.rewards,
+        combination=config.combination,
+        max_failed_fraction=config.max_failed_fraction,
+        cache_size=config.cache_size,
+    )
+    scorer.prepare()
+    return scorer
+
+
+_COMBINATION = "combination: "
 
 
 def _failure_prefix(reward: Reward) -> str:
     return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "
 
 
-def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
-    """Scores B samples with one reward, failures kept apart as ``Scorer.score`` does.
-
-    Returns:
-        Values float64 [B], and for each sample the reason why it has none ("" where it has one).
-
-    Raises:
-        UserError: what the reward raised as such.
-    """
-    values = np.full(len(samples), math.nan)
-    reasons = [""] * len(samples)
-    timed_out = ""
-    for indices in _calls(reward, samples):
-        parts = [reward.seen(samples[index]) for index in indices]
-        batch = [each for part in parts for each in part]
-        # After one hanging call the other groups are not tried: each would cost the full timeout again.
-        result, failed = (None, timed_out) if timed_out else _call(functools.partial(reward.score, batch), reward)
-        timed_out = failed if failed.startswith(TIMED_OUT) else timed_out
-        checked = [(math.nan, failed)] * len(batch) if failed else _check_values(result, len(batch))
-        rest = iter(checked)
-        for index, part in zip(indices, parts, strict=True):
-            values[index], reasons[index] = _mean([next(rest) for _ in part])
-    return values, reasons
+def _messages(prefix: str, reasons: list[str]) -> list[str]:
+    counts = Counter(reason for reason in reasons if reason)
+    return [f"{prefix}{reason} ({count} of {len(reasons)} samples)" for reason, count in counts.items()]
 
 
-def _mean(checked: list[tuple[float, str]]) -> tuple[float, str]:
-    """Value and reason of a sample from those of its frames: without value when one of them has none."""
-    failed = [reason for _, reason in checked if reason]
-    return (math.nan, failed[0]) if failed else (sum(value for value, _ in checked) / len(checked), "")
+def _mean(values: np.ndarray) -> float:
+    scored = values[np.isfinite(values)]
+    return float(scored.mean()) if len(scored) else math.nan
 
 
-def _calls(reward: Reward, samples: list[Sample]) -> list[list[int]]:
-    """Which samples go into each call of the reward."""
-    if not reward.groupwise:
-        return [list(range(len(samples)))] if samples else []
-    groups: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.group_id, []).append(index)
-    return list(groups.values())
+def _std(values: np.ndarray) -> float:
+    scored = values[np.isfinite(values)]
+    return float(scored.std()) if len(scored) else math.nan
 
 
-def _call(function: Callable[[], Any], reward: Reward) -> tuple[Any, str]:
-    """Result of a call in a thread of its own, and the reason why there is none. Raises what is a UserError.
-
-    Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
-    """
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            outcome["result"] = function()
-        except BaseException as error:  # whatever a reward raises, sys.exit included, is an unscored batch
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, name=f"reward-{reward.label}", daemon=True)
-    thread.start()
-    thread.join(reward.timeout_s)
-    if not outcome and thread.is_alive():
-        return None, f"{TIMED_OUT} after {reward.timeout_s:g} s"
-    error = outcome.get("error")
-    if isinstance(error, UserError):
-        raise error
-    if error is not None:
-        return None, f"{type(error).__name__}: {error} (at {_place(error, reward)})"
-    return outcome["result"], ""
-
-
-def _place(error: BaseException, reward: Reward) -> str:
-    """``file:line`` of the error: in the reward's own file where possible, since that is the one to look into."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = getattr(sys.modules.get(type(reward).__module__), "__file__", None)
-    frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])
-    return f"{frame.filename}:{frame.lineno}"
-
-
-def _check_values(result: Any, num_samples: int) -> list[tuple[float, str]]:
-    """For each sample its value and "", or NaN and the reason why the value does not count."""
-    if hasattr(result, "tolist"):  # an array or a tensor
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)):
-        return [(math.nan, f"returned a {type(result).__name__}, not a list of numbers")] * num_samples
-    if len(result) != num_samples:
-        return [(math.nan, f"returned {len(result)} values for {num_samples} samples")] * num_samples
-    return [_check_value(value) for value in result]
-
-
-def _check_value(value: Any) -> tuple[float, str]:
-    if isinstance(value, Failure):
-        return math.nan, value.reason
-    if getattr(value, "shape", None) == ():  # an array's or a tensor's element
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        return math.nan, f"returned a {type(value).__name__}, not a number"
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the largest float
-        number = math.inf
-    if math.isnan(number):
-        return math.nan, "returned NaN"
-    if math.isinf(number):
-        return math.nan, "returned an infinite value"
-    return number, ""
+def _failed(values: np.ndarray) -> float:
+    return float(np.isnan(values).mean())

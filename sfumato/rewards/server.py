@@ -229,7 +229,11 @@ async def _wait_for_hang_up(request: Request) -> None:
 def _fingerprint(reward: Reward) -> str:
     """Equal for equal fields of equal versions, whatever weight the reward has here."""
     fields = Variant("sfumato.rewards").dump(reward) or {}
-    kept = {name: value for name, value in fields.items() if name not in ("weight", "evaluation_only")}
+    kept = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("weight", "evaluation_only", "normalise", "process")
+    }
     return hashlib.sha256(json.dumps([sfumato.__version__, kept], sort_keys=True).encode()).hexdigest()
 
 

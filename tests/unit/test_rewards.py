@@ -199,6 +199,8 @@ def test_rewards_are_found_without_registration():
         "evaluation_only",
         "timeout_s",
         "frame_step",
+        "normalise",
+        "process",
         "engine",
         "detect",
         "num_threads",
