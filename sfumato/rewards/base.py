@@ -138,7 +138,7 @@ class Reward(ABC):
             return [sample]
         return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
 
-    def calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+    def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Which samples go into each call of ``score``: all of them, or one group after the other."""
         if not self.groupwise:
             return [list(range(len(samples)))] if samples else []

@@ -70,10 +70,10 @@ class FunctionReward(Reward):
                 "leave it out"
             )
 
-    def calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+    def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """One sample after the other, unless they are worked on together."""
         if self.groupwise or self.concurrency > 1:
-            return super().calls(samples)
+            return super().plan_calls(samples)
         return [[index] for index in range(len(samples))]
 
     def call_timeout_s(self, num_samples: int) -> float:

@@ -31,7 +31,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
     values = np.full(len(samples), math.nan)
     reasons = [""] * len(samples)
     given_up, lost_in_a_row, most_lost = "", 0, 2 if reward.process else 1
-    for indices in reward.calls(samples):
+    for indices in reward.plan_calls(samples):
         parts = [reward.seen(samples[index]) for index in indices]
         batch = [each for part in parts for each in part]
         if given_up:
@@ -52,7 +52,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     Returns:
         Values and reasons, and the number of samples whose value was there already.
     """
-    units = reward.calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
+    units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
     keys = [digest([samples[index] for index in unit]) for unit in units]
     known = {key: cache.get(key) for key in keys}
     new: dict[bytes, list[int]] = {}  # the first unit of each content that is not known
