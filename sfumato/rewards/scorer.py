@@ -37,6 +37,8 @@ class Scores:
     """One message per reward and reason, with the number of samples; empty when all went well."""
     notes: list[str] = field(default_factory=list)
     """What else happened, such as requests that were tried again."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Metrics of the rewards' own that are shares: how many of how many."""
     metadata: list[dict[str, Any]] | None = None
     """B rows of the data, where the combination takes them."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -55,6 +57,10 @@ class Scores:
             },
             failures=[failure for each in parts for failure in each.failures],
             notes=[note for each in parts for note in each.notes],
+            counts={
+                name: (sum(each.counts[name][0] for each in parts), sum(each.counts[name][1] for each in parts))
+                for name in parts[0].counts
+            },
             metadata=None if parts[0].metadata is None else [row for each in parts for row in each.metadata or ()],
             seconds={name: sum(each.seconds[name] for each in parts) for name in parts[0].seconds},
             remembered={name: sum(each.remembered[name] for each in parts) for name in parts[0].remembered},
@@ -75,6 +81,8 @@ class Scores:
         """Means of what could be scored, spreads, and the shares that failed."""
         found = {f"{prefix}reward/total": _mean(self.level)}
         found |= {f"{prefix}reward/{name}": _mean(each) for name, each in self.components.items()}
+        for name, (part, whole) in self.counts.items():
+            found[f"{prefix}{name}"] = part / whole if whole else math.nan
         found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
         for name, each in self.components.items():
             found |= {f"{prefix}reward_std/{name}": _std(each), f"{prefix}reward_failed/{name}": _failed(each)}
@@ -186,6 +194,7 @@ class Scorer:
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
         notes: list[str] = []
+        counts: dict[str, tuple[int, int]] = {}
         seconds: dict[str, float] = {}
         remembered: dict[str, int] = {}
         for reward in self.objective if objective_only else self.rewards:
@@ -199,6 +208,7 @@ class Scorer:
             components[reward.label] = values
             failures += _messages(_failure_prefix(reward), reasons)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
+            counts |= reward.take_counts()
         metadata = [each.metadata for each in samples] if self.combination.takes_metadata else None
         level, more = self._combine(components, metadata, None)
         return Scores(
@@ -207,6 +217,7 @@ class Scorer:
             components=components,
             failures=failures + more,
             notes=notes,
+            counts=counts,
             metadata=metadata,
             seconds=seconds,
             remembered=remembered,
