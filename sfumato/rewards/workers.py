@@ -43,7 +43,8 @@ class Worker:
     """One process with one reward, which comes with its pickle.
 
     Raises:
-        UserError: the reward cannot be loaded in another process.
+        UserError: what ``prepare`` of the reward raised as such.
+        LostError: the process could not be started, or has ended while it loaded the reward.
     """
 
     def __init__(self, reward: Reward, pickled: bytes) -> None:
@@ -59,8 +60,12 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints belongs to the log, not into this program's output
                 pass_fds=(its_requests, its_replies),
-                start_new_session=True,  # a group of its own, to be ended with all that it starts
+                process_group=0,  # of its own, to be ended with all that it starts
             )
+        except OSError as error:
+            os.close(self._requests)
+            os.close(self._replies)
+            raise LostError(f"could not be started: {error}") from error
         finally:
             os.close(its_requests)
             os.close(its_replies)
@@ -68,10 +73,15 @@ class Worker:
             self._ask(pickled, 0, START_TIMEOUT_S)
         except LostError as error:
             self.end()
-            raise ConfigError(f"reward {reward.label!r}: its process could not be started: it {error}") from error
+            raise LostError(f"could not be started: it {error}") from error
         except UserError:
             self.end()
             raise
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended by itself."""
+        return self._process.poll() is None
 
     def score(self, samples: bytes, num_samples: int) -> tuple[Checked, bool]:
         """Scores a batch.
@@ -141,7 +151,10 @@ class Worker:
         code = self._process.returncode
         if code is None:
             return "closed its connection"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+        if code >= 0:
+            return f"ended itself with exit code {code}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
@@ -182,8 +195,11 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Loads the reward in a first process. Raises UserError as ``prepare`` of the reward does."""
-        self._put_back(self._take())
+        """Loads the reward in a first process. Raises UserError as ``prepare`` of the reward does, or in its place."""
+        try:
+            self._put_back(self._take())
+        except LostError as error:
+            raise ConfigError(f"reward {self.reward.label!r}: its process {error}") from error
 
     def call(self, samples: list[Sample]) -> Outcome:
         """Scores a batch in a process that is idle, or in a new one. Raises what is a UserError."""
@@ -191,9 +207,9 @@ class WorkerPool:
             pickled = pickle.dumps(samples)
         except Exception as error:
             return Outcome(failed(f"the samples cannot be sent to its process: {error}", len(samples)))
-        worker = self._take()
-        keep = False
+        worker, keep = None, False
         try:
+            worker = self._take()
             values, keep = worker.score(pickled, len(samples))
             return Outcome(values)
         except LostError as error:
@@ -204,7 +220,8 @@ class WorkerPool:
             keep = True
             raise
         finally:
-            self._put_back(worker, keep)
+            if worker is not None:
+                self._put_back(worker, keep)
 
     def close(self) -> None:
         """Ends all processes, busy ones too."""
@@ -217,12 +234,16 @@ class WorkerPool:
             each.kill()
 
     def _take(self) -> Worker:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
+        while (worker := self._pop_idle()) is not None and not worker.is_running:
+            worker.end()
         worker = worker or Worker(self.reward, self._pickled)
         with self._lock:
             self._busy.add(worker)
         return worker
+
+    def _pop_idle(self) -> Worker | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
 
     def _put_back(self, worker: Worker, keep: bool = True) -> None:
         with self._lock:

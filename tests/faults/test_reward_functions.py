@@ -16,7 +16,8 @@ import pytest
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
 from sfumato.rewards.function import FunctionReward
-from sfumato.rewards.scorer import Scorer, Scores
+from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scores import Scores
 from sfumato.rewards.workers import close_workers
 from tests.tiny import ROOT
 
@@ -41,7 +42,7 @@ def samples(prompts=PROMPTS, **metadata) -> list[Sample]:
 
 def score(name: str, prompts=PROMPTS, **fields) -> Scores:
     scores = Scorer([function(name, **fields)]).score(samples(prompts))
-    assert scores.metrics("")[f"reward_failed/{name}"] == np.isnan(scores.total).mean()
+    assert scores.metrics("")["reward/failed"] == np.isnan(scores.total).mean()
     return scores
 
 

@@ -23,7 +23,9 @@ from sfumato.rewards.judge_template import load_template
 from sfumato.rewards.pairwise_preference import PairwisePreference
 from sfumato.rewards.qwenvl_ocr import QwenVLOcrReward
 from sfumato.rewards.rubric import RubricReward
-from sfumato.rewards.scorer import Scorer, Scores, score_with
+from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scores import Scores
+from sfumato.rewards.scoring import score_with
 from sfumato.rewards.unified_reward import UnifiedReward
 from sfumato.rewards.yes_probability import YesProbability
 from tests.reward_servers import start_judge_server

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.function import FunctionReward
 from sfumato.rewards.jpeg import JpegIncompressibility
 from sfumato.rewards.pixels import Sharpness
-from sfumato.rewards.scorer import Scorer, Scores
+from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scores import Scores
 from sfumato.rewards.workers import close_workers
 from sfumato.runtime.roles import ThreadRole
 from tests.odd_rewards import Awkward, Rank
@@ -89,6 +92,15 @@ def test_one_process_is_used_again_and_calls_at_the_same_time_have_one_each():
     scorer.close()
     assert not any(Path(f"/proc/{int(pid)}").exists() for pid in pids)
     assert scorer.score(sample).total[0] not in pids, "a later call starts anew"
+
+
+def test_a_process_that_ended_between_two_calls_costs_nothing():
+    scorer = Scorer([Awkward(process=True, name="idle")])
+    pid = int(scorer.score(noise(1)).total[0])
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+    scores = scorer.score(noise(1))
+    assert scores.failures == [] and scores.total[0] != pid
 
 
 def test_a_mistake_in_a_process_is_raised_as_what_it_is():
