@@ -115,6 +115,10 @@ class Reward(ABC):
         """What people should know though no value was lost, such as an outage that was waited out; told once."""
         return []
 
+    def take_counts(self) -> dict[str, tuple[int, int]]:
+        """Metrics that are shares, by name: how many of how many since this was last asked."""
+        return {}
+
     def seen(self, sample: Sample) -> list[Sample]:
         """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
         if self.takes_video or sample.image is None or sample.image.ndim == 3:

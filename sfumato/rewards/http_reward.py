@@ -19,6 +19,9 @@ from sfumato.rewards.http import HttpCaller, HttpError
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
 
+START_WAIT_S = 60.0
+"""How long the first step waits for a server that is still loading."""
+
 _lock = threading.Lock()
 
 

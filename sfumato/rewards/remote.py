@@ -14,14 +14,12 @@ from sfumato.rewards import wire
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.connection import BadAnswerError
 from sfumato.rewards.http import HttpError
-from sfumato.rewards.http_reward import HttpReward
+from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
 
 AnswerT = TypeVar("AnswerT")
 
 REQUESTS_PER_SERVER = 2
 """On their way at the same time: one that is scored and one that waits for its turn."""
-START_WAIT_S = 60.0
-"""How long the first step waits for a server that is still loading."""
 
 _load_lock = threading.Lock()
 
@@ -73,9 +71,7 @@ class RemoteReward(HttpReward):
         def ask(piece: range) -> Sequence[float | Failure]:
             if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
                 what = "a group" if self.groupwise else "a sample"
-                return [Failure(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")] * len(
-                    piece
-                )
+                raise HttpError(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")
             body = wire.encode_request(label, encoded[piece.start : piece.stop])
             parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
@@ -114,7 +110,7 @@ def _ask_servers(reward: RemoteReward) -> wire.Description:
 
 @functools.cache
 def _describe(reward: RemoteReward) -> wire.Description:
-    deadline = time.monotonic() + min(START_WAIT_S, reward.call_deadline() - time.monotonic())
+    deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
     found = {
         url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls
     }

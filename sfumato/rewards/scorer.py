@@ -35,6 +35,8 @@ class Scores:
     """One message per reward and reason, with the number of samples; empty when all went well."""
     notes: list[str] = field(default_factory=list)
     """What else happened, such as requests that were tried again."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Metrics of the rewards' own that are shares: how many of how many."""
 
     @staticmethod
     def cat(parts: Sequence[Scores]) -> Scores:
@@ -46,16 +48,21 @@ class Scores:
             },
             failures=[failure for each in parts for failure in each.failures],
             notes=[note for each in parts for note in each.notes],
+            counts={
+                name: (sum(each.counts[name][0] for each in parts), sum(each.counts[name][1] for each in parts))
+                for name in parts[0].counts
+            },
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Means of what could be scored, the spread of the total, and the share that failed."""
+        """Means of what could be scored, the spread of the total, and the shares that failed."""
         values = {"total": self.total, **self.components}
         means = {f"{prefix}reward/{name}": _nan_mean(each) for name, each in values.items()}
         scored = self.total[np.isfinite(self.total)]
         spread = float(scored.std()) if len(scored) else math.nan
         failed = float(np.isnan(self.total).mean())
-        return {**means, f"{prefix}reward/std": spread, f"{prefix}reward/failed": failed}
+        shares = {f"{prefix}{name}": part / whole if whole else math.nan for name, (part, whole) in self.counts.items()}
+        return {**means, **shares, f"{prefix}reward/std": spread, f"{prefix}reward/failed": failed}
 
     def record(self, row: int, sample: Sample, **about: Any) -> SampleRecord:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
@@ -131,6 +138,7 @@ class Scorer:
         components: dict[str, np.ndarray] = {}
         failures: list[str] = []
         notes: list[str] = []
+        counts: dict[str, tuple[int, int]] = {}
         for reward in self.objective if objective_only else self.rewards:
             values, reasons = score_with(reward, samples)
             components[reward.label] = values
@@ -139,10 +147,11 @@ class Scorer:
                 for reason, count in Counter(reason for reason in reasons if reason).items()
             ]
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
+            counts |= reward.take_counts()
         total = np.zeros(len(samples)) if self.objective else np.full(len(samples), math.nan)
         for reward in self.objective:
             total += reward.weight * components[reward.label]
-        return Scores(total=total, components=components, failures=failures, notes=notes)
+        return Scores(total=total, components=components, failures=failures, notes=notes, counts=counts)
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.

@@ -250,9 +250,9 @@ async def serve(config: RewardServerConfig) -> None:
         """Asks the reward server to finish its work first; a second signal ends it at once."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit = rewards.state == "stopping"
-            if not self.force_exit:
-                loop.call_soon_threadsafe(begin_stop)
+            if rewards.state == "stopping":
+                os._exit(128 + sig)  # a thread that scores cannot be ended otherwise
+            loop.call_soon_threadsafe(begin_stop)
 
     loop = asyncio.get_running_loop()
     rewards = RewardServer(config)

@@ -260,7 +260,8 @@ def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
     assert np.isnan(scores.total).all() and f"{server.url}: Connection refused" in scores.failures[0]
 
 
-def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tmp_path):
+def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tmp_path, monkeypatch):
+    monkeypatch.setattr("sfumato.rewards.http.MAX_DELAY_S", 0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -312,6 +313,21 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_accepted(modules, tmp_pa
         assert values.result() == [1.0, 1.0]
     output, _ = server.process.communicate(timeout=30)
     assert server.process.returncode == 0 and output == "stopping: accepted requests are finished\n"
+
+
+def test_a_second_signal_ends_the_server_at_once(modules, tmp_path):
+    server = start_server(tmp_path, [own("Slow", seconds=50.0)], modules=modules)
+    reward = remote_reward(server.url, retry_for_s=0.1)
+    reward.prepare()
+    with ThreadPoolExecutor(1) as pool:
+        values = pool.submit(reward.score, noise_samples(1))
+        server.wait_for_metric("sfumato_queue_length 1")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.stdout.readline() == "stopping: accepted requests are finished\n"
+        while post(server, b"", "/ready", "GET")[1] != "stopping\n":
+            time.sleep(0.02)
+        assert server.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+        assert server.url in values.result()[0].reason
 
 
 def test_a_key_is_asked_for_and_never_shown(tmp_path, monkeypatch):
