@@ -208,7 +208,7 @@ class Tally:
         """The notes, each with how often."""
         with _lock:
             notes, self.notes = self.notes, Counter()
-        return [f"{text} ({count} times)" for text, count in notes.items()]
+        return [f"{text} ({count})" for text, count in notes.items()]
 
 
 @functools.cache

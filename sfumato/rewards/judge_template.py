@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.data.rows import read_text
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.chat_completions import Content, image_part
 
@@ -91,6 +90,14 @@ def load_template(source: str, required: tuple[str, ...], known: tuple[str, ...]
     return JudgeTemplate(source, required, known)
 
 
+def read_file(path: Path) -> str:
+    """A text that somebody wrote. Raises ConfigError when it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def _find(source: str) -> tuple[str, str]:
     """What messages call a template, and its text."""
     if "{{" in source or "{%" in source:
@@ -100,4 +107,4 @@ def _find(source: str) -> tuple[str, str]:
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.jinja")))
         raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")
-    return f"template {path}", read_text(path)
+    return f"template {path}", read_file(path)

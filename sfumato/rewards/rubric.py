@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sfumato.data.rows import read_text
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
 from sfumato.rewards.chat_completions import Reply
 from sfumato.rewards.judge import Judge
 from sfumato.rewards.judge_replies import final_text, number_after
+from sfumato.rewards.judge_template import read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,4 +58,4 @@ class RubricReward(Judge):
 @functools.cache
 def _read(path: str) -> str:
     """A file as it was when it was first asked for, whoever edits it during the run."""
-    return read_text(Path(path))
+    return read_file(Path(path))

@@ -103,7 +103,7 @@ def test_a_sample_that_the_judge_refuses_costs_no_other_its_win_rate(server):
     np.testing.assert_array_equal(values, [0.0, math.nan, 1.0, 0.5])
     assert "the judge refused" in reasons[1] and not any(reasons[:1] + reasons[2:])
     assert [note for note in reward.take_notes() if "pair" in note] == [
-        "a pair without verdict: unreadable reply (the judge refused), such as 'I cannot look at this.' (3 times)"
+        "a pair without verdict: unreadable reply (the judge refused), such as 'I cannot look at this.' (3)"
     ]
     assert reward.take_counts() == {"judge/pairwise_preference/parse_failures": (6, 12)} and not reward.take_notes()
 
