@@ -32,8 +32,8 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegIncompressibility
 from sfumato.rewards.ocr import OcrReward
 from sfumato.rewards.remote import RemoteReward
-from sfumato.rewards.scorer import Scorer
-from sfumato.rewards.scores import Scores
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import ThreadRole
 from sfumato.tracking.trackers import read_jsonl
 

@@ -33,8 +33,8 @@ from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
-from sfumato.rewards.scorer import Scorer, build_scorer
-from sfumato.rewards.scores import Scores
+from sfumato.rewards.scoring.scorer import Scorer, build_scorer
+from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
 from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Reward
-from sfumato.rewards.connection import parse_base_url
-from sfumato.rewards.http import HttpCaller, HttpError
+from sfumato.rewards.http.caller import HttpCaller, HttpError
+from sfumato.rewards.http.connection import parse_base_url
 
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")

@@ -16,11 +16,11 @@ import numpy as np
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.chat_completions import Content, Reply, decode_reply, encode_question
-from sfumato.rewards.http import HttpCaller, HttpError
+from sfumato.rewards.http.caller import HttpCaller, HttpError
+from sfumato.rewards.http.chat_completions import Content, Reply, decode_reply, encode_question
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
-from sfumato.rewards.judge_replies import UnreadableError
-from sfumato.rewards.judge_template import JudgeTemplate, load_template
+from sfumato.rewards.judging.replies import UnreadableError
+from sfumato.rewards.judging.template import JudgeTemplate, load_template
 
 _lock = threading.Lock()
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 from sfumato.rewards.judge import Judge
-from sfumato.rewards.judge_replies import choice_after_answer, final_text
+from sfumato.rewards.judging.replies import choice_after_answer, final_text
 
 
 @dataclass(frozen=True, kw_only=True)

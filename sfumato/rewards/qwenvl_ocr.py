@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sfumato.rewards.base import Sample
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 from sfumato.rewards.judge import Judge
-from sfumato.rewards.judge_replies import final_text
+from sfumato.rewards.judging.replies import final_text
 from sfumato.rewards.ocr import ocr_target, ocr_text_score
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from sfumato.errors import ConfigError
-from sfumato.rewards import wire
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.connection import BadAnswerError
-from sfumato.rewards.http import HttpError
+from sfumato.rewards.http import wire
+from sfumato.rewards.http.caller import HttpError
+from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
 
 AnswerT = TypeVar("AnswerT")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 from sfumato.rewards.judge import Judge
-from sfumato.rewards.judge_replies import final_text, number_after
-from sfumato.rewards.judge_template import read_file
+from sfumato.rewards.judging.replies import final_text, number_after
+from sfumato.rewards.judging.template import read_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sfumato.rewards.base import Sample
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 from sfumato.rewards.judge import Judge
-from sfumato.rewards.judge_replies import final_text, number_after
+from sfumato.rewards.judging.replies import final_text, number_after
 
 
 @dataclass(frozen=True, kw_only=True)

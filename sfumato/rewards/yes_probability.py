@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 from sfumato.rewards.judge import Judge
-from sfumato.rewards.judge_replies import UnreadableError
+from sfumato.rewards.judging.replies import UnreadableError
 
 _NUM_CANDIDATES = 20  # as many as OpenAI's API and vLLM give
 _AROUND_A_WORD = " \t\n▁Ġ\"'*_.,!"

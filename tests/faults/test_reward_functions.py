@@ -16,9 +16,9 @@ import pytest
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
 from sfumato.rewards.function import FunctionReward
-from sfumato.rewards.scorer import Scorer
-from sfumato.rewards.scores import Scores
-from sfumato.rewards.workers import close_workers
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scores import Scores
+from sfumato.rewards.scoring.workers import close_workers
 from tests.tiny import ROOT
 
 FILE = Path(__file__).parent / "faulty_functions.py"
@@ -145,7 +145,7 @@ import sys, threading, time
 import numpy as np
 from sfumato.rewards.base import Sample
 from sfumato.rewards.function import FunctionReward
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 
 scorer = Scorer([FunctionReward(path=f"{sys.argv[1]}:start_children")])
 bad = Sample(image=np.zeros((4, 4, 3), np.uint8), prompt="bad", metadata={"file": sys.argv[2]}, group_id=0)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.cache import ScoreCache, digest
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.cache import ScoreCache, digest
+from sfumato.rewards.scoring.scorer import Scorer
 
 CALLS: list[list[str]] = []
 

@@ -19,8 +19,8 @@ from sfumato.rewards.combinations.combination import normalised
 from sfumato.rewards.combinations.function import FunctionCombination
 from sfumato.rewards.combinations.minimum import Minimum
 from sfumato.rewards.combinations.weighted_sum import WeightedSum
-from sfumato.rewards.scorer import Scorer
-from sfumato.rewards.scores import Scores
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scores import Scores
 from tests.tiny import ROOT
 
 NAN = math.nan

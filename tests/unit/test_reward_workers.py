@@ -17,9 +17,9 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.function import FunctionReward
 from sfumato.rewards.jpeg import JpegIncompressibility
 from sfumato.rewards.pixels import Sharpness
-from sfumato.rewards.scorer import Scorer
-from sfumato.rewards.scores import Scores
-from sfumato.rewards.workers import close_workers
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scores import Scores
+from sfumato.rewards.scoring.workers import close_workers
 from sfumato.runtime.roles import ThreadRole
 from tests.odd_rewards import Awkward, Rank
 

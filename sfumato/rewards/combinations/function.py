@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.calls import describe_error
 from sfumato.rewards.combinations.combination import Combination
-from sfumato.rewards.import_path import import_function
+from sfumato.rewards.scoring.calls import describe_error
+from sfumato.rewards.scoring.import_path import import_function
 
 
 @dataclass(frozen=True)

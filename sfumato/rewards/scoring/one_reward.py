@@ -11,9 +11,9 @@ import numpy as np
 
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.cache import ScoreCache, digest
-from sfumato.rewards.calls import TIMED_OUT, Outcome, failed, score_batch
-from sfumato.rewards.workers import call_in_process
+from sfumato.rewards.scoring.cache import ScoreCache, digest
+from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
+from sfumato.rewards.scoring.workers import call_in_process
 
 
 def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:

@@ -23,7 +23,7 @@ from typing import Any
 from sfumato import errors
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.calls import TIMED_OUT, Checked, Outcome, failed
+from sfumato.rewards.scoring.calls import TIMED_OUT, Checked, Outcome, failed
 
 START_TIMEOUT_S = 900.0
 """How long loading a reward may take."""
@@ -31,7 +31,7 @@ NONSENSE = "answered with something that is no list of values"
 _POLL_S = 0.1
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
-    "from sfumato.rewards.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from sfumato.rewards.scoring.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sfumato.rewards.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import Reply
 
 _DECORATION = r"[\s*_`]*"
 _OPENING = r"[\s*_`\[(]*"

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from sfumato.rewards.connection import BadAnswerError
+from sfumato.rewards.http.connection import BadAnswerError
 
 MAX_PIXELS = 1024 * 1024
 """Larger images are scaled down to this."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import ConfigError, DataError
-from sfumato.rewards.chat_completions import Content, image_part
+from sfumato.rewards.http.chat_completions import Content, image_part
 
 _SHIPPED = Path(__file__).parent / "templates"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward
-from sfumato.rewards.calls import Checked, describe_error, score_batch
+from sfumato.rewards.scoring.calls import Checked, describe_error, score_batch
 
 LONGEST_REASON = 1000
 
