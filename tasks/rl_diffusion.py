@@ -33,7 +33,8 @@ from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rewards.base import Sample
-from sfumato.rewards.scorer import Scorer, Scores
+from sfumato.rewards.scoring.scorer import Scorer, build_scorer
+from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import RolloutBatch, SampleRequest, requests_of
 from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
@@ -91,7 +92,11 @@ def main(config: DiffusionRLConfig) -> None:
     check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
     prompts = PromptLoader(train_prompts, config.rollout.num_prompts, config.rollout.n, config.train.seed)
 
-    roles = launch_roles(actor=lambda: build_actor(config, mesh, run), scorer=lambda: build_scorer(config))
+    roles = launch_roles(
+        actor=lambda: build_actor(config, mesh, run),
+        scorer=lambda: build_scorer(config.reward),
+        num_scorers=config.reward.num_workers,
+    )
     roles.sampler.call(prepare_prompts, train_prompts + eval_prompts, config).result()
     start = roles.actor.call(Actor.resume).result()
     costs = roles.actor.call(lambda actor: count_costs(actor.model, config)).result()
@@ -104,6 +109,7 @@ def main(config: DiffusionRLConfig) -> None:
         total_steps=config.train.max_steps,
         micro_batch_size=config.rollout.micro_batch_size,
         with_reward=config.rollout.with_reward,
+        max_pending=config.reward.max_pending,
     )
 
     if start == 0:
@@ -117,6 +123,7 @@ def main(config: DiffusionRLConfig) -> None:
         run.add_time("generate", collected.generate_s)
         run.add_time("wait_for_rewards", collected.wait_s)
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
+        run.add_timings(scores.timings(collected.wait_s))
         for failure in scores.failures:
             run.say(f"step {step + 1}: reward failed: {failure}")
         for note in scores.notes:
@@ -124,20 +131,21 @@ def main(config: DiffusionRLConfig) -> None:
 
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
+        group_ids = [group for _, groups in everyone for group in groups]
         all_scores = Scores.cat([each for each, _ in everyone])
         try:
-            roles.scorer.call(Scorer.check_budget, all_scores).result()
+            all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
         except RewardError:
             roles.actor.call(Actor.save).result()  # the finished iterations are not lost
             raise
-        group_ids = torch.tensor([group for _, groups in everyone for group in groups])
         all_advantages = config.algorithm.advantage.compute(
             torch.from_numpy(all_scores.total),
-            group_ids,
+            torch.tensor(group_ids),
             {name: torch.from_numpy(values) for name, values in all_scores.components.items()},
             {each.label: each.weight for each in config.reward.rewards if not each.evaluation_only},
         )
-        advantages = all_advantages.rows([each.sample_id for each in batch.requests])
+        mine = [each.sample_id for each in batch.requests]
+        scores, advantages = all_scores.rows(mine), all_advantages.rows(mine)
 
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch, advantages, config, step).result()
@@ -160,6 +168,7 @@ def main(config: DiffusionRLConfig) -> None:
             roles.actor.call(Actor.export, config).result()
 
     roles.actor.call(Actor.export, config).result()
+    roles.scorer.call(Scorer.close).result()
     roles.close()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
     if changes := run.changes("eval/reward/"):
@@ -183,13 +192,6 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     frozen, moving = policies.frozen_weights, policies.moving
     state = TrainState(model.denoiser, optimizer, schedule, ema, frozen, policies=moving)
     return Actor(model, policies, state, Checkpointer(config.train, run, mesh, config.train.max_steps), mesh)
-
-
-def build_scorer(config: DiffusionRLConfig) -> Scorer:
-    """All rewards, their engines loaded."""
-    scorer = Scorer(config.reward.rewards, max_failed_fraction=config.reward.max_failed_fraction)
-    scorer.prepare()
-    return scorer
 
 
 def prepare_prompts(actor: Actor, prompts: list[Prompt], config: DiffusionRLConfig) -> None:
@@ -359,7 +361,9 @@ def evaluate(
     evaluated = [prompts[index] for index in drawn]
     made, norms, cached = roles.sampler.call(draw_evaluation, evaluated, drawn, config).result()
     samples = made[: len(mine)]
-    scores = mesh.first(roles.scorer.call(Scorer.score, samples).result(), among="copies")
+    size = config.rollout.micro_batch_size
+    parts = [roles.scorer.call(Scorer.score, samples[at : at + size]) for at in range(0, len(samples), size)]
+    scores = mesh.first(Scores.cat([each.result() for each in parts]), among="copies")
     records = [
         scores.record(row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step)
         for row, sample in enumerate(samples)

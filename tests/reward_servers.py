@@ -79,6 +79,12 @@ def start_faulty_server(bomb: Path) -> ServerProcess:
     return ServerProcess(f"http://127.0.0.1:{process.stdout.readline().strip()}", process)
 
 
+def start_judge_server() -> ServerProcess:
+    """Starts ``judge_server.py``; the address ends in /v1."""
+    process = _start([sys.executable, str(Path(__file__).parent / "judge_server.py")], {})
+    return ServerProcess(f"http://127.0.0.1:{process.stdout.readline().strip()}/v1", process)
+
+
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command,

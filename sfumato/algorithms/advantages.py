@@ -117,6 +117,7 @@ class GDPO:
     """
 
     type: ClassVar[str] = "gdpo"
+    by_reward: ClassVar[bool] = True
 
     clip: float = 5.0
     """Advantages are clamped to [-clip, clip]."""

@@ -83,9 +83,17 @@ class RewardConfig(Section):
     """What is optimised and what is watched."""
 
     rewards: list[Annotated[Any, Variant("sfumato.rewards")]] = Field(min_length=1)
-    """Rewards; the optimised one is the weighted sum of those that are not evaluation_only."""
+    """Rewards; what is optimised is a combination of those that are not evaluation_only."""
+    combination: Annotated[Any, Variant("sfumato.rewards.combinations")] = "weighted_sum"
+    """What is optimised, made of the values, each normalised as its reward says."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
     """The run stops, after a checkpoint, when more than this share of an iteration's samples could not be scored."""
+    num_workers: int = Field(1, ge=1)
+    """Micro-batches that a rank scores at the same time, in threads or, where a reward says so, processes."""
+    max_pending: int = Field(8, ge=1)
+    """Micro-batches that may wait for their rewards before generation waits for them."""
+    cache_size: int = Field(65_536, ge=0)
+    """Values that each of the costly rewards remembers, so that equal samples are scored once; 0 remembers none."""
 
 
 class AlgorithmConfig(Section):
@@ -282,6 +290,15 @@ class DiffusionRLConfig(Section):
             )
         if all(each.evaluation_only for each in self.reward.rewards):
             raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
+        standardised = [each.label for each in self.reward.rewards if each.normalise != "none"]
+        if getattr(self.algorithm.advantage, "by_reward", False) and (
+            standardised or self.reward.combination.type != "weighted_sum"
+        ):
+            what = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
+            raise ValueError(
+                f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
+                f"itself, so {what} would mean nothing: leave it out"
+            )
         if self.model.lora is not None and self.model.lora.dropout > 0:
             raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
         groupwise = [each.label for each in self.reward.rewards if each.groupwise]

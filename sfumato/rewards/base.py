@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -57,26 +58,35 @@ class Reward(ABC):
     """Base of every reward. A subclass states ``type: ClassVar[str]`` and defines ``score``.
 
     With ``groupwise`` it is given whole groups. With ``takes_video`` it sees videos whole; else it sees frames of them
-    as images, and a video has the mean of theirs.
+    as images, and a video has the mean of theirs. With ``cached`` the value of a sample (of a group) is a function of
+    it alone, to the bit and whatever else is scored with it, and costs more than hashing it: equal ones are scored
+    once. ``memory_mib`` limits its processes where it has such.
 
-    Raises ConfigError when ``weight`` is not finite, or ``timeout_s`` or ``frame_step`` is not positive. A subclass
-    with a ``__post_init__`` of its own calls ``super().__post_init__()``.
+    Raises ConfigError when ``weight`` is not finite, ``timeout_s`` or ``frame_step`` is not positive, or the range of
+    ``normalise`` is none. A subclass with a ``__post_init__`` of its own calls ``super().__post_init__()``.
     """
 
     type: ClassVar[str]
     groupwise: ClassVar[bool] = False
     takes_video: ClassVar[bool] = False
+    cached: ClassVar[bool] = False
+    memory_mib: ClassVar[int] = 0
 
     name: str = ""
     """Label in metrics and messages; empty: the type. Needed when two rewards have the same type."""
     weight: float = 1.0
-    """Factor of this reward in the weighted sum that is optimised; may be negative."""
+    """Factor of this reward in what is optimised; may be negative."""
+    normalise: Literal["none", "group", "batch"] | tuple[float, float] = "none"
+    """Before it is weighted: none, standardise within its group or over all samples of the iteration, or map a range
+    [low, high] to 0 to 1."""
     evaluation_only: bool = False
     """Scored and logged, but never part of what is optimised."""
     timeout_s: float = 120.0
     """Seconds that one call may take; after that the call is abandoned and its samples have no reward."""
     frame_step: int = 4
     """Of a video every so-manieth frame is scored, where a reward scores frames."""
+    process: bool = False
+    """Score in processes of their own: a timeout then ends the call, and a crash costs its samples alone."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -85,6 +95,13 @@ class Reward(ABC):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
         if self.frame_step < 1:
             raise ConfigError(f"frame_step of reward {self.label!r} must be at least 1, not {self.frame_step}")
+        if not isinstance(self.normalise, str):
+            low, high = self.normalise
+            if not (math.isfinite(low) and math.isfinite(high) and low < high):
+                raise ConfigError(
+                    f"normalise of reward {self.label!r} must be a range [low, high] of finite numbers with low below "
+                    f"high, not {list(self.normalise)}"
+                )
 
     @property
     def label(self) -> str:
@@ -115,11 +132,34 @@ class Reward(ABC):
         """What people should know though no value was lost, such as an outage that was waited out; told once."""
         return []
 
+    def take_counts(self) -> dict[str, tuple[int, int]]:
+        """Metrics that are shares, by name: how many of how many since this was last asked."""
+        return {}
+
     def seen(self, sample: Sample) -> list[Sample]:
         """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
         if self.takes_video or sample.image is None or sample.image.ndim == 3:
             return [sample]
         return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
+
+    def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Which samples go into each call of ``score``: all of them, or one group after the other."""
+        if not self.groupwise:
+            return [list(range(len(samples)))] if samples else []
+        groups: dict[int, list[int]] = {}
+        for index, sample in enumerate(samples):
+            groups.setdefault(sample.group_id, []).append(index)
+        return list(groups.values())
+
+    def call_timeout_s(self, num_samples: int) -> float:
+        """Seconds that a call with so many samples may take."""
+        del num_samples
+        return self.timeout_s
+
+    @property
+    def source_file(self) -> str | None:
+        """The file to look into when ``score`` raises."""
+        return getattr(sys.modules.get(type(self).__module__), "__file__", None)
 
     @abstractmethod
     def score(self, samples: list[Sample]) -> Sequence[float | Failure]:

@@ -13,11 +13,14 @@ from typing import TypeVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Reward
-from sfumato.rewards.connection import parse_base_url
-from sfumato.rewards.http import HttpCaller, HttpError
+from sfumato.rewards.http.caller import HttpCaller, HttpError
+from sfumato.rewards.http.connection import parse_base_url
 
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
+
+START_WAIT_S = 60.0
+"""How long the first step waits for a server that is still loading."""
 
 _lock = threading.Lock()
 
@@ -46,6 +49,8 @@ class HttpReward(Reward):
         super().__post_init__()
         if not self.base_urls:
             raise ConfigError(f"base_urls of reward {self.label!r} is empty: list at least one server")
+        if self.process:
+            raise ConfigError(f"process of reward {self.label!r}: it waits for servers, which a thread does as well")
         for url in self.base_urls:
             parse_base_url(url)
         for name, low in (("request_timeout_s", 1e-3), ("retry_for_s", 0.0)):

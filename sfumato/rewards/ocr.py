@@ -138,6 +138,11 @@ class OcrReward(Reward):
     batch_size: int = 32
     """Lines of text that RapidOCR or PaddleOCR reads at once."""
 
+    @property
+    def cached(self) -> bool:  # type: ignore[override]
+        """PaddleOCR alone reads a line otherwise beside other lines."""
+        return self.engine != "paddleocr" or self.detect
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("num_threads", "batch_size"):

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from sfumato.errors import ConfigError
-from sfumato.rewards import wire
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.connection import BadAnswerError
-from sfumato.rewards.http import HttpError
-from sfumato.rewards.http_reward import HttpReward
+from sfumato.rewards.http import wire
+from sfumato.rewards.http.caller import HttpError
+from sfumato.rewards.http.connection import BadAnswerError
+from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
 
 AnswerT = TypeVar("AnswerT")
 
 REQUESTS_PER_SERVER = 2
 """On their way at the same time: one that is scored and one that waits for its turn."""
-START_WAIT_S = 60.0
-"""How long the first step waits for a server that is still loading."""
 
 _load_lock = threading.Lock()
 

@@ -12,7 +12,7 @@ from sfumato.data.prompts import Prompt, PromptLoader
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
-from sfumato.rewards.scorer import Scores
+from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.diffusion import Trajectories
 from sfumato.rollout.final_samples import FinalSamples
 from sfumato.tracking.samples import SampleRecord

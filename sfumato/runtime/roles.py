@@ -50,11 +50,11 @@ class LocalRole:
 
 
 class ThreadRole:
-    """A role in one other thread of this process, which works through its calls in order."""
+    """A role in other threads of this process, which begin its calls in order."""
 
-    def __init__(self, state: Any, name: str) -> None:
+    def __init__(self, state: Any, name: str, num_threads: int = 1) -> None:
         self.state = state
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=name)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queues the function; an error rises in the future's ``result``."""
@@ -65,7 +65,7 @@ class ThreadRole:
         return self.call(function, batch, *args)
 
     def close(self) -> None:
-        """Drops calls that have not begun and ends the thread."""
+        """Drops calls that have not begun and ends the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -86,13 +86,14 @@ class Roles:
             role.close()
 
 
-def launch_roles(actor: Callable[[], Any], scorer: Callable[[], Any]) -> Roles:
-    """Builds the roles in this process: the sampler is the actor, the scorer has a thread of its own.
+def launch_roles(actor: Callable[[], Any], scorer: Callable[[], Any], num_scorers: int = 1) -> Roles:
+    """Builds the roles in this process: the sampler is the actor, the scorer has threads of its own.
 
     Args:
         actor: makes the state of the actor.
         scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
+        num_scorers: threads of the scorer, which share its state.
     """
-    scorer_role = ThreadRole(scorer(), "scorer")
+    scorer_role = ThreadRole(scorer(), "scorer", num_scorers)
     actor_role = LocalRole(actor())
     return Roles(actor=actor_role, sampler=actor_role, scorer=scorer_role)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,9 @@ class StreamBatch:
     scored: list[Any]
     """What ``score`` returned for each micro-batch."""
     generate_s: float
-    """Seconds until all were generated."""
+    """Seconds of generation."""
     wait_s: float
-    """Seconds that scoring added after that."""
+    """Seconds that scoring added: generation waited for it, or had ended."""
 
 
 class RolloutStream:
@@ -42,6 +43,7 @@ class RolloutStream:
         total_steps: int,
         micro_batch_size: int,
         with_reward: bool,
+        max_pending: int,
     ) -> None:
         """Plans the stream.
 
@@ -53,9 +55,11 @@ class RolloutStream:
             total_steps: iterations of the run.
             micro_batch_size: requests that are generated together.
             with_reward: score finished micro-batches during generation; False scores after it.
+            max_pending: micro-batches that may be waiting for their scores, or be scored, while another is generated.
         """
         self.roles, self.requests, self.generate, self.score = roles, requests, generate, score
-        self.total_steps, self.micro_batch_size, self.with_reward = total_steps, micro_batch_size, with_reward
+        self.total_steps, self.micro_batch_size = total_steps, micro_batch_size
+        self.with_reward, self.max_pending = with_reward, max_pending
         self.version = 0
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, StreamBatch]]:
@@ -72,9 +76,10 @@ class RolloutStream:
         """Generates and scores one iteration."""
         started = time.perf_counter()
         requests = self.requests(step)
-        generated, scores = [], []
+        generated, scores, waited_s = [], [], 0.0
         for start in range(0, len(requests), self.micro_batch_size):
             part = requests[start : start + self.micro_batch_size]
+            waited_s += _make_room(scores, self.max_pending)
             generated.append(self.roles.sampler.map(self.generate, part, step, self.version).result())
             if self.with_reward:
                 scores.append(self.roles.scorer.map(self.score, generated[-1]))
@@ -82,7 +87,16 @@ class RolloutStream:
         if not self.with_reward:
             scores = [self.roles.scorer.map(self.score, each) for each in generated]
         results = [_result(each) for each in scores]
-        return StreamBatch(generated, results, finished - started, time.perf_counter() - finished)
+        wait_s = waited_s + time.perf_counter() - finished
+        return StreamBatch(generated, results, finished - started - waited_s, wait_s)
+
+
+def _make_room(scores: Sequence[Future[Any]], max_pending: int) -> float:
+    """Waits until fewer than so many scores are outstanding. Returns the seconds that it took."""
+    started = time.perf_counter()
+    while len(pending := [each for each in scores if not each.done()]) >= max_pending:
+        wait_for(pending, timeout=1.0, return_when=FIRST_COMPLETED)  # in short turns, so that a signal is heard
+    return time.perf_counter() - started
 
 
 def _result(future: Future[Any]) -> Any:

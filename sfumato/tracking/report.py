@@ -27,7 +27,7 @@ SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over
 _GROUPS = (
     ("Evaluation", r"^eval/"),
     ("Reward", r"^(train/)?(reward|advantage)"),
-    ("Time and memory", r"^(time|memory|throughput|mfu|tokens_per)"),
+    ("Time and memory", r"^(time|memory|throughput|mfu|tokens_per|scoring)"),
     ("Policy ratio, KL and clipping", r"^policy/|(^|[/_])(ratio|kl|clip|clipped|clipfrac|clip_frac|entropy)($|[/_])"),
 )
 _OTHER = "Loss and optimisation"

@@ -173,6 +173,10 @@ class Run:
         key = f"time/{name}_s"
         self._timings[key] = self._timings.get(key, 0.0) + seconds
 
+    def add_timings(self, timings: Mapping[str, float]) -> None:
+        """Adds what was measured of the step besides its parts: numbers that a rerun does not reproduce."""
+        self._timings |= timings
+
     def watch(self, label: str) -> Callable[[Iterable[Any], int], Iterator[Any]]:
         """A wrapper that shows progress over a loop before training, given the items and their number."""
 

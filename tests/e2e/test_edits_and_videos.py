@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import read_pipeline_class
 from sfumato.rewards.base import Sample
 from sfumato.rewards.pixels import Brightness
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.samples import read_samples, step_folder
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families

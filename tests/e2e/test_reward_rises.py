@@ -28,7 +28,8 @@ def test_reward_rises(tmp_path: Path, recipe: str) -> None:
     lines = rising_lines(config)
     first, last = lines[1], lines[-1]
     assert first["ratio/replay_error"] == 0, "replay and rollout are one function"
-    assert last["diversity/latents"] < 0.8 * first["diversity/latents"], "all samples become the brightest one"
+    if recipe != "flow_grpo":  # which is held back
+        assert last["diversity/latents"] < 0.8 * first["diversity/latents"], "all samples become the brightest one"
     assert last["eval/velocity/rms"] > 1.5 * lines[0]["eval/velocity/rms"]
 
 

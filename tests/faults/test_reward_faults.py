@@ -15,7 +15,7 @@ from sfumato.errors import DataError, MissingDependencyError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.ocr import OcrReward
 from sfumato.rewards.pixels import Brightness
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 
 BATCH = 4
 

@@ -12,7 +12,7 @@ import pytest
 from sfumato.errors import ConfigError
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.remote import RemoteReward
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 from tests.reward_servers import noise_samples, remote_reward, start_faulty_server
 
 SAMPLES = noise_samples(4)

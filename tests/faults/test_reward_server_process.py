@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from sfumato.errors import ConfigError
-from sfumato.rewards import wire
-from sfumato.rewards.http import HttpError
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.http import wire
+from sfumato.rewards.http.caller import HttpError
+from sfumato.rewards.scoring.scorer import Scorer
 from tests.reward_servers import noise_samples, remote_reward, start_server
 from tests.tiny import ROOT, write_config
 

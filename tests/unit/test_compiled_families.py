@@ -65,6 +65,7 @@ def rollout(model: DiffusionModel) -> Trajectories:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_blocks_sample_and_replay_as_plain_ones(family: str, tmp_path: Path) -> None:
     torch._dynamo.reset()

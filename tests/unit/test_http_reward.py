@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.connection import is_public, parse_base_url
-from sfumato.rewards.http import HttpCaller, HttpError
+from sfumato.rewards.http.caller import HttpCaller, HttpError
+from sfumato.rewards.http.connection import is_public, parse_base_url
 from sfumato.rewards.remote import RemoteReward
 
 

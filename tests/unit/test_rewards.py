@@ -21,7 +21,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegCompressibility
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score
 from sfumato.rewards.pixels import Brightness
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 
 WORDS = ["HELLO", "ABC"]
 needs_tesseract = pytest.mark.skipif(shutil.which("tesseract") is None, reason="the tesseract program is not installed")
@@ -199,6 +199,8 @@ def test_rewards_are_found_without_registration():
         "evaluation_only",
         "timeout_s",
         "frame_step",
+        "normalise",
+        "process",
         "engine",
         "detect",
         "num_threads",

@@ -22,7 +22,7 @@ from sfumato.rewards.clip_scores import ClipScore, HpsV2, PickScore
 from sfumato.rewards.hpsv3 import HpsV3
 from sfumato.rewards.image_reward import ImageReward
 from sfumato.rewards.image_similarity import ImageSimilarity
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.text_reward_model import TextRewardModel
 from tests import tiny_reward_models as tiny
 

@@ -11,7 +11,7 @@ from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.jpeg import JpegIncompressibility
 from sfumato.rewards.pixels import Brightness
-from sfumato.rewards.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class Log:
         self.scoring = threading.Event()
 
 
-def make(log: Log, generate, score, with_reward: bool = True) -> RolloutStream:
+def make(log: Log, generate, score, with_reward: bool = True, max_pending: int = 8) -> RolloutStream:
     actor = LocalRole(log)
     return RolloutStream(
         Roles(actor=actor, sampler=actor, scorer=ThreadRole(log, "scorer")),
@@ -29,6 +29,7 @@ def make(log: Log, generate, score, with_reward: bool = True) -> RolloutStream:
         total_steps=3,
         micro_batch_size=2,
         with_reward=with_reward,
+        max_pending=max_pending,
     )
 
 
@@ -84,6 +85,42 @@ def test_the_time_that_scoring_adds_is_measured() -> None:
     batch = make(Log(), generate, slow).collect(0)
     assert 0.2 < batch.wait_s < 1.0
     assert batch.generate_s < 0.1
+
+
+def test_generation_waits_for_scoring_when_too_much_is_pending_and_the_wait_is_counted() -> None:
+    log, free = Log(), threading.Semaphore(0)
+
+    def generate_and_free(log: Log, requests: list[int], iteration: int, version: int) -> tuple:
+        log.events.append(f"generate {requests[0]}")
+        if requests[0] == 2:  # the first is being scored, this one is the second that is allowed
+            threading.Timer(0.3, lambda: free.release(3)).start()
+        return tuple(requests), iteration, version
+
+    def held_score(log: Log, generated: tuple) -> list[int]:
+        assert free.acquire(timeout=10)
+        return score(log, generated)
+
+    batch = make(log, generate_and_free, held_score, max_pending=2).collect(0)
+    assert log.events.index("score 0") < log.events.index("generate 4"), "two were pending"
+    assert batch.scored == [[100, 101], [102, 103], [104, 105]]
+    assert batch.wait_s > 0.2 > batch.generate_s
+
+
+def test_several_threads_score_at_the_same_time_and_results_keep_their_order() -> None:
+    together = threading.Barrier(3)
+
+    def meet(log: Log, generated: tuple) -> list[int]:
+        together.wait(10)
+        time.sleep(0.02 * (4 - generated[0][0]))  # the first is ready last
+        return score(log, generated)
+
+    log = Log()
+    actor = LocalRole(log)
+    roles = Roles(actor=actor, sampler=actor, scorer=ThreadRole(log, "scorer", num_threads=3))
+    settings = {"total_steps": 1, "micro_batch_size": 2, "with_reward": True, "max_pending": 8}
+    stream = RolloutStream(roles, lambda step: list(range(6)), generate, meet, **settings)
+    assert stream.collect(0).scored == [[100, 101], [102, 103], [104, 105]]
+    assert [each for each in log.events if each.startswith("score")] == ["score 4", "score 2", "score 0"]
 
 
 @pytest.mark.parametrize("error", [ValueError("a row without target"), TimeoutError("engine")])

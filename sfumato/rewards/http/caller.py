@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sfumato.rewards.connection import (
+from sfumato.rewards.http.connection import (
     AttemptError,
     BadAnswerError,
     Limits,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scorer import TIMED_OUT, score_with
+from sfumato.rewards.scoring.calls import TIMED_OUT
+from sfumato.rewards.scoring.one_reward import score_with
 
 Outcome = tuple[list[float], list[str]]
 """Values of a request's samples, NaN without one, and the reasons why there is none ("" where there is one)."""

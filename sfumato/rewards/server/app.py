@@ -1,6 +1,6 @@
 """Serves rewards over HTTP: ``python -m sfumato.rewards.server CONFIG.yaml [--field VALUE ...]``.
 
-    POST /score     values of samples; the messages are those of ``sfumato.rewards.wire``
+    POST /score     values of samples; the messages are those of ``sfumato.rewards.http.wire``
     GET  /rewards   what is served
     GET  /health    200 while the process lives
     GET  /ready     200 when requests are welcome; 503 while it loads, is full, or stops
@@ -18,7 +18,6 @@ import hmac
 import json
 import os
 import socket
-import sys
 import time
 from collections import Counter
 from types import FrameType
@@ -26,14 +25,13 @@ from typing import TYPE_CHECKING
 
 import sfumato
 from sfumato.config.base import Variant
-from sfumato.config.load import parse_config
 from sfumato.config.reward_server import RewardServerConfig
-from sfumato.errors import ConfigError, MissingDependencyError, UserError
-from sfumato.rewards import wire
+from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.base import Reward
-from sfumato.rewards.batching import Batcher, Outcome
-from sfumato.rewards.scorer import Scorer
-from sfumato.rewards.server_metrics import ServerMetrics
+from sfumato.rewards.http import wire
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.server.batching import Batcher, Outcome
+from sfumato.rewards.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -229,7 +227,11 @@ async def _wait_for_hang_up(request: Request) -> None:
 def _fingerprint(reward: Reward) -> str:
     """Equal for equal fields of equal versions, whatever weight the reward has here."""
     fields = Variant("sfumato.rewards").dump(reward) or {}
-    kept = {name: value for name, value in fields.items() if name not in ("weight", "evaluation_only")}
+    kept = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("weight", "evaluation_only", "normalise", "process")
+    }
     return hashlib.sha256(json.dumps([sfumato.__version__, kept], sort_keys=True).encode()).hexdigest()
 
 
@@ -300,17 +302,3 @@ def _listen(config: RewardServerConfig) -> socket.socket:
 def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a server and returns its exit code; a user's mistake prints its message and gives 2."""
-    try:
-        asyncio.run(serve(parse_config(RewardServerConfig, arguments)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

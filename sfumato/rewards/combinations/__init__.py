@@ -1,0 +1,1 @@
+"""What is optimised, made of the values of the rewards."""

@@ -1,0 +1,109 @@
+"""A Python function as a reward, in a process that can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sfumato.errors import ConfigError, UserError
+from sfumato.rewards.base import Failure, Reward, Sample
+from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
+from sfumato.rewards.scoring.import_path import import_function
+
+CALL_OVERHEAD_S = 1.0
+"""What a call of many coroutines may take besides them, before its process is taken to hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReward(Reward):
+    """What a function of your own returns for a sample, or for all samples of a group."""
+
+    type: ClassVar[str] = "function"
+    cached: ClassVar[bool] = True
+
+    path: str
+    """Where it stands: my_module:my_function, or folder/file.py:my_function. It is called with a Sample and returns a
+    number; it may be async."""
+    groupwise: bool = False  # type: ignore[misc]  # the same for all objects of other classes
+    """Call it with the list of a group's samples instead; it returns as many numbers."""
+    concurrency: int = 1
+    """Samples that an async function is working on at the same time."""
+    memory_mib: int = 0  # type: ignore[misc]
+    """Address space that its process may take, the 0.2 GiB of Python itself included; 0 is no limit."""
+    timeout_s: float = 30.0
+    """Seconds that a sample, or a group, may take; then it has no reward."""
+    process: bool = True
+    """Run in a process of its own, which a timeout ends; false runs in a thread, which a timeout leaves behind."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.concurrency < 1 or (self.concurrency > 1 and self.groupwise):
+            raise ConfigError(
+                f"concurrency of reward {self.label!r} must be at least 1, and 1 with groupwise, not {self.concurrency}"
+            )
+        if self.memory_mib < 0 or (self.memory_mib and not self.process):
+            raise ConfigError(f"memory_mib of reward {self.label!r} must be at least 0, and 0 without process")
+
+    @property
+    def label(self) -> str:
+        """``name``, else that of the function."""
+        return self.name or self.path.rpartition(":")[2]
+
+    @property
+    def source_file(self) -> str | None:
+        """Where the function stands."""
+        return getattr(getattr(import_function(self.path), "__code__", None), "co_filename", None)
+
+    def prepare(self) -> None:
+        """Imports the function. Raises ConfigError when there is none, or when it cannot work on several samples."""
+        try:
+            is_async = inspect.iscoroutinefunction(import_function(self.path))
+        except ConfigError as error:
+            raise ConfigError(f"reward {self.label!r}: {error}") from error
+        if self.concurrency > 1 and not is_async:
+            raise ConfigError(
+                f"concurrency of reward {self.label!r} is {self.concurrency}, but {self.path} is no async function: "
+                "leave it out"
+            )
+
+    def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """One sample after the other, unless they are worked on together."""
+        if self.groupwise or self.concurrency > 1:
+            return super().plan_calls(samples)
+        return [[index] for index in range(len(samples))]
+
+    def call_timeout_s(self, num_samples: int) -> float:
+        """The timeout of one sample, or, of many together, what they may take in turns."""
+        if self.concurrency == 1:
+            return self.timeout_s
+        return math.ceil(num_samples / self.concurrency) * self.timeout_s + CALL_OVERHEAD_S
+
+    def score(self, samples: list[Sample]) -> Sequence[Any]:
+        """What the function returns."""
+        function = import_function(self.path)
+        if self.concurrency > 1:
+            return asyncio.run(self._score_together(function, samples))
+        results = [function(samples)] if self.groupwise else [function(sample) for sample in samples]
+        results = [asyncio.run(each) if inspect.iscoroutine(each) else each for each in results]
+        return results[0] if self.groupwise else results
+
+    async def _score_together(self, function: Callable[..., Any], samples: list[Sample]) -> list[Any]:
+        free = asyncio.Semaphore(self.concurrency)
+
+        async def score_one(sample: Sample) -> Any:
+            async with free:
+                try:
+                    async with asyncio.timeout(self.timeout_s) as limit:
+                        return await function(sample)
+                except UserError:
+                    raise
+                except Exception as error:
+                    if limit.expired():
+                        return Failure(f"{TIMED_OUT} after {self.timeout_s:g} s")
+                    return Failure(describe_error(error, self.source_file))
+
+        return await asyncio.gather(*map(score_one, samples))

@@ -1,0 +1,1 @@
+"""Asking servers: connections, retries, and the messages that go over them."""

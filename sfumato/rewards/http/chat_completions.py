@@ -1,0 +1,120 @@
+"""The protocol that OpenAI's API, vLLM, SGLang and others speak: one question with images, and the reply to it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+
+from sfumato.rewards.http.connection import BadAnswerError
+
+MAX_PIXELS = 1024 * 1024
+"""Larger images are scaled down to this."""
+_EXCERPT_CHARACTERS = 200
+
+Content = str | list[dict[str, Any]]
+"""What a message says: a text, or parts that are texts and images."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model answered."""
+
+    text: str
+    refusal: str
+    """Why it did not answer; empty where it did."""
+    finish_reason: str
+    """``stop``; ``length`` when it was cut off; ``content_filter``; or another word of the server's."""
+    first_token: tuple[tuple[str, float], ...]
+    """Candidates for its first token with their log-probabilities; empty where they were not given."""
+
+    @property
+    def excerpt(self) -> str:
+        """The beginning of what was said, for messages."""
+        return (self.refusal or self.text)[:_EXCERPT_CHARACTERS]
+
+
+def image_part(image: np.ndarray) -> dict[str, Any]:
+    """An image, uint8 [H, W, 3], as a part of a message: a data URI of a PNG of at most ``MAX_PIXELS``."""
+    picture = Image.fromarray(image)
+    if picture.width * picture.height > MAX_PIXELS:
+        scale = math.sqrt(MAX_PIXELS / (picture.width * picture.height))
+        size = (max(int(picture.width * scale), 1), max(int(picture.height * scale), 1))
+        picture = picture.resize(size, Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+
+def encode_question(model: str, content: Content, max_tokens: int, more: dict[str, Any]) -> bytes:
+    """The body of a request for the likeliest reply.
+
+    Args:
+        model: its name on the server.
+        content: what the user says.
+        max_tokens: length of the reply.
+        more: other fields; null removes one.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "seed": 0,
+        **more,
+    }
+    return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+
+
+def decode_reply(data: bytes) -> Reply:
+    """The reply in the body of an answer. Raises BadAnswerError when it is no chat completion."""
+    try:
+        choice = _Completion.model_validate_json(data).choices[0]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "body"
+        said = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
+        raise BadAnswerError(f"the answer is no chat completion ({place}: {first['msg']}): {said!r}") from error
+    tokens = (choice.logprobs.content if choice.logprobs else None) or []
+    return Reply(
+        text=choice.message.content or "",
+        refusal=choice.message.refusal or "",
+        finish_reason=choice.finish_reason or "",
+        first_token=tuple((each.token, each.logprob) for each in tokens[0].top_logprobs) if tokens else (),
+    )
+
+
+class _Candidate(BaseModel):
+    token: str
+    logprob: FiniteFloat
+
+
+class _Token(BaseModel):
+    top_logprobs: list[_Candidate] = []
+
+
+class _Logprobs(BaseModel):
+    content: list[_Token] | None = None
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)

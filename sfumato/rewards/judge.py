@@ -1,0 +1,217 @@
+"""What rewards have in common that ask a language model over an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.errors import ConfigError
+from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.http.caller import HttpCaller, HttpError
+from sfumato.rewards.http.chat_completions import Content, Reply, decode_reply, encode_question
+from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
+from sfumato.rewards.judging.replies import UnreadableError
+from sfumato.rewards.judging.template import JudgeTemplate, load_template
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(HttpReward):
+    """Base of judges. A subclass has a template of its ``type`` and defines ``read``, and perhaps ``score``.
+
+    Raises ConfigError when a field is out of range or ``extra_body`` is no JSON object.
+    """
+
+    takes_video: ClassVar[bool] = True  # every ``frame_step``-th frame, as several images in one question
+    shows: ClassVar[tuple[str, ...]] = ("sample",)
+    """Variables of the template that are samples, in the order of a question's."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Further fields of every request."""
+
+    model: str
+    """Name of the model on the servers, whose addresses end in /v1 here."""
+    template: str = ""
+    """Path of a Jinja file with the question, or its text; empty: the one that comes with this type."""
+    max_tokens: int = 1024
+    """Length of a reply; one that is cut off does not count."""
+    concurrency: int = 16
+    """Questions on their way at the same time."""
+    extra_body: str = ""
+    """JSON object with further fields of a request, such as {"top_k": 1}; null removes one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ConfigError(f"model of reward {self.label!r} is empty: give the name that the server calls it by")
+        for name in ("max_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of reward {self.label!r} must be at least 1, not {getattr(self, name)}")
+        self._more()
+
+    @abstractmethod
+    def read(self, reply: Reply, *samples: Sample) -> float:
+        """The value in a reply to a question about these samples. Raises UnreadableError that says what is missing."""
+
+    @property
+    def tally(self) -> Tally:
+        """Counts of this judge, the same object whenever it is asked for."""
+        with _lock:  # functools.cache alone could make two when two threads ask at once
+            return _build_tally(self)
+
+    def variables(self) -> dict[str, Any]:
+        """What a template may use besides prompt, metadata, kind, source and the samples."""
+        return {}
+
+    def check_reply(self, reply: Reply) -> None:
+        """Raises ConfigError when the server did not give what ``read`` needs."""
+
+    def prepare(self) -> None:
+        """Reads the template and asks every server a little question.
+
+        Raises ConfigError that names what the template lacks, or the server, the model and what it said.
+        """
+        self._template()
+        for url in self.base_urls:
+            deadline = time.monotonic() + min(START_WAIT_S, self.call_deadline() - time.monotonic())
+            try:
+                reply = self._ask(self.caller(url), "Reply with the word Yes.", deadline)
+            except HttpError as error:
+                raise ConfigError(
+                    f"reward {self.label!r} cannot ask its judge: {error}: start the server, or correct base_urls, "
+                    "model, api_key_env or extra_body"
+                ) from error
+            self.check_reply(reply)
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the template needs something that the row does not have."""
+        shown = dict.fromkeys((*self.shows, "source"), "")
+        values = {"prompt": prompt, "metadata": metadata, "kind": "image", **shown, **self.variables()}
+        self._template().fill(values, {})
+
+    def take_notes(self) -> list[str]:
+        """Attempts that failed, and questions of which a value could do without the reply."""
+        return super().take_notes() + self.tally.take_notes()
+
+    def take_counts(self) -> dict[str, tuple[int, int]]:
+        """Replies that could not be read, of all that came."""
+        return {f"judge/{self.label}/parse_failures": self.tally.take_counts()}
+
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
+        """``read`` of the reply about each sample; a Failure where there is none or it cannot be read."""
+        return self.judge([(each,) for each in samples])
+
+    def judge(self, questions: Sequence[tuple[Sample, ...]]) -> list[float | Failure]:
+        """``read`` of the reply to each question, which is about one sample for each name in ``shows``.
+
+        Raises DataError when a sample does not have what the template needs.
+        """
+        deadline, caller = self.call_deadline(), self.caller()
+
+        def ask(question: tuple[Sample, ...]) -> Reply:
+            return self._ask(caller, self._question(question), deadline)
+
+        replies = self.ask_each(questions, ask, self.concurrency)
+        values: list[float | Failure] = []
+        examples: dict[str, str] = {}
+        num_unread = 0
+        for reply, question in zip(replies, questions, strict=True):
+            if isinstance(reply, Failure):
+                values.append(reply)
+                continue
+            try:
+                values.append(self.read(reply, *question))
+            except UnreadableError as error:
+                num_unread += 1
+                example = examples.setdefault(str(error), reply.excerpt)  # one for all, so that messages stay few
+                values.append(Failure(f"unreadable reply ({error}), such as {example!r}"))
+        self.tally.add(num_unread, sum(not isinstance(each, Failure) for each in replies))
+        return values
+
+    def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> Reply:
+        body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._more()})
+        try:
+            return caller.post("/chat/completions", body, "application/json", decode_reply, deadline)
+        except HttpError as error:
+            raise HttpError(f"model {self.model!r}: {error}") from error
+
+    def _question(self, samples: tuple[Sample, ...]) -> Content:
+        first = samples[0]
+        values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind(first), **self.variables()}
+        pictures: dict[str, Sequence[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
+        for name, sample in zip(self.shows, samples, strict=True):
+            if sample.text is not None:
+                values[name] = sample.text
+            else:
+                pictures[name] = sample.frames[:: self.frame_step]
+        return self._template().fill(values, pictures)
+
+    def _template(self) -> JudgeTemplate:
+        known = ("prompt", "metadata", "kind", "source", *self.variables())
+        try:
+            return load_template(self.template or self.type, self.shows, known)
+        except ConfigError as error:
+            raise ConfigError(f"reward {self.label!r}: {error}") from error
+
+    def _more(self) -> dict[str, Any]:
+        try:
+            more = json.loads(self.extra_body or "{}")
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"extra_body of reward {self.label!r} is not valid JSON: {error}") from error
+        if not isinstance(more, dict):
+            raise ConfigError(f"extra_body of reward {self.label!r} must be a JSON object, not {self.extra_body}")
+        return more
+
+
+def _kind(sample: Sample) -> str:
+    if sample.image is None:
+        return "text"
+    return "video" if sample.image.ndim == 4 else "image"
+
+
+@dataclass
+class Tally:
+    """What became of a judge's replies since it was last asked. Threads may share it."""
+
+    num_unread: int = 0
+    num_replies: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, num_unread: int, num_replies: int) -> None:
+        """Counts replies."""
+        with _lock:
+            self.num_unread += num_unread
+            self.num_replies += num_replies
+
+    def note(self, text: str) -> None:
+        """Counts something that people should know."""
+        with _lock:
+            self.notes[text] += 1
+
+    def take_counts(self) -> tuple[int, int]:
+        """Replies that could not be read, and all."""
+        with _lock:
+            counts = self.num_unread, self.num_replies
+            self.num_unread = self.num_replies = 0
+        return counts
+
+    def take_notes(self) -> list[str]:
+        """The notes, each with how often."""
+        with _lock:
+            notes, self.notes = self.notes, Counter()
+        return [f"{text} ({count})" for text, count in notes.items()]
+
+
+@functools.cache
+def _build_tally(judge: Judge) -> Tally:
+    del judge  # one for each
+    return Tally()

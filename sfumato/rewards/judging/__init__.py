@@ -1,0 +1,1 @@
+"""What is put to judges, and how their replies are read."""

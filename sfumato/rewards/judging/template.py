@@ -1,0 +1,110 @@
+"""Prompts of judges: Jinja templates in which a picture is a variable like a text."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.errors import ConfigError, DataError
+from sfumato.rewards.http.chat_completions import Content, image_part
+
+_SHIPPED = Path(__file__).parent / "templates"
+
+
+class JudgeTemplate:
+    """A template that was checked.
+
+    Args:
+        source: name of one that is shipped, path of a file, or the text itself, known by its braces.
+        required: variables that it must use.
+        known: variables that it may use besides.
+
+    Raises:
+        ConfigError: no such file, wrong syntax, an unknown variable, or a required one that is not used.
+    """
+
+    def __init__(self, source: str, required: Iterable[str], known: Iterable[str]) -> None:
+        import jinja2.meta
+        import jinja2.sandbox
+
+        self.name, text = _find(source)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        try:
+            used = jinja2.meta.find_undeclared_variables(environment.parse(text))
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            line = getattr(error, "lineno", None)
+            where = f"line {line}: " if line else ""
+            raise ConfigError(f"{self.name} is not valid Jinja: {where}{error}") from error
+        allowed = sorted({*required, *known})
+        for name in sorted(used.difference(allowed)):
+            raise ConfigError(f"{self.name} uses the unknown variable {name!r}; there are: {', '.join(allowed)}")
+        for name in required:
+            if name not in used:
+                raise ConfigError(f"{self.name} does not use {{{{ {name} }}}}, so the judge would not see it")
+
+    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Sequence[np.ndarray]]) -> Content:
+        """What the judge is asked.
+
+        Args:
+            values: texts, numbers and mappings by the name of their variable.
+            pictures: the same of images, uint8 [H, W, 3], which follow one another where the variable stands.
+
+        Raises:
+            DataError: the template needs a variable or a column that is not there.
+        """
+        import jinja2
+
+        mark = secrets.token_hex(16)  # no prompt can contain it
+        images = [image for some in pictures.values() for image in some]
+        numbers = iter(range(len(images)))
+        marks = {name: "".join(f"{mark}{next(numbers)};" for _ in some) for name, some in pictures.items()}
+        try:
+            text = self._template.render({**values, **marks})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise DataError(
+                f"{self.name} cannot be filled for prompt {values['prompt']!r}: {error}: correct it, or give the row "
+                "what it needs"
+            ) from error
+        if not images:
+            return text.strip()
+        pieces = re.split(f"{mark}(\\d+);", text)  # texts, with the numbers of images between them
+        parts = [
+            image_part(images[int(piece)]) if place % 2 else {"type": "text", "text": piece.strip()}
+            for place, piece in enumerate(pieces)
+        ]
+        return [each for each in parts if each.get("text") != ""]
+
+
+@functools.cache
+def load_template(source: str, required: tuple[str, ...], known: tuple[str, ...]) -> JudgeTemplate:
+    """The template of these arguments, read once per process. Raises ConfigError as ``JudgeTemplate`` does."""
+    return JudgeTemplate(source, required, known)
+
+
+def read_file(path: Path) -> str:
+    """A text that somebody wrote. Raises ConfigError when it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _find(source: str) -> tuple[str, str]:
+    """What messages call a template, and its text."""
+    if "{{" in source or "{%" in source:
+        return "the judge's template", source
+    shipped = _SHIPPED / f"{source}.jinja"
+    path = shipped if shipped.is_file() else Path(source)
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.jinja")))
+        raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")
+    return f"template {path}", read_file(path)

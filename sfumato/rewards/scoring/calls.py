@@ -1,0 +1,86 @@
+"""One call of a reward: what it returned, checked, or what went wrong, in words."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from sfumato.errors import UserError
+from sfumato.rewards.base import Failure, Reward, Sample
+
+TIMED_OUT = "timed out"
+"""How the reason of a call that took too long begins."""
+
+Checked = list[tuple[float, str]]
+"""For each sample its value and "", or NaN and the reason why it has none."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call."""
+
+    values: Checked
+    is_lost: bool = False
+    """The thread or the process of the call was lost with it."""
+
+
+def score_batch(reward: Reward, samples: list[Sample]) -> Checked:
+    """Calls ``score`` here and now.
+
+    Raises:
+        UserError: what the reward raised as such; anything else that it raises is a reason.
+    """
+    try:
+        return check_values(reward.score(samples), len(samples))
+    except UserError:
+        raise
+    except BaseException as error:  # whatever a reward raises, sys.exit included, is an unscored batch
+        return failed(describe_error(error, reward.source_file), len(samples))
+
+
+def failed(reason: str, num_samples: int) -> Checked:
+    """So many samples without a value."""
+    return [(math.nan, reason)] * num_samples
+
+
+def describe_error(error: BaseException, own_file: str | None) -> str:
+    """Kind, text and place of an error: in ``own_file`` where possible, since that is the one to look into."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # of an error whose text cannot be had, the kind must do
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
+    return f"{text} (at {frame.filename}:{frame.lineno})"
+
+
+def check_values(result: Any, num_samples: int) -> Checked:
+    """What a reward returned, value by value."""
+    if hasattr(result, "tolist"):  # an array or a tensor
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        return failed(f"returned a {type(result).__name__}, not a list of numbers", num_samples)
+    if len(result) != num_samples:
+        return failed(f"returned {len(result)} values for {num_samples} samples", num_samples)
+    return [_check_value(value) for value in result]
+
+
+def _check_value(value: Any) -> tuple[float, str]:
+    if isinstance(value, Failure):
+        return math.nan, value.reason
+    if getattr(value, "shape", None) == ():  # an array's or a tensor's element
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return math.nan, f"returned a {type(value).__name__}, not a number"
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        number = math.inf
+    if math.isnan(number):
+        return math.nan, "returned NaN"
+    if math.isinf(number):
+        return math.nan, "returned an infinite value"
+    return number, ""

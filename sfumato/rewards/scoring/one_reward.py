@@ -1,0 +1,106 @@
+"""Scores a batch with one reward, call by call: in threads that are left behind or processes that are ended."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sfumato.errors import UserError
+from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.scoring.cache import ScoreCache, digest
+from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
+from sfumato.rewards.scoring.workers import call_in_process
+
+
+def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
+    """Scores B samples with one reward, failures kept apart as ``Scorer.score`` does.
+
+    After a call that cost its thread the rest of the batch is not tried: it would hang likewise, each call for the full
+    timeout. A process is ended, so the rest is tried until two calls in a row have cost theirs.
+
+    Returns:
+        Values float64 [B], and for each sample the reason why it has none ("" where it has one).
+
+    Raises:
+        UserError: what the reward raised as such.
+    """
+    values = np.full(len(samples), math.nan)
+    reasons = [""] * len(samples)
+    given_up, lost_in_a_row, most_lost = "", 0, 2 if reward.process else 1
+    for indices in reward.plan_calls(samples):
+        parts = [reward.seen(samples[index]) for index in indices]
+        batch = [each for part in parts for each in part]
+        if given_up:
+            outcome = Outcome(failed(given_up, len(batch)))
+        else:
+            outcome = call_in_process(reward, batch) if reward.process else _call_in_thread(reward, batch)
+            lost_in_a_row = lost_in_a_row + 1 if outcome.is_lost else 0
+            given_up = outcome.values[0][1] if lost_in_a_row == most_lost else ""
+        rest = iter(outcome.values)
+        for index, part in zip(indices, parts, strict=True):
+            values[index], reasons[index] = _mean([next(rest) for _ in part])
+    return values, reasons
+
+
+def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) -> tuple[np.ndarray, list[str], int]:
+    """As ``score_with``, but equal samples, or groups, are scored once; failures are not remembered.
+
+    Returns:
+        Values and reasons, and the number of samples whose value was there already.
+    """
+    units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
+    keys = [digest([samples[index] for index in unit]) for unit in units]
+    known = {key: cache.get(key) for key in keys}
+    new: dict[bytes, list[int]] = {}  # the first unit of each content that is not known
+    for key, unit in zip(keys, units, strict=True):
+        if known[key] is None:
+            new.setdefault(key, unit)
+    rows = sorted(index for unit in new.values() for index in unit)
+    new_values, new_reasons = score_with(reward, [samples[index] for index in rows])
+    place = {index: row for row, index in enumerate(rows)}
+    values, reasons = np.full(len(samples), math.nan), [""] * len(samples)
+    for key, unit in zip(keys, units, strict=True):
+        if key not in new:
+            values[unit] = known[key]
+            continue
+        scored = [place[index] for index in new[key]]
+        values[unit] = new_values[scored]
+        for index, row in zip(unit, scored, strict=True):
+            reasons[index] = new_reasons[row]
+        if not any(new_reasons[row] for row in scored):
+            cache.put(key, new_values[scored])
+    return values, reasons, len(samples) - len(rows)
+
+
+def _mean(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Value and reason of a sample from those of its frames: without value when one of them has none."""
+    reasons = [reason for _, reason in checked if reason]
+    return (math.nan, reasons[0]) if reasons else (sum(value for value, _ in checked) / len(checked), "")
+
+
+def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
+    """A call in a thread of its own. Raises what is a UserError.
+
+    Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
+    """
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            found["values"] = score_batch(reward, samples)
+        except UserError as error:
+            found["error"] = error
+
+    thread = threading.Thread(target=run, name=f"reward-{reward.label}", daemon=True)
+    timeout_s = reward.call_timeout_s(len(samples))
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        return Outcome(failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
+    if "error" in found:
+        raise found["error"]
+    return Outcome(found["values"])

@@ -1,0 +1,204 @@
+"""Runs rewards over a batch, keeps their failures apart from their values, and combines what is optimised."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sfumato.config.diffusion_rl import RewardConfig
+from sfumato.errors import ConfigError, RewardError
+from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.combinations.combination import Combination, normalised
+from sfumato.rewards.combinations.weighted_sum import WeightedSum
+from sfumato.rewards.scoring.cache import ScoreCache
+from sfumato.rewards.scoring.one_reward import score_remembering, score_with
+from sfumato.rewards.scoring.scores import Scores
+from sfumato.rewards.scoring.workers import close_workers, start_worker
+
+
+class Scorer:
+    """Scores batches with a list of rewards.
+
+    Args:
+        rewards: built rewards with different labels.
+        combination: makes one number of the values that are optimised; None is their weighted sum.
+        max_failed_fraction: share of a batch, 0 to 1, that may be without total before ``check_budget`` raises.
+        cache_size: values that each reward that allows it remembers.
+        require_objective: demand a reward that is optimised; False for a scorer that only evaluates.
+
+    Raises:
+        ConfigError: no rewards, something that is none, equal labels, a fraction out of range, nothing to optimise.
+    """
+
+    def __init__(
+        self,
+        rewards: list[Reward],
+        *,
+        combination: Combination | None = None,
+        max_failed_fraction: float = 0.5,
+        cache_size: int = 0,
+        require_objective: bool = True,
+    ) -> None:
+        if not rewards:
+            raise ConfigError("reward.rewards is empty: list at least one reward, such as {type: brightness}")
+        for reward in rewards:
+            if not isinstance(reward, Reward):
+                raise ConfigError(
+                    f"reward.rewards holds a {type(reward).__name__}, which does not derive from "
+                    "sfumato.rewards.base.Reward"
+                )
+        twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
+        if twice:
+            raise ConfigError(f"several rewards are called {twice[0]!r}: set a different 'name' on each")
+        if not 0 <= max_failed_fraction <= 1:
+            raise ConfigError(f"max_failed_fraction must be from 0 to 1, not {max_failed_fraction}")
+        self.rewards = list(rewards)
+        self.combination = combination or WeightedSum()
+        self.max_failed_fraction = max_failed_fraction
+        self._caches = {each.label: ScoreCache(cache_size) for each in rewards if each.cached and cache_size}
+        self.objective = [reward for reward in rewards if not reward.evaluation_only and reward.weight != 0]
+        if require_objective and not self.objective:
+            raise ConfigError(
+                "no reward is optimised: one needs a non-zero 'weight' and 'evaluation_only: false' "
+                f"(rewards: {', '.join(reward.label for reward in rewards)})"
+            )
+
+    def prepare(self) -> None:
+        """Loads every reward's engine, where it will run. Raises UserError that says how to mend what is missing."""
+        self.combination.prepare()
+        for reward in self.rewards:
+            if reward.process:
+                start_worker(reward)
+            else:
+                reward.prepare()
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        close_workers()
+
+    def score(self, samples: list[Sample], objective_only: bool = False) -> Scores:
+        """Scores a batch with every reward, one after the other. Several threads may call it.
+
+        A reward that raises, hangs longer than its ``timeout_s``, or returns something other than one finite number
+        per sample leaves NaN for the samples concerned and a message in ``failures``.
+
+        Args:
+            samples: B samples; those of one group need not stand together.
+            objective_only: leave out rewards that are only watched.
+
+        Returns:
+            The scores in the order of the samples. ``total`` is ``level``, the combination of what needs no other
+            sample, until ``finish`` has seen all of them; NaN throughout when nothing is optimised.
+
+        Raises:
+            UserError: what a reward raised as such (missing dependency, bad data) is passed on.
+        """
+        components: dict[str, np.ndarray] = {}
+        failures: list[str] = []
+        notes: list[str] = []
+        counts: dict[str, tuple[int, int]] = {}
+        seconds: dict[str, float] = {}
+        remembered: dict[str, int] = {}
+        for reward in self.objective if objective_only else self.rewards:
+            started = time.perf_counter()
+            if reward.label in self._caches:
+                cache = self._caches[reward.label]
+                values, reasons, remembered[reward.label] = score_remembering(reward, samples, cache)
+            else:
+                values, reasons = score_with(reward, samples)
+            seconds[reward.label] = time.perf_counter() - started
+            components[reward.label] = values
+            failures += _messages(_failure_prefix(reward), reasons)
+            notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
+            counts |= reward.take_counts()
+        metadata = [each.metadata for each in samples] if self.combination.takes_metadata else None
+        level, more = self._combine(components, metadata, None)
+        return Scores(
+            total=level,
+            level=level,
+            components=components,
+            failures=failures + more,
+            notes=notes,
+            counts=counts,
+            metadata=metadata,
+            seconds=seconds,
+            remembered=remembered,
+        )
+
+    def finish(self, scores: Scores, group_ids: Sequence[int]) -> Scores:
+        """Totals of all samples of an iteration, standardised where that is wanted.
+
+        Args:
+            scores: of B samples, of all ranks.
+            group_ids: [B].
+
+        Raises:
+            RewardError: as ``check_budget``.
+        """
+        total, _ = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        finished = dataclasses.replace(scores, total=total)
+        self.check_budget(finished)
+        return finished
+
+    def _combine(
+        self,
+        components: dict[str, np.ndarray],
+        metadata: list[dict[str, Any]] | None,
+        group_ids: np.ndarray | None,
+    ) -> tuple[np.ndarray, list[str]]:
+        """Totals float64 [B], and messages about those that the combination left out."""
+        num_samples = len(next(iter(components.values()))) if components else 0
+        if not (self.objective and num_samples):
+            return np.full(num_samples, math.nan), []
+        values = {each.label: normalised(components[each.label], each.normalise, group_ids) for each in self.objective}
+        total = self.combination.combine(values, {each.label: each.weight for each in self.objective}, metadata)
+        has_all = np.all([np.isfinite(each) for each in values.values()], axis=0)
+        left_out = has_all & ~np.isfinite(total)
+        reason = f"{self.combination.type} returned no finite number"
+        messages = _messages(_COMBINATION, [reason if each else "" for each in left_out])
+        return np.where(has_all & ~left_out, total, math.nan), messages
+
+    def check_budget(self, scores: Scores) -> None:
+        """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.
+
+        Rewards that are not optimised never raise, whatever they returned.
+        """
+        num_samples, num_failed = len(scores.total), int(np.isnan(scores.total).sum())
+        if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
+            return
+        prefixes = (_COMBINATION, *(_failure_prefix(reward) for reward in self.objective))
+        reasons = "; ".join(failure for failure in scores.failures if failure.startswith(prefixes))
+        raise RewardError(
+            f"{num_failed} of {num_samples} samples have no reward, more than max_failed_fraction "
+            f"{self.max_failed_fraction} allows: {reasons}"
+        )
+
+
+def build_scorer(config: RewardConfig) -> Scorer:
+    """The scorer of a run, its engines loaded. Raises UserError as ``Scorer`` and its ``prepare`` do."""
+    scorer = Scorer(
+        config.rewards,
+        combination=config.combination,
+        max_failed_fraction=config.max_failed_fraction,
+        cache_size=config.cache_size,
+    )
+    scorer.prepare()
+    return scorer
+
+
+_COMBINATION = "combination: "
+
+
+def _failure_prefix(reward: Reward) -> str:
+    return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "
+
+
+def _messages(prefix: str, reasons: list[str]) -> list[str]:
+    counts = Counter(reason for reason in reasons if reason)
+    return [f"{prefix}{reason} ({count} of {len(reasons)} samples)" for reason, count in counts.items()]

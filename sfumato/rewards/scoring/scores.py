@@ -1,0 +1,119 @@
+"""What rewards gave a batch, and what of it is logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sfumato.rewards.base import Sample
+from sfumato.tracking.samples import SampleRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a batch of B samples was given."""
+
+    total: np.ndarray
+    """What is optimised, float64 [B]; NaN where a reward of non-zero weight failed."""
+    level: np.ndarray
+    """The same without standardising within groups or the iteration, so that it can be compared over time."""
+    components: dict[str, np.ndarray]
+    """Values of every reward by label, as it gave them, float64 [B]; NaN where it failed."""
+    failures: list[str]
+    """One message per reward and reason, with the number of samples; empty when all went well."""
+    notes: list[str] = field(default_factory=list)
+    """What else happened, such as requests that were tried again."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Metrics of the rewards' own that are shares: how many of how many."""
+    metadata: list[dict[str, Any]] | None = None
+    """B rows of the data, where the combination takes them."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each reward took, by label."""
+    remembered: dict[str, int] = field(default_factory=dict)
+    """Samples whose value was known from an equal one, by label of the rewards that remember."""
+
+    @staticmethod
+    def cat(parts: Sequence[Scores]) -> Scores:
+        """Scores of several micro-batches or ranks, in order."""
+        return Scores(
+            total=np.concatenate([each.total for each in parts]),
+            level=np.concatenate([each.level for each in parts]),
+            components={
+                name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
+            },
+            failures=[failure for each in parts for failure in each.failures],
+            notes=[note for each in parts for note in each.notes],
+            counts={
+                name: (sum(each.counts[name][0] for each in parts), sum(each.counts[name][1] for each in parts))
+                for name in parts[0].counts
+            },
+            metadata=None if parts[0].metadata is None else [row for each in parts for row in each.metadata or ()],
+            seconds={name: sum(each.seconds[name] for each in parts) for name in parts[0].seconds},
+            remembered={name: sum(each.remembered[name] for each in parts) for name in parts[0].remembered},
+        )
+
+    def rows(self, index: Sequence[int]) -> Scores:
+        """The samples at ``index``, with the messages and times of all."""
+        rows = list(index)
+        return dataclasses.replace(
+            self,
+            total=self.total[rows],
+            level=self.level[rows],
+            components={name: each[rows] for name, each in self.components.items()},
+            metadata=None if self.metadata is None else [self.metadata[row] for row in rows],
+        )
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Means of what could be scored, spreads, and the shares that failed, of several rewards of each."""
+        found = {f"{prefix}reward/total": _mean(self.level)}
+        found |= {f"{prefix}reward/{name}": _mean(each) for name, each in self.components.items()}
+        for name, (part, whole) in self.counts.items():
+            found[f"{prefix}{name}"] = part / whole if whole else math.nan
+        found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+        for name, each in self.components.items() if len(self.components) > 1 else ():
+            found |= {f"{prefix}reward_std/{name}": _std(each), f"{prefix}reward_failed/{name}": _failed(each)}
+        return found
+
+    def timings(self, wait_s: float) -> dict[str, float]:
+        """What scoring took, which is not the same in a rerun.
+
+        Args:
+            wait_s: seconds that a step waited for rewards.
+        """
+        scoring_s = sum(self.seconds.values())
+        found = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
+        found |= {f"time/reward_{name}_s": each for name, each in self.seconds.items()}
+        return found | {
+            f"scoring/remembered_share_{name}": count / len(self.total) for name, count in self.remembered.items()
+        }
+
+    def record(self, row: int, sample: Sample, **about: Any) -> SampleRecord:
+        """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
+        rewards = {name: float(each[row]) for name, each in self.components.items()}
+        return SampleRecord(
+            content=sample.image,
+            source=sample.source,
+            prompt=sample.prompt,
+            rewards=rewards,
+            total=float(self.total[row]),
+            **about,
+        )
+
+
+def _mean(values: np.ndarray) -> float:
+    scored = values[np.isfinite(values)]
+    return float(scored.mean()) if len(scored) else math.nan
+
+
+def _std(values: np.ndarray) -> float:
+    scored = values[np.isfinite(values)]
+    return float(scored.std()) if len(scored) else math.nan
+
+
+def _failed(values: np.ndarray) -> float:
+    return float(np.isnan(values).mean())

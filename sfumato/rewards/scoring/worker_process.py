@@ -1,0 +1,83 @@
+"""What runs in a worker process: one reward, and batches of samples that the process which started it sends.
+
+The first request is the reward, the others are lists of samples: pickles, from our own parent. An answer is a line of
+JSON, since what a reward has done to this process must not reach the other one:
+
+    {"request": its number, "values": [[number or null, reason], ...], "last": bool}
+    {"request": its number, "error": [class in sfumato.errors, text]}
+
+``last`` says that memory has run out and that no more should be sent; an error is a mistake that a person has to mend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+from typing import Any
+
+from sfumato.errors import UserError
+from sfumato.rewards.base import Reward
+from sfumato.rewards.scoring.calls import Checked, describe_error, score_batch
+
+LONGEST_REASON = 1000
+
+
+def main(request_fd: int, reply_fd: int) -> None:
+    """Answers requests until there are no more."""
+    _end_with_parent(request_fd, reply_fd)
+    for descriptor in (request_fd, reply_fd):
+        os.set_inheritable(descriptor, False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open(request_fd, "rb") as requests, open(reply_fd, "w", encoding="ascii", buffering=1) as replies:
+        reward, answer = _load(requests)
+        for number in itertools.count():
+            replies.write(json.dumps({"request": number, **answer}) + "\n")
+            if reward is None:
+                return
+            try:
+                samples = pickle.load(requests)
+            except EOFError:
+                return
+            answer = _answer(reward, samples)
+
+
+def _end_with_parent(request_fd: int, reply_fd: int) -> None:
+    """Leaves a guard that ends the whole group when nobody can send requests any more, whatever this process does."""
+    if os.fork():
+        return
+    os.close(reply_fd)
+    closed = select.poll()
+    closed.register(request_fd, 0)  # no event but the hang-up
+    closed.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _load(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
+    try:
+        reward = pickle.load(requests)
+        if reward.memory_mib:
+            resource.setrlimit(resource.RLIMIT_AS, (reward.memory_mib * 2**20,) * 2)
+        reward.prepare()
+    except UserError as error:
+        return None, _error(error)
+    except BaseException as error:
+        return None, {"error": ["ConfigError", f"cannot be loaded in its process: {describe_error(error, None)}"]}
+    return reward, {"values": [], "last": False}
+
+
+def _answer(reward: Reward, samples: Any) -> dict[str, Any]:
+    try:
+        values: Checked = score_batch(reward, samples)
+    except UserError as error:
+        return _error(error)
+    rows = [[None if reason else value, reason[:LONGEST_REASON]] for value, reason in values]
+    return {"values": rows, "last": any(reason.startswith("MemoryError") for _, reason in values)}
+
+
+def _error(error: UserError) -> dict[str, Any]:
+    return {"error": [type(error).__name__, str(error)]}

@@ -1,0 +1,1 @@
+"""The reward server: ``python -m sfumato.rewards.server CONFIG.yaml``."""

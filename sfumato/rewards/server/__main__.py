@@ -1,0 +1,25 @@
+"""Starts a reward server and keeps it until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from sfumato.config.load import parse_config
+from sfumato.config.reward_server import RewardServerConfig
+from sfumato.errors import UserError
+from sfumato.rewards.server.app import serve
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a server and returns its exit code; a user's mistake prints its message and gives 2."""
+    try:
+        asyncio.run(serve(parse_config(RewardServerConfig, arguments)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
