@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,20 @@ def test_the_reference_of_full_fine_tuning_stays_as_it_was(folder: Path) -> None
     with reference.active() as frozen:
         assert_same_images(base, by_sfumato(frozen, 1.0))
     assert not any(each.requires_grad for each in reference.weights.parameters())
+
+
+def test_encoders_that_are_freed_are_nowhere_kept(folder: Path) -> None:
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
+    model.remember_prompts(PROMPTS)
+    encoder = weakref.ref(model.pipeline.text_encoder_3)
+    reference = Reference(model)
+    assert model.pipeline.text_encoder_3 is encoder(), "the model keeps its own until then"
+    model.free_encoders()
+    gc.collect()
+    assert encoder() is None
+    conditioning = model.encode_prompts(PROMPTS)
+    with reference.active() as frozen, torch.no_grad():
+        assert frozen.predict_velocity(torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3]), conditioning).isfinite().all()
 
 
 def test_export_holds_the_averaged_weights(folder: Path, tmp_path: Path) -> None:

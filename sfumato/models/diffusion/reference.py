@@ -22,7 +22,8 @@ class Reference:
         self.is_copy = not getattr(model.denoiser, "peft_config", None)
         if self.is_copy:
             self.model = copy.copy(model)
-            self.model.pipeline = copy.copy(model.pipeline)  # encoders and autoencoder stay shared
+            self.model.pipeline = copy.copy(model.pipeline)  # the autoencoder stays shared
+            self.model.free_encoders()  # else they would stay in memory when the model frees its own
             self.model.set_denoiser(copy.deepcopy(model.denoiser).requires_grad_(False).eval())
 
     @property
