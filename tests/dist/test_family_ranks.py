@@ -87,6 +87,24 @@ def test_ranks_run_a_transformer_together_or_not_at_all(
         torch.testing.assert_close(velocity, sampled((high[rank],))[0])
 
 
+def drawn_alone(counts: tuple[int, ...]) -> list[str]:
+    """Which transformers ran where ranks with whole weights make different numbers of forward passes."""
+    mesh, _ = make_mesh(data_parallel_mode="ddp")
+    module, ran, row = build("wan_pair"), [], video_row(0)
+    for name, each in module.named_children():
+        each.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+    module.mesh = mesh
+    with torch.no_grad():
+        for _ in range(counts[mesh.rank]):
+            module(hidden_states=row["latents"], timestep=torch.tensor([900.0]), encoder_hidden_states=row["text"])
+    mesh.barrier()
+    return ran
+
+
+def test_ranks_with_whole_weights_sample_by_themselves(ranks: RankPool) -> None:
+    assert ranks.run(2, drawn_alone, (2, 1)) == [["transformer"] * 2, ["transformer"]]
+
+
 def test_attention_of_a_unet_is_not_shared(ranks: RankPool) -> None:
     config: dict[str, Any] = MODES["ulysses"].config
     with pytest.raises(RankError, match="ConfigError: UNet2DConditionModel is no transformers model"):

@@ -16,6 +16,7 @@ class WanPair(nn.Module):
 
     With several processes both run for every forward pass that is trained, and otherwise both wherever one process
     needs them, if necessary on a row that does not count: processes must gather weights and sum gradients together.
+    Where those with different samples have whole weights (ddp), each samples by itself, perhaps more often than others.
     """
 
     def __init__(self, transformer: nn.Module, transformer_2: nn.Module, boundary: float) -> None:
@@ -87,4 +88,6 @@ class WanPair(nn.Module):
     def _runs(self, needed: bool) -> bool:
         if self.mesh is None or self.mesh.size == 1:
             return needed
-        return torch.is_grad_enabled() or self.mesh.any(needed)
+        if torch.is_grad_enabled():
+            return True
+        return needed if self.mesh.layout.dp_shard == 1 else self.mesh.any(needed)
