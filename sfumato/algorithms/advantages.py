@@ -198,8 +198,10 @@ class BestWorst:
             top, bottom = self.top, self.bottom
             if top + bottom > len(members):
                 top, bottom = min(top, len(members) // 2), min(bottom, len(members) // 2)
-            sign[members[rewards[members].argsort(stable=True)[:bottom]]] = -1.0
-            sign[members[rewards[members].argsort(stable=True, descending=True)[:top]]] = 1.0
+            worst = rewards[members].argsort(stable=True)[:bottom]
+            best = rewards[members].argsort(stable=True, descending=True)
+            sign[members[worst]] = -1.0
+            sign[members[best[~torch.isin(best, worst)][:top]]] = 1.0
         values = sign if self.values == "sign" else whole.values * (sign != 0)
         return Advantages(values, whole.failed, whole.no_spread, sign == 0, whole.metrics)
 

@@ -150,6 +150,8 @@ def test_best_and_worst() -> None:
     whole = of(GroupAdvantage(), rewards, groups).values
     assert result.values.tolist() == [0, *whole[1:4].tolist(), 0, 0, 0]
     assert of(BestWorst(top=4, bottom=4), [1, 2, 3], [0, 0, 0]).values.tolist() == [-1, 0, 1], "both ends shrink"
+    tied = of(BestWorst(top=2, bottom=1), [1, 1, 1, 2], [0, 0, 0, 0])
+    assert tied.values.tolist() == [-1, 1, 0, 1], "no sample is at both ends"
     with pytest.raises(ValueError, match="type: best"):
         BestWorst(bottom=0)
 
