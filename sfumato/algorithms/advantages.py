@@ -1,7 +1,8 @@
 """From rewards to advantages within groups of samples that share a prompt.
 
 N samples; a group is a set of samples with one integer id, whatever their prompts read. A sample whose reward is
-missing (NaN) is left out of every statistic.
+missing (NaN) is left out of every statistic. ``has_both_signs`` says that a group's better samples are above 0 and its
+worse ones below, whatever the rewards: some objectives need that, others cannot have it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class GroupAdvantage:
     """(reward - group mean) / (std + eps), as in GRPO (arXiv 2402.03300)."""
 
     type: ClassVar[str] = "group"
+    has_both_signs: ClassVar[bool] = True
 
     std: Literal["group", "global", "none"] = "group"
     """Standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
@@ -90,6 +92,7 @@ class LeaveOneOut:
     """Reward minus the mean of the group's other rewards, as in RLOO (arXiv 2402.14740)."""
 
     type: ClassVar[str] = "rloo"
+    has_both_signs: ClassVar[bool] = True
 
     clip: float = 5.0
     """Advantages are clamped to [-clip, clip]."""
@@ -117,6 +120,7 @@ class GDPO:
     """
 
     type: ClassVar[str] = "gdpo"
+    has_both_signs: ClassVar[bool] = True
     by_reward: ClassVar[bool] = True
 
     clip: float = 5.0
@@ -170,6 +174,7 @@ class BestWorst:
     """
 
     type: ClassVar[str] = "best_worst"
+    has_both_signs: ClassVar[bool] = True
 
     top: int = 1
     """Samples taken from the upper end of each group."""
@@ -211,6 +216,7 @@ class Best:
     """1 for the best samples of a group, 0 for the others: best-of-n (flow_grpo, type sft)."""
 
     type: ClassVar[str] = "best"
+    has_both_signs: ClassVar[bool] = False
 
     leave_out: bool = True
     """Leave the others out; false keeps them for the sake of a KL penalty, as flow_grpo does."""
@@ -238,6 +244,7 @@ class RawReward:
     """The reward itself, whatever its group: weights for reward-weighted regression (flow_grpo, type rwr)."""
 
     type: ClassVar[str] = "raw"
+    has_both_signs: ClassVar[bool] = False
 
     def compute(
         self,

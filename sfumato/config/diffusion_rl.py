@@ -158,6 +158,16 @@ class AlgorithmConfig(Section):
                 f"algorithm.kl: type {self.kl.type} does not fit objective {name}, which is of kind {kind}: "
                 f"use {'velocity_mse' if kind == 'sample' else 'gaussian'} or none"
             )
+        takes, has = (
+            getattr(part, attribute, None)
+            for part, attribute in ((self.objective, "takes_both_signs"), (self.advantage, "has_both_signs"))
+        )
+        if None not in (takes, has) and takes != has:
+            what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
+            raise ValueError(
+                f"algorithm.advantage: type {self.advantage.type} does not fit objective {name}, which {what}: use "
+                f"{'best_worst or group' if takes else 'raw or best, or set algorithm.objective.temperature'}"
+            )
         return self
 
     @model_validator(mode="after")

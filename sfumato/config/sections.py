@@ -57,6 +57,11 @@ class ModelConfig(Section):
             raise ValueError(
                 "set exactly one of model.model_path (a pipeline folder) and model.config_path (a description)"
             )
+        if self.config_path is not None and self.lora is None and not self.keep_encoders:
+            raise ValueError(
+                "model.keep_encoders: false frees text encoders that model.config_path made, and the exported pipeline "
+                "would lack them: leave it out, or save the pipeline once and give its folder as model.model_path"
+            )
         return self
 
 

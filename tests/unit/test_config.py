@@ -430,7 +430,16 @@ CROSS_CHECKS = [
         ["--train.global_batch_size", "5", "--train.micro_batch_size", "2"],
         ["train.global_batch_size", "train.micro_batch_size"],
     ),
-    (TrainDitConfig, ["--model.keep_encoders", "false"], ["model.keep_encoders", "data.cache_dir"]),
+    (
+        TrainDitConfig,
+        ["--model.keep_encoders", "false", "--model.lora.rank", "4"],
+        ["model.keep_encoders", "data.cache_dir"],
+    ),
+    (
+        TrainDitConfig,
+        ["--model.keep_encoders", "false", "--data.cache_dir", "cache"],
+        ["model.keep_encoders", "model.config_path", "model.model_path"],
+    ),
     (DiffusionRLConfig, ["--data.data_type", "prompts"], ["data.train_path", "data.eval_path", "data.data_type"]),
     (
         DiffusionRLConfig,
@@ -458,6 +467,16 @@ CROSS_CHECKS = [
         ["algorithm.kl", "gaussian", "nft", "velocity_mse"],
     ),
     (DiffusionRLConfig, ["--algorithm.recipe", "awm", "--algorithm.ema", "null"], ["algorithm.ema", "awm"]),
+    (
+        DiffusionRLConfig,
+        ["--algorithm.recipe", "flow_dpo", "--algorithm.advantage", "best"],
+        ["algorithm.advantage", "best", "dpo", "best_worst"],
+    ),
+    (
+        DiffusionRLConfig,
+        ["--algorithm.recipe", "rwr", "--algorithm.advantage", "group"],
+        ["algorithm.advantage", "group", "rwr", "algorithm.objective.temperature"],
+    ),
     (
         DiffusionRLConfig,
         ["--algorithm.recipe", "diffusion_nft", "--algorithm.timesteps.first", "20"],

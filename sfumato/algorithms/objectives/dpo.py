@@ -24,6 +24,7 @@ class DPO:
     needs: ClassVar[frozenset[str]] = frozenset({"reference"})
     whole_groups: ClassVar[bool] = True
     shared_noise: ClassVar[bool] = True
+    takes_both_signs: ClassVar[bool] = True
 
     beta: float = 100.0
     """Strength of the pull towards the reference. flow_grpo: 100; Flow-Factory and Diffusion-DPO: 2000."""

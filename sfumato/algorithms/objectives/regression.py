@@ -27,6 +27,11 @@ class RewardWeighted:
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError("temperature must be above 0")
 
+    @property
+    def takes_both_signs(self) -> bool | None:
+        """Not without a temperature, and otherwise any."""
+        return False if self.temperature is None else None
+
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
         """As ``SampleObjective.loss``. Raises ValueError for a negative weight, whose loss has no lower bound."""
         weight = advantages if self.temperature is None else torch.exp(advantages / self.temperature)
