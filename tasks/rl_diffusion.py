@@ -114,7 +114,7 @@ def main(config: DiffusionRLConfig) -> None:
 
     if start == 0:
         with run.timed("evaluate"):
-            metrics, records = evaluate(roles, mesh, eval_prompts, config, step=0)
+            metrics, records = evaluate(roles, run, eval_prompts, config, step=0)
         run.save_samples(0, records)
         run.log(0, metrics, show=SHOWN)
         run.write_report()
@@ -124,15 +124,13 @@ def main(config: DiffusionRLConfig) -> None:
         run.add_time("wait_for_rewards", collected.wait_s)
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
         run.add_timings(scores.timings(collected.wait_s))
-        for failure in scores.failures:
-            run.say(f"step {step + 1}: reward failed: {failure}")
-        for note in scores.notes:
-            run.say(f"step {step + 1}: reward {note}")
+        del collected  # else the samples would be kept twice
 
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         group_ids = [group for _, groups in everyone for group in groups]
         all_scores = Scores.cat([each for each, _ in everyone])
+        say_messages(run, all_scores, f"step {step + 1}")
         try:
             all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
         except RewardError:
@@ -152,13 +150,13 @@ def main(config: DiffusionRLConfig) -> None:
         run.count(images=len(batch), flops=costs.flops(len(batch), metrics["rows"] / mesh.data_size))
         stream.publish(version=step + 1)
         metrics |= all_scores.metrics("") | all_advantages.metrics
-        records = []
-        last = step + 1 == config.train.max_steps
+        records, last = [], step + 1 == config.train.max_steps
         if last or (step + 1) % config.eval.every_steps == 0:
             with run.timed("evaluate"):
-                eval_metrics, records = evaluate(roles, mesh, eval_prompts, config, step + 1)
+                eval_metrics, records = evaluate(roles, run, eval_prompts, config, step + 1)
             metrics |= eval_metrics
             run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
+        del batch  # memory for the next one
         run.log(step + 1, metrics, show=SHOWN)
         if records:
             run.say_signs_of_hacking()
@@ -300,7 +298,9 @@ def update_policy(
     state.step = step + 1
     means = {name: value / rows_total for name, value in mesh.sum_dict(sums).items()}
     grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
-    errors = {"ratio/replay_error": max(replay_errors, default=0.0)} if algorithm.objective.kind == "trajectory" else {}
+    errors = {}
+    if algorithm.objective.kind == "trajectory":
+        errors["ratio/replay_error"] = mesh.max(max(replay_errors, default=0.0))
     counts = {"rows": rows_total, "updates": float(len(grad_norms))}
     return {**means, "grad_norm": grad_norm, "lr": lr, **errors, **counts, **group_diversity(batch, mesh)}
 
@@ -352,10 +352,17 @@ def sample_losses(
     return losses, penalty, stats
 
 
+def say_messages(run: Run, scores: Scores, where: str) -> None:
+    """Says what of all ranks' samples could not be scored, and what else their rewards have to say."""
+    for text in dict.fromkeys([*(f"failed: {each}" for each in scores.failures), *scores.notes]):
+        run.say(f"{where}: reward {text}")
+
+
 def evaluate(
-    roles: Roles, mesh: Mesh, prompts: list[Prompt], config: DiffusionRLConfig, step: int
+    roles: Roles, run: Run, prompts: list[Prompt], config: DiffusionRLConfig, step: int
 ) -> tuple[dict[str, float], list[SampleRecord]]:
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
+    mesh = run.mesh
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
     evaluated = [prompts[index] for index in drawn]
@@ -370,7 +377,9 @@ def evaluate(
         if sample.group_id < config.eval.num_saved
     ]
     gathered = mesh.gather((scores, records, norms[: len(mine)]))
-    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | cached
+    all_scores = Scores.cat([each for each, _, _ in gathered])
+    say_messages(run, all_scores, f"evaluation at step {step}")
+    metrics = all_scores.metrics("eval/") | cached
     metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
     return metrics, [record for _, some, _ in gathered for record in some]
 

@@ -72,7 +72,9 @@ def test_an_outage_stops_the_run_after_saving_what_is_finished(tmp_path: Path, f
 def test_a_watched_reward_that_fails_stops_nothing(tmp_path: Path, flaky) -> None:
     rewards = [{"type": "brightness"}, flaky(how="raise", evaluation_only=True)]
     config = tiny_rl_config(tmp_path, reward={"rewards": rewards}, train={"max_steps": 2}, eval={"every_steps": 2})
-    lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")
+    folder = run_task_here("rl_diffusion", config)
+    lines, said = read_jsonl(folder / "metrics.jsonl"), (folder / "log.txt").read_text()
+    assert "evaluation at step 2: reward failed: flaky (evaluation only): " in said and "server is down" in said
     assert lines[-1]["step"] == 2
     assert lines[-1]["eval/reward/flaky"] is None, "NaN, not 0"
     assert lines[-1]["eval/reward/brightness"] > 0
