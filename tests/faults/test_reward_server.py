@@ -33,7 +33,7 @@ def faulty(bomb):
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch):
-    monkeypatch.setattr("sfumato.rewards.http.FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr("sfumato.rewards.http.caller.FIRST_DELAY_S", 0.02)
 
 
 def requests_seen(server, fault):
@@ -178,8 +178,8 @@ def test_an_outage_is_waited_out_once_and_not_once_per_request(faulty):
 
 
 def test_the_other_server_takes_over_without_a_pause(faulty, monkeypatch):
-    monkeypatch.setattr("sfumato.rewards.http.FIRST_DELAY_S", 100.0)
-    monkeypatch.setattr("sfumato.rewards.http.MAX_DELAY_S", 100.0)
+    monkeypatch.setattr("sfumato.rewards.http.caller.FIRST_DELAY_S", 100.0)
+    monkeypatch.setattr("sfumato.rewards.http.caller.MAX_DELAY_S", 100.0)
     for fault in ("broken", "forbidden", "garbage", "reset"):
         reward = remote_reward(f"{faulty.url}/{fault}", f"{faulty.url}/fine", name=fault, retry_for_s=10.0)
         samples = noise_samples(16)

@@ -261,7 +261,7 @@ def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
 
 
 def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tmp_path, monkeypatch):
-    monkeypatch.setattr("sfumato.rewards.http.MAX_DELAY_S", 0.1)
+    monkeypatch.setattr("sfumato.rewards.http.caller.MAX_DELAY_S", 0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
