@@ -114,7 +114,7 @@ def main(config: DiffusionRLConfig) -> None:
 
     if start == 0:
         with run.timed("evaluate"):
-            metrics, records = evaluate(roles, mesh, eval_prompts, config, step=0)
+            metrics, records = evaluate(roles, run, eval_prompts, config, step=0)
         run.save_samples(0, records)
         run.log(0, metrics, show=SHOWN)
         run.write_report()
@@ -124,17 +124,14 @@ def main(config: DiffusionRLConfig) -> None:
         run.add_time("wait_for_rewards", collected.wait_s)
         batch, scores = RolloutBatch.cat(collected.generated), Scores.cat(collected.scored)
         run.add_timings(scores.timings(collected.wait_s))
-        for failure in scores.failures:
-            run.say(f"step {step + 1}: reward failed: {failure}")
-        for note in scores.notes:
-            run.say(f"step {step + 1}: reward {note}")
-
         scores = mesh.first(scores, among="copies")  # ranks that made the same samples must learn from the same rewards
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         group_ids = [group for _, groups in everyone for group in groups]
         all_scores = Scores.cat([each for each, _ in everyone])
+        all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
+        say_troubles(run, all_scores, f"step {step + 1}")
         try:
-            all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
+            roles.scorer.call(Scorer.check_budget, all_scores).result()
         except RewardError:
             roles.actor.call(Actor.save).result()  # the finished iterations are not lost
             raise
@@ -156,7 +153,7 @@ def main(config: DiffusionRLConfig) -> None:
         last = step + 1 == config.train.max_steps
         if last or (step + 1) % config.eval.every_steps == 0:
             with run.timed("evaluate"):
-                eval_metrics, records = evaluate(roles, mesh, eval_prompts, config, step + 1)
+                eval_metrics, records = evaluate(roles, run, eval_prompts, config, step + 1)
             metrics |= eval_metrics
             run.save_samples(step + 1, records + batch.records(scores, advantages.values, config.train.seed))
         run.log(step + 1, metrics, show=SHOWN)
@@ -353,9 +350,10 @@ def sample_losses(
 
 
 def evaluate(
-    roles: Roles, mesh: Mesh, prompts: list[Prompt], config: DiffusionRLConfig, step: int
+    roles: Roles, run: Run, prompts: list[Prompt], config: DiffusionRLConfig, step: int
 ) -> tuple[dict[str, float], list[SampleRecord]]:
     """Metrics and kept samples of one image per held-out prompt; each rank makes its share."""
+    mesh = run.mesh
     mine = list(mesh.share(len(prompts)))
     drawn = mine + [mine[-1]] * (int(mesh.max(len(mine))) - len(mine))  # ranks compute together
     evaluated = [prompts[index] for index in drawn]
@@ -370,9 +368,19 @@ def evaluate(
         if sample.group_id < config.eval.num_saved
     ]
     gathered = mesh.gather((scores, records, norms[: len(mine)]))
-    metrics = Scores.cat([each for each, _, _ in gathered]).metrics("eval/") | cached
+    all_scores = Scores.cat([each for each, _, _ in gathered])
+    say_troubles(run, all_scores, f"evaluation after step {step}")
+    metrics = all_scores.metrics("eval/") | cached
     metrics["eval/velocity/rms"] = sum(norm for _, _, some in gathered for norm in some) / len(prompts)
     return metrics, [record for _, some, _ in gathered for record in some]
+
+
+def say_troubles(run: Run, scores: Scores, where: str) -> None:
+    """Tells which rewards failed, on whatever rank, and what else people should know of them."""
+    for failure in scores.failures:
+        run.say(f"{where}: reward failed: {failure}")
+    for note in scores.notes:
+        run.say(f"{where}: reward {note}")
 
 
 def draw_evaluation(

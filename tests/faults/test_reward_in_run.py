@@ -77,3 +77,6 @@ def test_a_watched_reward_that_fails_stops_nothing(tmp_path: Path, flaky) -> Non
     assert lines[-1]["eval/reward/flaky"] is None, "NaN, not 0"
     assert lines[-1]["eval/reward/brightness"] > 0
     assert "reward/flaky" not in lines[-1], "it is not scored in training"
+    said = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "reward server is down" in line]
+    for step, line in zip((0, 2), said, strict=True):
+        assert line.startswith(f"evaluation after step {step}: reward failed: flaky (evaluation only): Connection")
