@@ -311,6 +311,12 @@ def test_thoughts_do_not_count():
     assert number_after(final_text(reply), "Score", 1, 10) == 2
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_half_a_reply_does_not_count(reason):
+    with pytest.raises(UnreadableError, match=f"broke off \\({reason}\\)"):
+        final_text(Reply("Score: 1", "", reason, ()))
+
+
 def test_a_reply_is_decoded_as_servers_send_it():
     sent = {
         "id": "x", "usage": {}, "choices": [{
