@@ -130,9 +130,10 @@ def main(config: DiffusionRLConfig) -> None:
         everyone = mesh.gather((scores, [each.group_id for each in batch.requests]))  # rewards of all ranks
         group_ids = [group for _, groups in everyone for group in groups]
         all_scores = Scores.cat([each for each, _ in everyone])
+        all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
         say_messages(run, all_scores, f"step {step + 1}")
         try:
-            all_scores = roles.scorer.call(Scorer.finish, all_scores, group_ids).result()
+            roles.scorer.call(Scorer.check_budget, all_scores).result()
         except RewardError:
             roles.actor.call(Actor.save).result()  # the finished iterations are not lost
             raise

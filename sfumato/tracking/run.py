@@ -266,6 +266,9 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     except (NonFiniteError, RewardError, SelfCheckError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         code = error.exit_code
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except Exception:
         traceback.print_exc()
         code = 1

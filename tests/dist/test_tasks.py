@@ -135,7 +135,19 @@ def test_preferences(mode, ranks, tmp_path):
     assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
 
 
-@pytest.mark.parametrize("mode", RL)
+CLOSE_TO_OTHERS = {
+    "fsdp1 with adapters",
+    "fsdp1 with an average",
+    "fsdp1 with an old policy",
+    "fsdp2 with an old policy and adapters",
+    "meta with adapters",
+}
+"""Left to the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in CLOSE_TO_OTHERS else ()) for mode in RL]
+)
 def test_rl(mode, ranks, tmp_path):
     num_ranks, train, settings = RL[mode]
     config = tiny_rl_config(tmp_path, train={"max_steps": STEPS, **train}, eval={"every_steps": 2})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sfumato.errors import DataError, MissingDependencyError, RewardError
-from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.ocr import OcrReward
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.scoring.scorer import Scorer
@@ -91,6 +91,7 @@ INF = math.inf
         ([None, 2, 3, 4], [NAN, 2, 3, 4], "NoneType, not a number", 1),
         ([[1], 2, 3, 4], [NAN, 2, 3, 4], "list, not a number", 1),
         (np.ones((4, 1)), [NAN] * 4, "list, not a number", 4),
+        ([Failure(""), 2, 3, 4], [NAN, 2, 3, 4], "no stated reason", 1),
         ([1, 2, 3], [NAN] * 4, "3 values for 4 samples", 4),
         ([1, 2, 3, 4, 5], [NAN] * 4, "5 values for 4 samples", 4),
         ([], [NAN] * 4, "0 values for 4 samples", 4),

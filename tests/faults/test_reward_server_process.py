@@ -238,6 +238,19 @@ def test_servers_with_different_settings_are_refused(modules, tmp_path):
         assert each.end(signal.SIGTERM)[0] == 0
 
 
+def test_servers_with_different_files_are_refused(tmp_path):
+    path, servers = tmp_path / "own.py", []
+    for factor in (1, 1, 2):
+        path.write_text(f"def score(sample):\n    return {factor} * sample.image.mean()\n")
+        servers.append(start_server(tmp_path, [{"type": "function", "path": f"{path}:score", "process": False}]))
+    urls = [each.url for each in servers]
+    remote_reward(*urls[:2], timeout_s=50.0).prepare()
+    with pytest.raises(ConfigError, match=r"serve 'score' with different settings"):
+        remote_reward(*urls).prepare()
+    for each in servers:
+        assert each.end(signal.SIGTERM)[0] == 0
+
+
 def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
     server = start_server(tmp_path, [{"type": "brightness"}])
     reward = remote_reward(server.url)

@@ -87,6 +87,9 @@ class Answering(BaseHTTPRequestHandler):
         """Quiet."""
 
     def do_POST(self):
+        if self.path == "/echo":
+            self.send_error(400, f"what is {self.headers['Authorization']}?")
+            return
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.seen.append((self.headers["Host"], self.headers["Authorization"]))
         time.sleep(self.server.delay_s)
@@ -164,6 +167,13 @@ def test_a_key_is_sent_to_the_server_but_not_over_http_to_the_internet(monkeypat
     resolving(monkeypatch, {"rewards.example": ["8.8.8.8"]})
     with pytest.raises(HttpError, match="a key is not sent over http://: use https://") as caught:
         ask(caller("http://rewards.example", api_key="secret"))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_that_a_server_sends_back_is_in_no_message(serve):
+    http = caller(f"http://127.0.0.1:{serve().server_address[1]}", api_key="secret")
+    with pytest.raises(HttpError, match=r"what is Bearer \*\*\*\?") as caught:
+        http.post("/echo", b"", "text/plain", bytes)
     assert "secret" not in str(caught.value)
 
 

@@ -257,6 +257,12 @@ def test_a_row_without_what_the_template_needs_is_found_before_anything_is_sampl
         score_with(picky, [grey(1)])
 
 
+@pytest.mark.parametrize("template", ["{{ sample | upper }} Good?", "Good? {% if sample %}Score{% endif %}"])
+def test_a_template_that_loses_the_sample_asks_nothing(server, template):
+    with pytest.raises(DataError, match=r"does not show \{\{ sample \}\} for prompt 'a bright sky'"):
+        rubric(server, template=template + " {{ rubric }}").score([grey(1)])
+
+
 def test_a_template_can_neither_reach_into_python_nor_change_a_row():
     template = load_template("{{ sample }}{{ prompt.__class__.__mro__ }}", ("sample",), ("prompt", "metadata"))
     with pytest.raises(DataError, match="cannot be filled"):
@@ -309,6 +315,12 @@ def test_choices_after_answer(text, choice):
 def test_thoughts_do_not_count():
     reply = Reply("<think>Score: 1</think>\nScore: 2", "", "stop", ())
     assert number_after(final_text(reply), "Score", 1, 10) == 2
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_half_a_reply_does_not_count(reason):
+    with pytest.raises(UnreadableError, match=f"broke off \\({reason}\\)"):
+        final_text(Reply("Score: 1", "", reason, ()))
 
 
 def test_a_reply_is_decoded_as_servers_send_it():

@@ -141,7 +141,16 @@ def test_a_function_cannot_give_a_total_to_what_failed_and_what_it_leaves_out_is
     assert "combination: function returned no finite number (1 of 6 samples)" in scores.failures
     scorer.max_failed_fraction = 0.0
     with pytest.raises(RewardError, match=r"2 of 6 samples.*no finite number"):
-        finished(scorer)
+        scorer.check_budget(finished(scorer))
+
+
+def test_a_total_that_only_standard_scores_lack_is_named(tmp_path):
+    body = "return np.where(values['a'] < 0, np.nan, values['a'])"
+    scorer = Scorer([a(normalise="group")], combination=write_function(tmp_path, body))
+    scores = finished(scorer, parts=2)
+    assert np.isnan(scores.total).tolist() == [True, False, False, False, False, False]
+    assert np.isfinite(scores.level).all()
+    assert scores.failures == ["combination: function returned no finite number (1 of 6 samples)"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,32 @@ def test_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
         assert run.stop_requested
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+INTERRUPTED = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+from sfumato.config.base import Section
+from sfumato.tracking.run import run_task
+
+class Empty(Section):
+    "Nothing."
+    usage: ClassVar[str] = ""
+
+def main(config):
+    ThreadPoolExecutor(1).submit(time.sleep, 100)
+    raise KeyboardInterrupt
+
+run_task(main, Empty)
+"""
+
+
+def test_an_interrupted_run_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("{}")
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "empty.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped at once\n")
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class HttpCaller:
         max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
         self._servers = [_Server(url) for url in base_urls]
+        self._key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
         self._allow_private, self._max_response_bytes = allow_private, max_response_bytes
@@ -252,7 +253,8 @@ class HttpCaller:
         return min(begins, default=math.inf) + self._retry_for_s
 
     def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:
-        request.last[server] = str(error)
+        said = str(error)  # which may quote what a server that should not has sent back
+        request.last[server] = said.replace(self._key, "***") if self._key else said
         with self._lock:
             self.counters.failures[error.kind] += 1
             now = time.monotonic()

@@ -14,6 +14,7 @@ _NUMBER = re.compile(
     r"(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
+_BROKEN_OFF = ("abort", "error")  # what vLLM, SGLang and gateways say of half a reply
 _ANSWER = re.compile(rf"<answer>|\banswer{_DECORATION}:", re.IGNORECASE)
 _CHOICE = re.compile(rf"{_OPENING}(?:(?:image|video|text|response)\s*)?(1|2|tie)\b(?![.,]\d)", re.IGNORECASE)
 
@@ -26,12 +27,14 @@ def final_text(reply: Reply) -> str:
     """What a reply says in the end, after any ``<think>`` block.
 
     Raises:
-        UnreadableError: the judge refused, or was cut off.
+        UnreadableError: the judge refused, was cut off, or broke off.
     """
     if reply.refusal or reply.finish_reason == "content_filter":
         raise UnreadableError("the judge refused")
     if reply.finish_reason == "length":
         raise UnreadableError("the reply was cut off at max_tokens")
+    if reply.finish_reason in _BROKEN_OFF:
+        raise UnreadableError(f"the reply broke off ({reply.finish_reason})")
     return reply.text.rpartition("</think>")[2]
 
 

@@ -34,6 +34,7 @@ class JudgeTemplate:
         import jinja2.sandbox
 
         self.name, text = _find(source)
+        self._required = tuple(required)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
@@ -44,10 +45,10 @@ class JudgeTemplate:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
             raise ConfigError(f"{self.name} is not valid Jinja: {where}{error}") from error
-        allowed = sorted({*required, *known})
+        allowed = sorted({*self._required, *known})
         for name in sorted(used.difference(allowed)):
             raise ConfigError(f"{self.name} uses the unknown variable {name!r}; there are: {', '.join(allowed)}")
-        for name in required:
+        for name in self._required:
             if name not in used:
                 raise ConfigError(f"{self.name} does not use {{{{ {name} }}}}, so the judge would not see it")
 
@@ -59,7 +60,7 @@ class JudgeTemplate:
             pictures: the same of images, uint8 [H, W, 3], which follow one another where the variable stands.
 
         Raises:
-            DataError: the template needs a variable or a column that is not there.
+            DataError: the template needs a variable or a column that is not there, or does not show a sample as it is.
         """
         import jinja2
 
@@ -76,6 +77,12 @@ class JudgeTemplate:
             ) from error
         if not images:
             return text.strip()
+        for name in self._required:
+            if marks.get(name, "") not in text:
+                raise DataError(
+                    f"{self.name} does not show {{{{ {name} }}}} for prompt {values['prompt']!r}: let it stand there "
+                    "as it is, without filter or condition"
+                )
         pieces = re.split(f"{mark}(\\d+);", text)  # texts, with the numbers of images between them
         parts = [
             image_part(images[int(piece)]) if place % 2 else {"type": "text", "text": piece.strip()}

@@ -70,7 +70,7 @@ def check_values(result: Any, num_samples: int) -> Checked:
 
 def _check_value(value: Any) -> tuple[float, str]:
     if isinstance(value, Failure):
-        return math.nan, value.reason
+        return math.nan, value.reason or "failed for no stated reason"
     if getattr(value, "shape", None) == ():  # an array's or a tensor's element
         value = value.item()
     if not isinstance(value, numbers.Real):

@@ -138,13 +138,12 @@ class Scorer:
             scores: of B samples, of all ranks.
             group_ids: [B].
 
-        Raises:
-            RewardError: as ``check_budget``.
+        Returns:
+            The scores with these totals, and with a message where one could not be made; ``check_budget`` comes next.
         """
-        total, _ = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
-        finished = dataclasses.replace(scores, total=total)
-        self.check_budget(finished)
-        return finished
+        total, messages = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        is_new = any(each.normalise in ("group", "batch") for each in self.objective)  # else ``score`` said it already
+        return dataclasses.replace(scores, total=total, failures=scores.failures + (messages if is_new else []))
 
     def _combine(
         self,

@@ -20,8 +20,9 @@ import os
 import socket
 import time
 from collections import Counter
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sfumato
 from sfumato.config.base import Variant
@@ -65,6 +66,7 @@ class RewardServer:
         """Requests that are being read, waiting, or being scored."""
         self.metrics = ServerMetrics([each.label for each in config.rewards])
         self._token = os.environ[config.token_env].strip().encode() if config.token_env else None
+        self._fingerprints: dict[str, str] = {}
         self._batchers: dict[str, Batcher] = {}
         self._running: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -113,6 +115,7 @@ class RewardServer:
         await asyncio.to_thread(self.scorer.prepare)
         if self.state != "loading":
             return
+        self._fingerprints = {each.label: _fingerprint(each) for each in self.scorer.rewards}
         for reward in self.scorer.rewards:
             batcher = Batcher(
                 reward,
@@ -141,7 +144,7 @@ class RewardServer:
     def describe(self) -> wire.Description:
         """What is served."""
         served = {
-            each.label: wire.ServedReward(groupwise=each.groupwise, fingerprint=_fingerprint(each))
+            each.label: wire.ServedReward(groupwise=each.groupwise, fingerprint=self._fingerprints[each.label])
             for each in self.scorer.rewards
         }
         limits = {"max_batch_size": self.config.max_batch_size, "max_request_mib": self.config.max_request_mib}
@@ -225,14 +228,25 @@ async def _wait_for_hang_up(request: Request) -> None:
 
 
 def _fingerprint(reward: Reward) -> str:
-    """Equal for equal fields of equal versions, whatever weight the reward has here."""
+    """Equal for equal fields, and files that they name, of equal versions, whatever weight the reward has here."""
     fields = Variant("sfumato.rewards").dump(reward) or {}
     kept = {
         name: value
         for name, value in fields.items()
         if name not in ("weight", "evaluation_only", "normalise", "process")
     }
-    return hashlib.sha256(json.dumps([sfumato.__version__, kept], sort_keys=True).encode()).hexdigest()
+    files = {name: _file_hash(value) for name, value in kept.items()}
+    return hashlib.sha256(json.dumps([sfumato.__version__, kept, files], sort_keys=True).encode()).hexdigest()
+
+
+def _file_hash(value: Any) -> str | None:
+    """Of the file that a field names: a template, a rubric, the source of a function. None when it names none."""
+    for name in (value, value.rpartition(":")[0]) if isinstance(value, str) else ():
+        try:
+            return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        except (OSError, ValueError):  # no file: a folder, or a text
+            continue
+    return None
 
 
 async def serve(config: RewardServerConfig) -> None:
