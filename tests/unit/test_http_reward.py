@@ -227,6 +227,15 @@ def test_the_load_is_spread_over_the_servers(serve):
     assert counters.bytes_received == 30 and counters.seconds >= 1.2
 
 
+def test_after_an_outage_every_request_asks_each_server_once():
+    http = caller("http://127.0.0.1:1", "http://127.0.0.1:2", retry_for_s=0.2)
+    for number in range(6):
+        before = http.counters.failures["connection"]
+        with pytest.raises(HttpError, match=r"127\.0\.0\.1:[12]: .*; http://127\.0\.0\.1:[12]: "):
+            ask(http)
+        assert number == 0 or http.counters.failures["connection"] == before + 2
+
+
 def test_a_body_goes_out_as_a_whole(serve):
     body = bytes(range(256)) * 20_000
     assert ask(caller(f"http://127.0.0.1:{serve().server_address[1]}"), body) == body

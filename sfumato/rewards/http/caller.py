@@ -238,13 +238,19 @@ class HttpCaller:
         return server
 
     def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
-        """The server that may be asked first, of those the least busy one, and in how many seconds."""
+        """The server that may be asked first, of those the least busy one, and in how many seconds.
+
+        Once the outage has lasted too long, one that this request has not asked yet goes before those that it has.
+        """
+        is_late = now >= self._give_up_at(request)
         waits = {
             each: max(each.closed_until - now, each.rests_until - now, request.not_before.get(each, now) - now, 0.0)
             for each in self._servers
             if each not in request.refused_by
         }
-        server = min(waits, key=lambda each: (waits[each], each.outstanding, each.last_turn))
+        server = min(
+            waits, key=lambda each: (is_late and request.tries[each] > 0, waits[each], each.outstanding, each.last_turn)
+        )
         return server, waits[server]
 
     def _give_up_at(self, request: _Request) -> float:
