@@ -139,7 +139,14 @@ def default_font(size: int) -> object:
 
 
 def source_image(word: str, config: GlyphConfig, height: int, width: int) -> np.ndarray:
-    """An image of another word, from which an edit to ``word`` starts: uint8 ``[height, width, 3]``."""
+    """An image of another word, from which an edit to ``word`` starts: uint8 ``[height, width, 3]``.
+
+    Raises DataError when the characters make no other word.
+    """
+    if len(set(config.characters)) < 2:
+        raise DataError(
+            f"data.glyphs.characters {config.characters!r} make no other word to start an edit from: add some"
+        )
     generator = keyed_generator(0, f"glyph source {word}")
     other = word
     while other == word:

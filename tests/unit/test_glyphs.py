@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.glyphs import GlyphDataset, caption_of, held_out_words, is_held_out, training_words
+from sfumato.data.glyphs import GlyphDataset, caption_of, held_out_words, is_held_out, source_image, training_words
 from sfumato.errors import DataError
 
 
@@ -121,3 +121,9 @@ def test_the_fingerprint_knows_what_matters():
     prints = [make().fingerprint(), make(1).fingerprint(), make(length=4).fingerprint(), make(jitter=1).fingerprint()]
     prints.append(GlyphDataset(GlyphConfig(), 40, 32, 0).fingerprint())
     assert len(set(prints)) == 5 and make().fingerprint() == prints[0]
+
+
+def test_an_edit_needs_another_word_to_start_from():
+    config = GlyphConfig(characters="AA")
+    with pytest.raises(DataError, match="data.glyphs.characters 'AA' make no other word"):
+        source_image("AAA", config, 16, 16)
