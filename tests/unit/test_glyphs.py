@@ -125,5 +125,5 @@ def test_the_fingerprint_knows_what_matters():
 
 def test_an_edit_needs_another_word_to_start_from():
     config = GlyphConfig(characters="AA")
-    with pytest.raises(DataError, match="data.glyphs.characters 'AA' make no other word"):
+    with pytest.raises(DataError, match="'AA' make no other word"):
         source_image("AAA", config, 16, 16)
