@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_server_that_is_down_for_a_while_changes_no_bit_of_the_run(tmp_path: P
 @pytest.mark.timeout(1800)
 def test_an_outage_of_20_seconds_changes_no_bit_of_the_quickstart(tmp_path: Path) -> None:
     """Its three steps, shortened: the images need not be good, but the rewards must differ."""
-    configs = ROOT / "configs" / "quickstart"
+    configs = Path(shutil.copytree(ROOT / "configs" / "quickstart", tmp_path / "configs"))  # a log lies beside them
     output = {name: str(tmp_path / name) for name in ("autoencoder", "pretrain")}
     run_task_process("train_autoencoder", configs / "autoencoder.yaml", "--train.output_dir", output["autoencoder"],
                      "--train.max_steps", "150", timeout_s=900)  # fmt: skip
