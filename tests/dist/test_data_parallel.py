@@ -225,6 +225,7 @@ def test_pretraining_is_the_same_with_two_processes(dit, other):
     assert largest_difference(getattr(dit, other), dit.single) < 1e-5  # a hundredth of the learning rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["double", "resumed"])
 def test_rl_is_the_same_with_two_processes(rl, other):
     tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-9, "ratio/replay_error": 1e-5}
@@ -232,6 +233,7 @@ def test_rl_is_the_same_with_two_processes(rl, other):
     assert largest_difference(getattr(rl, other), rl.single) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_first_iteration_has_the_same_rewards_and_advantages(rl):
     single, double = (read_samples(each)[1] for each in (rl.single, rl.double))
     assert sum(each["kind"] == "train" for each in single) == 8

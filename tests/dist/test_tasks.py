@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,24 @@ def assert_equal_runs(one: Path, many: Path, relative: float, absolute: dict[str
         assert float((right[name] - each).norm()) <= relative * float(each.norm()) + 1e-6, name
 
 
-@pytest.mark.parametrize("mode", DIT)
+CLOSE_TO_OTHERS = {
+    "hsdp",
+    "offload",
+    "recompute",
+    "fsdp1 with adapters",
+    "fsdp1 with an average",
+    "fsdp1 with an old policy",
+    "fsdp2 with an old policy and adapters",
+    "meta with adapters",
+}
+"""Left to the slow tests."""
+
+
+def marked(modes: Iterable[str]) -> list[Any]:
+    return [pytest.param(mode, marks=pytest.mark.slow if mode in CLOSE_TO_OTHERS else ()) for mode in modes]
+
+
+@pytest.mark.parametrize("mode", marked(DIT))
 def test_pretraining(mode, ranks, tmp_path):
     num_ranks, train, *settings = DIT[mode]
     config = tiny_dit_config(tmp_path, train={"max_steps": STEPS, "save_steps": 2, "micro_batch_size": 1, **train})
@@ -135,19 +153,7 @@ def test_preferences(mode, ranks, tmp_path):
     assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
 
 
-CLOSE_TO_OTHERS = {
-    "fsdp1 with adapters",
-    "fsdp1 with an average",
-    "fsdp1 with an old policy",
-    "fsdp2 with an old policy and adapters",
-    "meta with adapters",
-}
-"""Left to the slow tests."""
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode in CLOSE_TO_OTHERS else ()) for mode in RL]
-)
+@pytest.mark.parametrize("mode", marked(RL))
 def test_rl(mode, ranks, tmp_path):
     num_ranks, train, settings = RL[mode]
     config = tiny_rl_config(tmp_path, train={"max_steps": STEPS, **train}, eval={"every_steps": 2})

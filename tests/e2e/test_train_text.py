@@ -110,6 +110,7 @@ def test_adapters_learn_and_are_exported(tmp_path):
     assert not torch.allclose(adapter(ids).logits, plain(ids).logits)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     config = learner(tmp_path, train={"max_steps": 40, "save_steps": 5, "global_batch_size": 1})
     whole = run_task_here("train_text", config)
@@ -127,11 +128,12 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     [
         ([{"message": []}], [], "line 1"),
         ([{"messages": [{"role": "usr", "content": "a"}, {"role": "assistant", "content": "b"}]}], [], "usr"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], [], "line 1"),
-        (
+        pytest.param([{"messages": [{"role": "user", "content": "a"}]}], [], "line 1", marks=pytest.mark.slow),
+        pytest.param(
             [{"messages": [{"role": "user", "content": "a" * 99}, {"role": "assistant", "content": "b"}]}],
             [],
             "max_seq_len",
+            marks=pytest.mark.slow,
         ),
     ],
 )
