@@ -115,6 +115,7 @@ CLOSE_TO_OTHERS = {
     "fsdp1 with an average",
     "fsdp1 with an old policy",
     "fsdp2 with an old policy and adapters",
+    "fsdp2 with whole groups",
     "meta with adapters",
 }
 """Left to the slow tests."""

@@ -12,7 +12,7 @@ from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config
 
 
-@pytest.mark.parametrize("recipe", ["flow_grpo", "flow_grpo_fast", "flow_cps"])
+@pytest.mark.parametrize("recipe", ["flow_grpo", "flow_grpo_fast", pytest.param("flow_cps", marks=pytest.mark.slow)])
 def test_reward_rises(tmp_path: Path, recipe: str) -> None:
     """On trajectories."""
     parts = {"window": {"size": 2, "range": [0, 3]}}

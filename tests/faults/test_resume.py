@@ -172,7 +172,7 @@ def test_a_named_checkpoint_that_is_missing_or_damaged_is_an_error(dit_runs, tmp
 RL_MODELS = [
     pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora"),
     pytest.param({"keep_encoders": False}, id="all weights"),
-    pytest.param({"keep_encoders": True}, id="prompts embedded on the way"),
+    pytest.param({"keep_encoders": True}, id="prompts embedded on the way", marks=pytest.mark.slow),
 ]
 
 
@@ -198,7 +198,9 @@ def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
 OLD = {"type": "linear", "slope": 0.1, "limit": 0.7}
 SAMPLED = [
     pytest.param({"recipe": "diffusion_nft", "old": OLD}, {"old_policy"}, id="nft"),
-    pytest.param({"recipe": "awm", "old": OLD, "ema": OLD}, {"old_policy", "ema_policy"}, id="awm"),
+    pytest.param(
+        {"recipe": "awm", "old": OLD, "ema": OLD}, {"old_policy", "ema_policy"}, id="awm", marks=pytest.mark.slow
+    ),
     pytest.param({"recipe": "flow_dpo", "reference": {"every": 3}}, {"reference_policy"}, id="dpo"),
 ]
 
