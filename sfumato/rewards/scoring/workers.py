@@ -176,8 +176,8 @@ def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
             return answer
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError):
-        pass
+    except (ValueError, TypeError, KeyError) as error:
+        raise LostError(NONSENSE) from error
     raise LostError(NONSENSE)
 
 
