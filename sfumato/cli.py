@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.add_argument("--ray", action="store_true", help="also start Ray on this machine (10 s)")
     doctor.set_defaults(run=_doctor)
 
     export = commands.add_parser("export", help="write the trained weights of a run or checkpoint for other programs")
@@ -91,7 +92,7 @@ def _check(given: argparse.Namespace) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from sfumato.commands.doctor import run_doctor
 
-    return run_doctor(as_json=given.json)
+    return run_doctor(as_json=given.json, start_ray=given.ray)
 
 
 def _export(given: argparse.Namespace) -> int:

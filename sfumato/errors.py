@@ -1,5 +1,7 @@
 """Errors that a user can cause. A task prints them without a stack trace and exits with their exit code."""
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A mistake that the user can mend; the message names the thing and the remedy."""
@@ -49,6 +51,33 @@ class SelfCheckError(RuntimeError):
     """Replay and rollout disagree before the first update, so policy gradients would be wrong."""
 
     exit_code = 6
+
+
+class OffloadedError(RuntimeError):
+    """Weights or optimiser state were used while they were in CPU memory; the message says what brings them back."""
+
+
+class WeightSyncError(RuntimeError):
+    """The sampler did not get the weights that the actor sent; the message names version, ranks and weights."""
+
+    exit_code = 7
+
+
+class RoleLostError(RuntimeError):
+    """Processes of a role died or hang, and nothing brings them back by itself."""
+
+    exit_code = 8
+
+    def __init__(self, role: str, ranks: Sequence[int], reason: str) -> None:
+        """Names the role, or ``ray`` without ranks, the ranks that are lost, and why, with what they last wrote."""
+        super().__init__(role, tuple(ranks), reason)
+        self.role, self.ranks, self.reason = role, tuple(ranks), reason
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.role}: {self.reason}"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"role {self.role}, {'rank' if len(self.ranks) == 1 else 'ranks'} {ranks}: {self.reason}"
 
 
 class PreemptedError(RuntimeError):

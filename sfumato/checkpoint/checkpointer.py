@@ -28,6 +28,8 @@ class Checkpointer:
         self.config, self.run, self.mesh = config, run, mesh
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
+        self.before_save: Callable[[], None] = lambda: None
+        """Called before the state is looked at: tensors that were moved away must be back."""
         self._saved_step = -1
         self._staging = Staging() if config.save_async else None
         self._pending: tuple[Saving, threading.Thread] | None = None
@@ -94,6 +96,7 @@ class Checkpointer:
         self._settle()
         if self._saved_step == state.step:
             return
+        self.before_save()
         in_background = self._staging is not None and not must_succeed
         with self.run.timed("save"):
             try:

@@ -31,6 +31,9 @@ OPTIONAL = {
 }
 """What not every state has."""
 
+DISPENSABLE = "previous_policy"
+"""The policy before the last update, which only a sampler that lags behind wants (rollout.async_strategy)."""
+
 NAMED = 3
 """Tensors of each kind that an error names; the others are counted."""
 
@@ -138,6 +141,8 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     """
     pieces, values = Pieces(state.model, mesh), stored.values
     sections = _sections(state, pieces, mesh)
+    if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
+        sections = [each for each in sections if each.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
     if state.loader is not None:  # before the schedule, whose length may follow from what is left
         state.loader.restore(values["data"])
@@ -152,7 +157,7 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     if state.ema is not None:
         state.ema.num_updates = values["ema_updates"]
     for name, each in state.policies.items():
-        each.num_updates = values["policy_updates"][name]
+        each.num_updates = values["policy_updates"].get(name, 0)
     _restore_schedule(state.schedule, values["schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
@@ -212,7 +217,8 @@ def _sections(state: TrainState, pieces: Pieces, mesh: Mesh) -> list[Section]:
 def _check_fit(state: TrainState, sections: list[Section], stored: Stored, mesh: Mesh) -> None:
     mine = {key: spec for each in sections for key, spec in each.specs().items()}
     wanted = {key: spec for stage in mesh.gather(mine, over="pp") for key, spec in stage.items()}
-    there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in ("optimizer", "random")}
+    elsewhere = {"optimizer", "random", DISPENSABLE} - {each.name for each in sections}
+    there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in elsewhere}
     for section, what in OPTIONAL.items():
         is_there, is_wanted = (any(key.startswith(f"{section}/") for key in each) for each in (there, wanted))
         if is_there != is_wanted:

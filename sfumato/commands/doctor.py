@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -33,7 +35,7 @@ EXTRAS = {
     "uvicorn": ("the reward server", "pip install uvicorn"),
     "torchao": ("train.optimizer: adamw8bit", "pip install torchao"),
     "flash-attn": ("model.attention: flash_attention_2", "pip install flash-attn --no-build-isolation"),
-    "ray": ("several pools of processes", "pip install ray"),
+    "ray": ("runtime.backend: ray", "pip install 'sfumato[ray]'"),
     "vllm": ("vLLM as rollout engine", "pip install vllm"),
 }
 """Packages that something optional needs, what that is, and how to install it."""
@@ -43,7 +45,11 @@ SLOW = ("vllm",)
 
 SMALL_DISK_GIB = 10
 SMALL_SHARED_MIB = 512
+FEW_OPEN_FILES = 4096
 """Less than this is said to be little."""
+
+OBJECT_STORE_SHARE = 0.3
+"""Of the memory: what Ray gives its object store by default, as long as shared memory is that large."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,17 @@ class Finding:
     """Whether nothing works without it."""
 
 
-def run_doctor(as_json: bool = False) -> int:
+def run_doctor(as_json: bool = False, start_ray: bool = False) -> int:
     """Prints what it finds.
+
+    Args:
+        as_json: for programs.
+        start_ray: also start Ray on this machine, which takes about ten seconds.
 
     Returns:
         1 when something that is needed is missing or broken, else 0.
     """
-    findings = list(examine())
+    findings = list(examine(start_ray))
     if as_json:
         print(json.dumps([asdict(each) for each in findings], indent=1))
     else:
@@ -74,7 +84,7 @@ def run_doctor(as_json: bool = False) -> int:
     return int(any(each.is_needed and each.state != "ok" for each in findings))
 
 
-def examine() -> Iterator[Finding]:
+def examine(start_ray: bool = False) -> Iterator[Finding]:
     """All findings, in order."""
     yield from _platform()
     yield from _packages()
@@ -82,6 +92,7 @@ def examine() -> Iterator[Finding]:
     yield from _groups()
     yield from _extras()
     yield from _storage()
+    yield from _ray(start_ray)
 
 
 def _platform() -> Iterator[Finding]:
@@ -240,6 +251,58 @@ def _storage() -> Iterator[Finding]:
         remedy = "docker run --shm-size 8g" if size_mib < SMALL_SHARED_MIB else ""
         detail = f"{size_mib:,.0f} MiB{': little for NCCL and data workers' if remedy else ''}"
         yield Finding("storage", "shared memory", "ok", detail, remedy)
+
+
+def _ray(start: bool) -> Iterator[Finding]:
+    """What Ray needs of this machine, where it is installed."""
+    try:
+        importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return  # it stands among the extras
+    yield _open_files()
+    yield _object_store()
+    if start:
+        wrong = _attempt(_start_ray)
+        remedy = "see docs/cluster.md; logs: /tmp/ray/session_latest/logs" if wrong else ""
+        yield Finding("ray", "local cluster", "broken" if wrong else "ok", wrong or "starts and runs a task", remedy)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < FEW_OPEN_FILES
+    detail = f"{soft} at most{': little for several nodes' if few else ''}"
+    return Finding("ray", "open files", "ok", detail, f"ulimit -n {hard}" if few else "")
+
+
+def _object_store() -> Finding:
+    """Whether shared memory holds the object store; Ray takes the slow disk otherwise."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return Finding("ray", "object store", "ok", "no /dev/shm: objects lie on disk")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted, free = OBJECT_STORE_SHARE * memory, shutil.disk_usage(shared).free
+    detail = f"{free / 2**30:.1f} GiB free in /dev/shm, {wanted / 2**30:.1f} GiB wanted by default"
+    if free >= wanted:
+        return Finding("ray", "object store", "ok", detail)
+    return Finding(
+        "ray", "object store", "ok", f"{detail}: smaller, or on disk", "docker run --shm-size, or object_store_gb"
+    )
+
+
+def _start_ray() -> None:
+    """Starts a cluster of one CPU in a process of its own, and runs a task in it."""
+    code = (
+        "import ray\n"
+        "ray.init(address='local', num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False,\n"
+        "         object_store_memory=10**8)\n"
+        "assert ray.get(ray.remote(lambda: 1).remote(), timeout=90) == 1\n"
+        "ray.shutdown()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 
 
 def _show(findings: list[Finding]) -> None:

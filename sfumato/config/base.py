@@ -25,6 +25,12 @@ class Section(BaseModel):
     usage: ClassVar[str] = "bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]"
     """The command that a configuration of this kind is for."""
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Fields that differ from their defaults."""
+        fields = type(self).model_fields.items()
+        return {name: getattr(self, name) for name, each in fields if getattr(self, name) != each.get_default()}
+
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Values laid under ``data``, the file with its overrides, such as those of a recipe that it names."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant
 from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
+from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
 TRAJECTORY_PARTS = ("dynamics", "window")
@@ -64,13 +64,41 @@ class RolloutConfig(Section):
     """Start all samples of a group from the same latent, so that only the SDE noise tells them apart."""
     with_reward: bool = True
     """Score finished micro-batches while the next ones are generated; false scores after generation."""
-    hybrid_engine: Literal[True] = True
-    """The sampler is the actor: same process, same weights. Separate pools need the Ray runtime."""
+    hybrid_engine: bool = True
+    """The sampler is the actor: same process, same weights. false gives it a model of its own, which is sent the
+    weights; with runtime.backend ray in processes of its own."""
+    async_strategy: Strategy = "sync"
+    """What generation may overlap with, without hybrid_engine: nothing; one-step-off, the update of the samples before;
+    fully-async, several updates. They preset max_staleness to 0, 1 and 4."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Most updates that the policy may be ahead of the samples that it learns from; null as async_strategy says."""
 
     @property
     def size(self) -> tuple[int, int, int]:
         """Height, width and frames of a sample."""
         return self.height, self.width, self.num_frames
+
+    @property
+    def staleness(self) -> int:
+        """``max_staleness``, given or preset."""
+        return STALENESS[self.async_strategy] if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> RolloutConfig:
+        if self.hybrid_engine and self.staleness:
+            name = "async_strategy" if self.max_staleness is None else "max_staleness"
+            raise ValueError(
+                f"rollout.{name} lets the sampler lag behind the actor, but with rollout.hybrid_engine they are one: "
+                "set hybrid_engine to false"
+            )
+        if self.async_strategy == "sync" and self.staleness:
+            raise ValueError(
+                "rollout.max_staleness above 0 is not synchronous: set rollout.async_strategy to one-step-off or "
+                "fully-async"
+            )
+        if self.async_strategy == "one-step-off" and self.staleness != 1:
+            raise ValueError("rollout.async_strategy one-step-off means a max_staleness of 1: leave max_staleness out")
+        return self
 
     @model_validator(mode="after")
     def _guidance_fits(self) -> RolloutConfig:
@@ -123,6 +151,8 @@ class AlgorithmConfig(Section):
     """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
     sample_with: Literal["policy", "old", "ema"] = "policy"
     """Final samples: whose they are."""
+    off_policy: Annotated[Any, Variant("sfumato.algorithms.off_policy")] = "none"
+    """Trajectories: what is done about samples of an older policy."""
     drop_no_spread: bool = True
     """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
     self_check: bool = True
@@ -157,6 +187,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.kl: type {self.kl.type} does not fit objective {name}, which is of kind {kind}: "
                 f"use {'velocity_mse' if kind == 'sample' else 'gaussian'} or none"
+            )
+        if kind not in self.off_policy.kinds:
+            raise ValueError(
+                f"algorithm.off_policy: type {self.off_policy.type} weighs by probabilities, and objective {name}, "
+                f"which is of kind {kind}, has none of its samples: use none, and keep rollout.max_staleness low"
             )
         takes, has = (
             getattr(part, attribute, None)
@@ -266,6 +301,8 @@ class DiffusionRLConfig(Section):
     """Training."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Processes."""
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +316,7 @@ class DiffusionRLConfig(Section):
     def _fits(self) -> DiffusionRLConfig:
         if self.train.max_steps is None:
             raise ValueError("train.max_steps (the number of RL iterations) is required")
-        num_ranks = max(int(os.environ.get("WORLD_SIZE", "1")) // self.train.ranks_per_sample, 1)
+        num_ranks = max(self.runtime.actor_processes // self.train.ranks_per_sample, 1)
         for name, count in (("rollout", self.rollout.num_prompts), ("eval", self.eval.num_prompts)):
             if count < num_ranks:
                 raise ValueError(
@@ -319,6 +356,56 @@ class DiffusionRLConfig(Section):
             )
         for reward in self.reward.rewards if self.rollout.num_frames > 1 else ():
             reward.check_video()
+        return self
+
+    @model_validator(mode="after")
+    def _roles_fit(self) -> DiffusionRLConfig:
+        pool, runtime = self.runtime.pools.sampler, self.runtime
+        if self.rollout.hybrid_engine and "sampler" in runtime.pools.given:
+            raise ValueError(
+                "runtime.pools.sampler: with rollout.hybrid_engine the actor's processes sample: remove it, or set "
+                "hybrid_engine to false"
+            )
+        if self.rollout.hybrid_engine and "weight_sync" in runtime.given:
+            raise ValueError(
+                "runtime.weight_sync: with rollout.hybrid_engine the sampler has the actor's weights: remove it"
+            )
+        if runtime.backend == "in_process" and runtime.actor_processes > 1 and self.rollout.staleness:
+            raise ValueError(
+                f"rollout.async_strategy {self.rollout.async_strategy}: under torchrun every rank generates and "
+                "updates in turns, so nothing could overlap, and ranks would part: set runtime.backend to ray"
+            )
+        if runtime.backend == "ray" and self.train.device == "cuda" and not runtime.pools.actor.gpus:
+            raise ValueError(
+                "runtime.pools.actor.gpus is 0, so the actor's processes see no GPU, but train.device is cuda: give "
+                "them GPUs, such as {processes: 8, gpus: 1}"
+            )
+        if runtime.offload_idle and self.rollout.staleness:
+            raise ValueError(
+                f"runtime.offload_idle has actor and sampler use their GPUs in turns, but with rollout.async_strategy "
+                f"{self.rollout.async_strategy} they work at the same time: set one of them back"
+            )
+        if self.rollout.hybrid_engine or runtime.backend == "in_process":
+            return self
+        parallel = runtime.sampler_train(self.train)
+        if pool.processes % parallel.ranks_per_sample:
+            raise ValueError(
+                f"runtime.pools.sampler.processes {pool.processes} is not a multiple of the "
+                f"{parallel.ranks_per_sample} processes that share a sample (runtime.pools.sampler.parallel)"
+            )
+        shares = pool.processes // parallel.ranks_per_sample
+        if self.rollout.num_prompts < shares:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} leaves some of the sampler's {shares} data-parallel "
+                "processes without work"
+            )
+        if parallel.data_parallel_mode != "ddp" and self.rollout.num_prompts % shares:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the sampler's {shares} "
+                f"data-parallel processes, which make their passes together with data_parallel_mode "
+                f"{parallel.data_parallel_mode}: change it, or take runtime.pools.sampler.parallel "
+                "{data_parallel_mode: ddp}"
+            )
         return self
 
     @model_validator(mode="after")

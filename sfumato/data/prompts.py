@@ -130,26 +130,26 @@ def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, A
 class PromptLoader:
     """Groups of an iteration: prompts in an order that is shuffled anew each epoch, each sampled n times."""
 
-    def __init__(self, prompts: list[Prompt], num_prompts: int, group_size: int, seed: int) -> None:
-        """Args are the prompts, the groups of one iteration, the samples of a group, and the seed of the order."""
-        self.prompts = prompts
+    def __init__(self, count: int, num_prompts: int, group_size: int, seed: int) -> None:
+        """Args are how many prompts there are, the groups of one iteration, the samples of a group, and the order's
+        seed."""
+        self.count = count
         self.num_prompts, self.group_size = num_prompts, group_size
         self.seed = seed
 
-    def groups(self, iteration: int) -> list[Prompt]:
-        """The prompts of one iteration; prompt i is group i."""
+    def groups(self, iteration: int) -> list[int]:
+        """The prompts of one iteration by number; the i-th is group i."""
         first = iteration * self.num_prompts
         return [self._at(position) for position in range(first, first + self.num_prompts)]
 
-    def _at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.prompts))
-        order = self._order(epoch)
-        return self.prompts[int(order[offset])]
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.count)
+        return int(self._order(epoch)[offset])
 
     def _order(self, epoch: int) -> Any:
         if getattr(self, "_cached_epoch", None) != epoch:
             self._cached_epoch, self._cached_order = (
                 epoch,
-                keyed_permutation(len(self.prompts), self.seed, "prompts", epoch),
+                keyed_permutation(self.count, self.seed, "prompts", epoch),
             )
         return self._cached_order

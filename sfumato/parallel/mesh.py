@@ -127,9 +127,7 @@ class Mesh:
 
     def share(self, count: int) -> range:
         """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""
-        base, extra = divmod(count, self.data_size)
-        start = self.data_rank * base + min(self.data_rank, extra)
-        return range(start, start + base + (self.data_rank < extra))
+        return share_of(count, self.data_rank, self.data_size)
 
     def barrier(self) -> None:
         """Waits until every process is here."""
@@ -154,6 +152,13 @@ class Mesh:
         finally:
             if self.is_first:
                 store.set(key, "done")
+
+
+def share_of(count: int, share: int, num_shares: int) -> range:
+    """One of several parts of ``count`` items, contiguous and as even as possible."""
+    base, extra = divmod(count, num_shares)
+    start = share * base + min(share, extra)
+    return range(start, start + base + (share < extra))
 
 
 def build_mesh(config: TrainConfig) -> Mesh:

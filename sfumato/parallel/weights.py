@@ -112,7 +112,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mes
         ConfigError: on every rank and before anything changes, when a name or shape is not the module's, weights are
             on meta, or the ranks have different numbers of tensors.
     """
-    parameters, buffers = all_parameters(module), _persistent_buffers(module)
+    parameters, buffers = all_parameters(module), persistent_buffers(module)
     pieces = Pieces(module, mesh, parameters)
     shapes = {name: tuple(pieces.shapes[name]) for name in parameters}
     shapes = _over_stages(shapes | {name: tuple(each.shape) for name, each in buffers.items()}, mesh)
@@ -161,7 +161,7 @@ def whole_weights(
     """
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     pieces = Pieces(module, mesh, parameters)
-    buffers = {} if only_trainable else _persistent_buffers(module)
+    buffers = {} if only_trainable else persistent_buffers(module)
     mine = {name: (tuple(pieces.shapes[name]), each.dtype) for name, each in parameters.items()}
     mine |= {name: (tuple(each.shape), each.dtype) for name, each in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
@@ -246,14 +246,14 @@ def initialise_on_meta(
         ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
     """
     _refuse_fsdp1(module)
-    wanted = _over_stages(dict.fromkeys(all_parameters(module) | _persistent_buffers(module)), mesh)
+    wanted = _over_stages(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), mesh)
     tensors: dict[str, torch.Tensor] = {}
     problems = []
     if mesh.is_first:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             plain = build()
-        tensors = dict(plain.named_parameters(remove_duplicate=False)) | _persistent_buffers(plain)
+        tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
         lacking = [name for name in wanted if name not in tensors]
         problems = [f"the module that was built has no {_first(lacking)}"] if lacking else []
     _raise_everywhere(problems, mesh)
@@ -277,7 +277,7 @@ def make_real(module: nn.Module, device: torch.device) -> None:
 def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
     """What files hold of a module, by the names there: parameters but adapters', and persistent buffers."""
     _refuse_fsdp1(module)
-    buffers = _persistent_buffers(module)
+    buffers = persistent_buffers(module)
     computed = [name for name, each in module.named_buffers() if each.is_meta and plain_name(name) not in buffers]
     if computed:
         raise ConfigError(f"buffers that are in no file are on meta: {_first(computed)}; use build_on_meta")
@@ -304,7 +304,8 @@ def _refuse_fsdp1(module: nn.Module) -> None:
         )
 
 
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are saved with the weights, by the names of the plain module; whole on every rank."""
     return {
         plain_name(f"{prefix}.{name}" if prefix else name): each
         for prefix, owner in module.named_modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 
 from sfumato.data.prompts import Prompt, PromptLoader
 from sfumato.models.diffusion.base import Conditioning
-from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.diffusion import Trajectories
@@ -20,21 +21,24 @@ from sfumato.tracking.samples import SampleRecord
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample that is to be made."""
+    """One sample that is to be made: numbers only, whoever makes it has the prompts."""
 
     sample_id: int
     """Unique within the iteration, over all ranks; its noise is keyed by it."""
     group_id: int
     """Samples of one prompt of the iteration share it."""
-    prompt: Prompt
+    prompt_id: int
+    """Row of the training prompts."""
+    is_first: bool = False
+    """Of its group: the micro-batch that holds it brings what the prompt's embeddings are, once for the group."""
 
 
-def requests_of(prompts: PromptLoader, iteration: int, mesh: Mesh) -> list[SampleRequest]:
-    """This rank's samples of an iteration: whole groups, numbered over all ranks."""
+def requests_of(prompts: PromptLoader, iteration: int, share: int, num_shares: int) -> list[SampleRequest]:
+    """A data-parallel share's samples of an iteration: whole groups, numbered over all shares."""
     groups = prompts.groups(iteration)
     return [
-        SampleRequest(group * prompts.group_size + member, group, groups[group])
-        for group in mesh.share(len(groups))
+        SampleRequest(group * prompts.group_size + member, group, groups[group], is_first=member == 0)
+        for group in share_of(len(groups), share, num_shares)
         for member in range(prompts.group_size)
     ]
 
@@ -46,23 +50,21 @@ def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarr
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """B samples that are in this process."""
+    """B samples."""
 
     requests: list[SampleRequest]
     kept: Trajectories | FinalSamples
     """What the update needs of them."""
-    conditioning: Conditioning
-    """One row per prompt, kept once for its whole group."""
-    conditioning_rows: list[int]
-    """B rows of ``conditioning``."""
-    images: list[np.ndarray]
-    """B images, uint8 ``[H, W, 3]``, or videos, ``[F, H, W, 3]``."""
-    sources: list[np.ndarray] | None
-    """What they were made from: B images, uint8 ``[H, W, 3]``; None of a model that takes none."""
+    conditioning: Conditioning | None
+    """One row per prompt, kept once for its whole group; None of a micro-batch in which no group begins."""
+    conditioning_groups: list[int]
+    """The group of each row of ``conditioning``."""
     latents: torch.Tensor
     """float32 ``[B, ...]``: of which the images were made."""
-    policy_version: int
-    """Number of iterations that the policy had been updated when it made them."""
+    versions: list[int]
+    """B numbers: of iterations that the policy had been updated when it made the sample."""
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    """B samples as rewards see them; empty on the way from the sampler, since they go to the scorer by themselves."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -75,58 +77,112 @@ class RolloutBatch:
     @property
     def row_conditioning(self) -> Conditioning:
         """One row per sample."""
-        return self.conditioning.rows(self.conditioning_rows)
+        row_of = {group: row for row, group in enumerate(self.conditioning_groups)}
+        return self.conditioning.rows([row_of[each.group_id] for each in self.requests])
 
     def rows(self, index: torch.Tensor) -> RolloutBatch:
         """The samples at ``index``."""
         chosen = index.tolist()
-        return RolloutBatch(
-            [self.requests[row] for row in chosen],
-            self.kept.rows(index),
-            self.conditioning,
-            [self.conditioning_rows[row] for row in chosen],
-            [self.images[row] for row in chosen],
-            None if self.sources is None else [self.sources[row] for row in chosen],
-            self.latents[index],
-            self.policy_version,
+        return dataclasses.replace(
+            self,
+            requests=[self.requests[row] for row in chosen],
+            kept=self.kept.rows(index),
+            latents=self.latents[index],
+            versions=[self.versions[row] for row in chosen],
+            samples=[self.samples[row] for row in chosen] if self.samples else [],
         )
 
-    def sample(self, row: int) -> Sample:
-        """A sample as rewards see it."""
-        request, source = self.requests[row], None if self.sources is None else self.sources[row]
-        return sample_of(request.prompt, self.images[row], request.group_id, source)
+    def to(self, device: torch.device) -> RolloutBatch:
+        """The same with its tensors on another device; the very same if they are there."""
+        if self.latents.device == device:
+            return self
+        conditioning = None if self.conditioning is None else self.conditioning.to(device)
+        return dataclasses.replace(
+            self, kept=self.kept.to(device), conditioning=conditioning, latents=self.latents.to(device)
+        )
 
-    def records(self, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2) -> list[SampleRecord]:
-        """The first few groups with their scores and advantages ``[B]``, for the run folder."""
-        groups = list(dict.fromkeys(each.group_id for each in self.requests))[:num_groups]
-        return [
-            scores.record(
-                row,
-                self.sample(row),
-                kind="train",
-                seed=seed,
-                sample_id=request.sample_id,
-                policy_version=self.policy_version,
-                advantage=float(advantages[row]),
-            )
-            for row, request in enumerate(self.requests)
-            if request.group_id in groups
-        ]
+    @classmethod
+    def made(
+        cls,
+        requests: list[SampleRequest],
+        kept: Trajectories | FinalSamples,
+        conditioning: Conditioning,
+        groups: list[int],
+        latents: torch.Tensor,
+        version: int,
+    ) -> RolloutBatch:
+        """A micro-batch of one version, with the embeddings of the groups that begin in it.
+
+        Args:
+            requests, kept, latents: of B samples.
+            conditioning: one row for each of ``groups``.
+            groups: those that the samples belong to.
+            version: of the policy.
+        """
+        begun = [each.group_id for each in requests if each.is_first]
+        carried = conditioning.rows([groups.index(each) for each in begun]) if begun else None
+        return cls(requests, kept, carried, begun, latents, [version] * len(requests))
 
     @staticmethod
     def cat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Micro-batches of one policy version as one batch."""
-        rows, offset = [], 0
-        for each in parts:
-            rows += [offset + row for row in each.conditioning_rows]
-            offset += len(each.conditioning)
+        """Micro-batches as one batch."""
+        embedded = [each for each in parts if each.conditioning is not None]
         return RolloutBatch(
             [request for each in parts for request in each.requests],
             type(parts[0].kept).cat([each.kept for each in parts]),
-            Conditioning.cat([each.conditioning for each in parts]),
-            rows,
-            [image for each in parts for image in each.images],
-            None if parts[0].sources is None else [source for each in parts for source in each.sources or ()],
+            Conditioning.cat([each.conditioning for each in embedded]) if embedded else None,
+            [group for each in embedded for group in each.conditioning_groups],
             torch.cat([each.latents for each in parts]),
-            parts[0].policy_version,
+            [version for each in parts for version in each.versions],
+            [sample for each in parts for sample in each.samples],
         )
+
+
+Part = tuple[Sequence[RolloutBatch], Sequence[list[Sample]], Sequence[int]]
+"""What a share learns from: micro-batches, what of them rewards saw, and the ids of its samples, which they hold."""
+
+
+def records_of(
+    part: Part, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
+) -> list[SampleRecord]:
+    """The first few groups of a share, for the run folder.
+
+    Args:
+        part: the share's.
+        scores, advantages: of the samples of all shares, in the order of their ids.
+        seed: of the run.
+        num_groups: how many.
+    """
+    batches, samples, ids = part
+    rows = [
+        (request, sample, version)
+        for batch, some in zip(batches, samples, strict=True)
+        for request, sample, version in zip(batch.requests, some, batch.versions, strict=True)
+        if request.sample_id in set(ids)
+    ]
+    groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]
+    return [
+        scores.record(
+            request.sample_id,
+            sample,
+            kind="train",
+            seed=seed,
+            sample_id=request.sample_id,
+            policy_version=version,
+            advantage=float(advantages[request.sample_id]),
+        )
+        for request, sample, version in rows
+        if request.group_id in groups
+    ]
+
+
+def join(part: Part, device: torch.device) -> RolloutBatch:
+    """A share's samples in the order of their ids, on the model's device."""
+    batches, samples, ids = part
+    batch = RolloutBatch.cat(batches)
+    batch = dataclasses.replace(batch, samples=[sample for each in samples for sample in each])
+    row_of = {sample_id: row for row, sample_id in enumerate(batch.sample_ids)}
+    rows = [row_of[each] for each in ids]
+    if rows != list(range(len(batch))):
+        batch = batch.rows(torch.tensor(rows))
+    return batch.to(device)

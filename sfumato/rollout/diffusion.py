@@ -37,6 +37,13 @@ class Trajectories:
     """float32 ``[B, W, ...]``: the mean it was drawn around."""
     log_probs: torch.Tensor
     """float32 ``[B, W]``."""
+    proximal_means: torch.Tensor | None = None
+    """float32 ``[B, W, ...]``: the means of the policy at the start of an update, where it is another."""
+
+    @property
+    def proximal_rows(self) -> torch.Tensor | None:
+        """``proximal_means`` of the B x W rows, sample by sample."""
+        return None if self.proximal_means is None else self.proximal_means.flatten(0, 1)
 
     @property
     def rows_per_sample(self) -> int:
@@ -52,7 +59,13 @@ class Trajectories:
             self.next_latents[index],
             self.means[index],
             self.log_probs[index],
+            None if self.proximal_means is None else self.proximal_means[index],
         )
+
+    def to(self, device: torch.device) -> Trajectories:
+        """The same on another device."""
+        tensors = (self.sigmas, self.latents, self.next_latents, self.means, self.log_probs, self.proximal_means)
+        return Trajectories(self.steps, *(None if each is None else each.to(device) for each in tensors))
 
     def sampled_steps(self) -> SampledSteps:
         """The B x W rows, sample by sample, as an objective takes them."""

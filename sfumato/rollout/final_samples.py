@@ -42,6 +42,10 @@ class FinalSamples:
         """The samples at ``index``."""
         return FinalSamples(self.latents[index], self.sigmas[index], self.noise_ids[index], self.group_ids[index])
 
+    def to(self, device: torch.device) -> FinalSamples:
+        """The same on another device."""
+        return FinalSamples(*(each.to(device) for each in (self.latents, self.sigmas, self.noise_ids, self.group_ids)))
+
     @staticmethod
     def cat(parts: Sequence[FinalSamples]) -> FinalSamples:
         """Samples of several micro-batches, in order."""

@@ -31,7 +31,7 @@ def group_diversity(batch: RolloutBatch, mesh: Mesh) -> dict[str, float]:
         groups.setdefault(request.group_id, []).append(row)
     sums = {"groups": float(len(groups)), "diversity/pixels": 0.0, "diversity/latents": 0.0}
     for rows in groups.values():
-        sums["diversity/pixels"] += pixel_distance([batch.images[row] for row in rows])
+        sums["diversity/pixels"] += pixel_distance([batch.samples[row].image for row in rows])
         sums["diversity/latents"] += latent_distance(batch.latents[rows])
     sums = mesh.sum_dict(sums)
     count = sums.pop("groups")
@@ -56,11 +56,12 @@ def pixel_distance(images: Sequence[np.ndarray]) -> float:
 
 def _reduced(image: np.ndarray) -> torch.Tensor:
     """A sample's colours, averaged down: float64, flat."""
-    frames = torch.from_numpy(image.reshape(-1, *image.shape[-3:]))
+    frames = image.reshape(-1, *image.shape[-3:])
     chosen = torch.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().long()
     height, width = image.shape[-3:-1]
     size = (min(height, LONGEST_SIDE), min(width, LONGEST_SIDE))
-    return adaptive_avg_pool2d(frames[chosen].movedim(-1, 1).to(torch.float64), size).flatten()
+    shown = torch.from_numpy(frames[chosen.numpy()])
+    return adaptive_avg_pool2d(shown.movedim(-1, 1).to(torch.float64), size).flatten()
 
 
 def latent_distance(latents: torch.Tensor) -> float:

@@ -40,6 +40,26 @@ def optimizer_batches(
         yield [torch.tensor(each, dtype=torch.long) for each in rows if each]
 
 
+def optimizer_passes(
+    requests: Sequence[SampleRequest],
+    useful: torch.Tensor,
+    rows_per_sample: int,
+    config: DiffusionRLConfig,
+    mesh: Mesh,
+    iteration: int,
+) -> list[tuple[float, list[torch.Tensor]]]:
+    """The optimiser steps of an iteration: rows of all ranks that each learns from, and this rank's micro-batches.
+
+    Steps for which no rank has anything to learn from are left out. Args are those of ``optimizer_batches``.
+    """
+    passes = []
+    for units in optimizer_batches(requests, useful, config, iteration):
+        num_rows = mesh.sum(sum(len(each) for each in units) * rows_per_sample)
+        if num_rows > 0:
+            passes.append((num_rows, micro_batches(units, config, mesh)))
+    return passes
+
+
 def micro_batches(units: Sequence[torch.Tensor], config: DiffusionRLConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Rows of each micro-batch, as even as possible. All ranks get equally many, some perhaps empty."""
     unit_size = config.algorithm.samples_per_group(config.rollout.n) if config.algorithm.whole_groups else 1

@@ -1,27 +1,101 @@
-"""Roles of an RL run, in this process.
+"""Roles of an RL run: what lives where, and how work reaches it.
 
-A role holds a state and runs the functions it is given on it: ``call`` with the same arguments everywhere, ``map``
-with a batch of which each data-parallel rank of the role gets its share. Both return futures. Here a role is one
-process, so a share is the whole batch; roles on separate pools of processes offer the same interface.
+A role is a state in one or more processes, and runs the functions that it is given on it. What a call returns is a
+future; what is large stays where it was made, and a handle of it is given to whoever needs it. The roles of this file
+are in this process (under torchrun, of this rank); those on Ray offer the same verbs (``sfumato/runtime/cluster``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from sfumato.errors import RewardError, RoleLostError, WeightSyncError
+from sfumato.tracking.timeline import Event
+
+ACTOR, SAMPLER, SCORER = "actor", "sampler", "scorer"
+
+TURN_S = 1.0
+"""Longest wait in one go, so that a signal is heard."""
+
+
+class Future(Protocol):
+    """What a call will return."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def result(self) -> Any:
+        """What it returned, waiting for it; what it raised is raised."""
+        ...
+
+
+class Handle(Protocol):
+    """A value that stays where it was made. Functions that are given one see the value."""
+
+    seconds: float
+    """That the call took, once done."""
+    nbytes: int
+    """Bytes that are kept until the handle is dropped, once done; 0 where nothing is copied."""
+
+    def done(self) -> bool:
+        """Whether the value is there, or will never be."""
+        ...
+
+    def check(self) -> None:
+        """Waits for the value, without fetching it; what the call raised is raised."""
+        ...
+
+    def fetch(self) -> Any:
+        """The value, brought to this process: for small ones."""
+        ...
 
 
 class Role(Protocol):
-    """A state, and the place where functions run on it."""
+    """A state, and the processes that have it."""
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """``function(state, *args)`` in every process of the role."""
+    name: str
+    num_shares: int
+    """Data-parallel ranks of the role: each has samples of its own."""
+    shares: range
+    """Those that are given work by this process: in process its own rank, on Ray all."""
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Future:
+        """``function(state, *args)`` in every process; the value of the first."""
         ...
 
-    def map(self, function: Callable[..., Any], batch: Any, *args: Any) -> Future[Any]:
-        """``function(state, share_of_batch, *args)`` in every process of the role."""
+    def call_aside(self, function: Callable[..., Any], *args: Any) -> Future:
+        """The same, beside the calls that are under way or queued."""
+        ...
+
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+        """``function(state, part, *args)``, a part for each of ``shares``; the value of the first process."""
+        ...
+
+    def keep(
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+    ) -> list[tuple[Handle, ...]]:
+        """Like ``map``, but values stay where they are made.
+
+        Args:
+            function: returns a tuple of ``num_values``, or for 1 the value.
+            parts: one for each of ``shares``; None gives that share nothing to do, and no handles.
+            args: the same for all.
+            num_values: handles for each share.
+        """
+        ...
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+        """``function(state, *args)`` in one of the processes, whichever is free: of roles that share nothing."""
         ...
 
     def close(self) -> None:
@@ -29,49 +103,229 @@ class Role(Protocol):
         ...
 
 
+@dataclass
+class LocalHandle:
+    """A value in this process."""
+
+    value: Any
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def done(self) -> bool:
+        """It is there."""
+        return True
+
+    def check(self) -> None:
+        """What goes wrong rises where it happens."""
+
+    def fetch(self) -> Any:
+        """It is here."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Label:
+    """What calls are for."""
+
+    step: int = 0
+    """As metrics.jsonl counts."""
+    version: int | None = None
+    """Of the policy that they use."""
+
+
+class Record:
+    """What roles of this process did, for the timeline."""
+
+    def __init__(self) -> None:
+        self.label = Label()
+        """Of the calls that are made now."""
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def run(
+        self, role: str, rank: int, state: Any, function: Callable[..., Any], args: Sequence[Any], label: Label
+    ) -> Any:
+        """Runs a call, with the values of handles, and notes it."""
+        started = time.time()
+        try:
+            return function(state, *values_of(args))
+        finally:
+            ended = max(started, time.time())  # a wall clock may be set back
+            event = Event(role, rank, kind_of(function), started, ended, label.step, label.version)
+            with self._lock:
+                self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """What was noted since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+
 class LocalRole:
-    """A role in this very thread: the call has finished when it returns, and errors rise where they happen."""
+    """A role in this very thread: a call has finished when it returns, and errors rise where they happen."""
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+    def __init__(
+        self, state: Any, name: str = ACTOR, share: int = 0, num_shares: int = 1, record: Record | None = None
+    ) -> None:
+        self.state, self.name = state, name
+        self.shares, self.num_shares = range(share, share + 1), num_shares
+        self._record = record or Record()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call(self, function: Callable[..., Any], *args: Any) -> Future:
         """Runs the function now."""
-        future: Future[Any] = Future()
-        future.set_result(function(self.state, *args))
+        future: ThreadFuture[Any] = ThreadFuture()
+        future.set_result(
+            self._record.run(self.name, self.shares.start, self.state, function, args, self._record.label)
+        )
         return future
 
-    def map(self, function: Callable[..., Any], batch: Any, *args: Any) -> Future[Any]:
-        """Runs the function on the whole batch now."""
-        return self.call(function, batch, *args)
+    call_aside = submit = call
+
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+        """Runs the function on this process's part now."""
+        return self.call(function, parts[0], *args)
+
+    def keep(
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+    ) -> list[tuple[Handle, ...]]:
+        """Runs the function on this process's part now."""
+        if parts[0] is None:
+            return [()]
+        started = time.perf_counter()
+        found = self.call(function, parts[0], *args).result()
+        seconds = time.perf_counter() - started
+        return [tuple(LocalHandle(each, seconds) for each in (found if num_values > 1 else [found]))]
 
     def close(self) -> None:
         """Nothing was started."""
 
 
 class ThreadRole:
-    """A role in other threads of this process, which begin its calls in order."""
+    """A role in other threads of this process, which begin its calls in order and share its state."""
 
-    def __init__(self, state: Any, name: str, num_threads: int = 1) -> None:
-        self.state = state
-        self._executor = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=name)
+    shares, num_shares = range(1), 1
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
+        self.state, self.name = state, name
+        self._record = record or Record()
+        self._ranks = iter(range(num_threads))
+        self._own = threading.local()
+        self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._number)
+
+    def _number(self) -> None:
+        self._own.rank = next(self._ranks)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Queues the function; an error rises in the future's ``result``."""
-        return self._executor.submit(function, self.state, *args)
+        return ThreadCall(self._executor.submit(self._run, function, args, self._record.label))
 
-    def map(self, function: Callable[..., Any], batch: Any, *args: Any) -> Future[Any]:
-        """Queues the function on the whole batch."""
-        return self.call(function, batch, *args)
+    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label) -> Any:
+        return self._record.run(self.name, self._own.rank, self.state, function, args, label)
+
+    call = call_aside = submit
+
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+        """Queues the function."""
+        return self.submit(function, parts[0], *args)
+
+    def keep(
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+    ) -> list[tuple[Handle, ...]]:
+        """What threads return is in this process anyway."""
+        raise NotImplementedError(f"the {self.name} keeps nothing: use submit")
 
     def close(self) -> None:
         """Drops calls that have not begun and ends the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+class ThreadCall:
+    """A call in another thread, which is waited for in short turns so that a signal is heard."""
+
+    def __init__(self, future: ThreadFuture[Any]) -> None:
+        self.future = future
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.future.done()
+
+    def result(self) -> Any:
+        """What it returned; what it raised is raised."""
+        while not self.future.done():
+            wait_for([self.future], timeout=TURN_S)
+        return self.future.result()
+
+
+class Driver(Protocol):
+    """What waits for all roles of a run."""
+
+    store_bytes: int | None
+    """Bytes of samples that may be on their way between processes; None where nothing is copied."""
+    record: Record
+    """What the roles did."""
+
+    def wait(self, pending: Iterable[Future | Handle]) -> None:
+        """Until one of them is done, or for a short while."""
+        ...
+
+    def on_progress(self, callback: Callable[[], None] | None) -> None:
+        """Calls this whenever something is done while somebody waits."""
+        ...
+
+    def take_timings(self) -> dict[str, float]:
+        """What else was measured since the last call, for ``timings.jsonl``."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started for all roles."""
+        ...
+
+
+class LocalDriver:
+    """Roles in this process: those in this thread are never waited for."""
+
+    store_bytes = None
+
+    def __init__(self, record: Record | None = None) -> None:
+        self.record = record or Record()
+
+    def wait(self, pending: Iterable[Future | Handle]) -> None:
+        """Until one of the threads' calls is done, or a second."""
+        calls = [each.future for each in pending if isinstance(each, ThreadCall)]
+        if calls:
+            wait_for(calls, timeout=TURN_S, return_when=FIRST_COMPLETED)
+
+    def on_progress(self, callback: Callable[[], None] | None) -> None:
+        """Nothing goes on in this thread while it waits."""
+
+    def take_timings(self) -> dict[str, float]:
+        """Nothing more."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Weights(Protocol):
+    """Brings the actor's weights to a sampler of its own (``sfumato/runtime/weight_sync``)."""
+
+    def transfer(self, version: int) -> Any:
+        """Sends the weights of a version, which wait at the sampler's until they are applied."""
+        ...
+
+    def apply(self, version: int) -> Future:
+        """The sampler takes them, in the order of its calls, and compares checksums."""
+        ...
+
+    def reconnect(self) -> None:
+        """Call it when the sampler's processes were replaced: nothing has been sent to the new ones."""
+        ...
+
+
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a run."""
+    """The roles of a run. Closes them at the end of a ``with``."""
 
     actor: Role
     """Trains the policy."""
@@ -79,21 +333,79 @@ class Roles:
     """Draws samples from it; the actor itself when they share weights."""
     scorer: Role
     """Scores samples."""
+    weights: Weights | None = None
+    """Brings the actor's weights to a sampler that is not the actor."""
+    driver: Driver = field(default_factory=LocalDriver)
+    """Waits for them."""
+    together: Callable[[Any], list[Any]] = lambda mine: [mine]
+    """A value of this process to those of all that drive shares of the roles: under torchrun, of all ranks."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the actor samples."""
+        return self.sampler is self.actor
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def rescuing(self, save: Callable[[Any], Any]) -> Iterator[None]:
+        """Inside, when rewards, scorers or samplers fail for good, the actor's finished work is saved first."""
+        try:
+            yield
+        except (RewardError, WeightSyncError, RoleLostError) as error:
+            if getattr(error, "role", None) not in (self.actor.name, "ray"):
+                try:
+                    self.actor.call(save).result()
+                except Exception as problem:  # what stopped the run matters more
+                    error.add_note(f"and its finished work could not be saved: {problem}")
+            raise
 
     def close(self) -> None:
         """Ends all roles."""
         for role in {id(each): each for each in (self.actor, self.sampler, self.scorer)}.values():
             role.close()
+        self.driver.close()
 
 
-def launch_roles(actor: Callable[[], Any], scorer: Callable[[], Any], num_scorers: int = 1) -> Roles:
-    """Builds the roles in this process: the sampler is the actor, the scorer has threads of its own.
+def values_of(args: Any) -> Any:
+    """Arguments with the values of local handles in place of these, also inside lists and tuples."""
+    if isinstance(args, LocalHandle):
+        return args.value
+    if type(args) in (list, tuple):
+        return type(args)(values_of(each) for each in args)
+    return args
 
-    Args:
-        actor: makes the state of the actor.
-        scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
-        num_scorers: threads of the scorer, which share its state.
-    """
-    scorer_role = ThreadRole(scorer(), "scorer", num_scorers)
-    actor_role = LocalRole(actor())
-    return Roles(actor=actor_role, sampler=actor_role, scorer=scorer_role)
+
+KIND_OF = {
+    "draw": "evaluate",
+    "send": "sync",
+    "receive": "sync",
+    "apply": "sync",
+    "after": "save",
+    "export": "save",
+    "resume": "load",
+    "prepare": "load",
+}
+"""Kinds of work of the timeline by the first word of the function that does it, where that is no kind itself."""
+
+
+def kind_of(function: Callable[..., Any]) -> str:
+    """The kind of work that a function does, by its name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    word = getattr(function, "__name__", type(function).__name__).strip("_<>").partition("_")[0]
+    return KIND_OF.get(word, word)
+
+
+@contextmanager
+def labelled(record: Record, step: int, version: int | None = None) -> Iterator[None]:
+    """Calls that are made inside are for that step, with that version of the policy."""
+    before, record.label = record.label, Label(step, version)
+    try:
+        yield
+    finally:
+        record.label = before

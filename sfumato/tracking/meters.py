@@ -67,6 +67,8 @@ class Meter:
             peak_flops: operations a second of one device; None reports no MFU.
         """
         self.mesh, self.peak_flops = mesh, peak_flops
+        self.num_devices = mesh.size
+        """That work on what is counted."""
         self._amounts: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
 
@@ -106,14 +108,16 @@ class Meter:
         per_second = {name: amount / max(seconds, 1e-9) for name, amount in amounts.items() if "/" not in name}
         rates = {f"throughput/{name}_per_s": rate for name, rate in per_second.items()}
         if "tokens" in per_second:
-            rates["throughput/tokens_per_s_per_device"] = per_second["tokens"] / self.mesh.size
+            rates["throughput/tokens_per_s_per_device"] = per_second["tokens"] / self.num_devices
         if "flops" in per_second and self.peak_flops is not None:
-            rates["throughput/mfu"] = per_second["flops"] / (self.mesh.size * self.peak_flops)
+            rates["throughput/mfu"] = per_second["flops"] / (self.num_devices * self.peak_flops)
         for phase in (name.partition("/")[2] for name in amounts if "/" in name):
             took = max((timings or {}).get(f"time/{phase}_s", 0.0), 1e-9)
             rates[f"throughput/{phase}_flops_per_s"] = amounts[f"flops/{phase}"] / took
             if self.peak_flops is not None:
-                rates[f"throughput/{phase}_mfu"] = amounts[f"flops/{phase}"] / took / (self.mesh.size * self.peak_flops)
+                rates[f"throughput/{phase}_mfu"] = (
+                    amounts[f"flops/{phase}"] / took / (self.num_devices * self.peak_flops)
+                )
             if amounts.get("images"):
                 rates[f"time/{phase}_per_image_s"] = took / amounts["images"]
         return rates

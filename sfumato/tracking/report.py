@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import statistics
@@ -14,14 +13,16 @@ from typing import Any
 import numpy as np
 import yaml
 
+from sfumato.tracking.drawing import curve_svg, theme_css
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
 from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
+from sfumato.tracking.timeline import read_events
+from sfumato.tracking.timeline_picture import choose_stretch, timeline_svg
 from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of, write_atomically
 
 HEADLINES = ("eval/reward", "eval/exact_match", "eval/accuracy")
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
-SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
 _GROUPS = (
@@ -32,11 +33,8 @@ _GROUPS = (
 )
 _OTHER = "Loss and optimisation"
 _SIGNS = r"^diversity/|(^|/)velocity/|groups_without_spread$"  # these have a place of their own
+_ROLES = r"^(utilisation|staleness)/"  # and these
 SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
-
-# Stand-ins that matplotlib draws with; the page turns them into CSS colours that follow light and dark.
-_COLOURS = {"#010203": "var(--muted)", "#010204": "var(--line)", "#010205": "var(--accent)", "#010206": "var(--faint)"}
-_MUTED, _LINE, _ACCENT, _FAINT = _COLOURS
 
 
 def write_report(output_dir: Path) -> Path:
@@ -45,7 +43,8 @@ def write_report(output_dir: Path) -> Path:
     Works from the first second of a run on: what is not there yet is left out. The file is replaced atomically.
 
     Args:
-        output_dir: a run folder with any of metrics.jsonl, timings.jsonl, samples/, config.yaml, environment.json.
+        output_dir: a run folder with any of metrics.jsonl, timings.jsonl, timeline.jsonl, samples/, config.yaml,
+            environment.json.
 
     Returns:
         The path of the report.
@@ -64,6 +63,7 @@ def write_report(output_dir: Path) -> Path:
         _signs(metrics),
         _eval_grid(output_dir, samples),
         _curves(metrics | timings),
+        _roles(output_dir, metrics | timings),
         _train_samples(output_dir, samples),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         _last_values(metrics),
@@ -163,7 +163,7 @@ def _curves(series: Series) -> str:
         for name, points in series.items():
             values = finite(points)
             own = next((group for group, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own != section or not values or re.search(_SIGNS, name):
+            if own != section or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
                 continue
             number += 1
             missing = len(points) - len(values)
@@ -194,73 +194,28 @@ def _signs(metrics: Series) -> str:
     return _section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
 
 
+def _roles(output_dir: Path, series: Series) -> str:
+    """What each process did in the last steps, and how busy the roles were and how old the samples in all of them."""
+    stretch = choose_stretch(read_events(output_dir))
+    shown = {name: finite(points) for name, points in series.items() if re.search(_ROLES, name)}
+    figures = [
+        _figure(name, values, f"u{number}-", "") for number, (name, values) in enumerate(shown.items()) if values
+    ]
+    picture, note = "", ""
+    if stretch is not None:
+        picture = f'<figure class="timeline"><div class="scroll">{timeline_svg(stretch, "timeline-")}</div></figure>'
+        hidden = "".join(f" · {shown} of {there} {role} rows" for role, (shown, there) in stretch.left_out.items())
+        note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
+    curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
+    return _section("What each role did", note, picture + curves) if picture or curves else ""
+
+
 def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside: dict[int, float] | None = None) -> str:
     latest = f"{list(values.values())[-1]:.6g}" if values else ""
     return (
         f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
-        f"<span>{latest}</span></figcaption>{_svg(name, values, prefix, beside)}</figure>"
+        f"<span>{latest}</span></figcaption>{curve_svg(name, values, prefix, beside)}</figure>"
     )
-
-
-def _svg(name: str, values: dict[int, float], prefix: str, beside: dict[int, float] | None = None) -> str:
-    """Draws one curve.
-
-    Args:
-        name: of the metric.
-        values: by step.
-        prefix: keeps the ids of several drawings on one page apart.
-        beside: another curve, dashed, with an axis of its own that is not labelled.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
-    figure = Figure(figsize=(4.6, 2.5), layout="constrained")
-    axes = figure.add_subplot()
-    if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
-        axes.plot(steps, ys, color=_FAINT, linewidth=1.0, clip_on=False)
-        axes.plot(steps, smooth(ys), color=_ACCENT, linewidth=1.9, clip_on=False)
-    else:
-        marker = "o" if len(ys) <= SMOOTH_FROM else None
-        axes.plot(steps, ys, color=_ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
-    if beside:
-        other = axes.twinx()
-        other.plot(list(beside), list(beside.values()), color=_MUTED, linewidth=1.0, linestyle="--")
-        other.set_axis_off()
-    axes.set_xlabel("step", color=_MUTED, fontsize=10)
-    axes.set_ylabel(_unit(name), color=_MUTED, fontsize=10, parse_math=False)
-    axes.grid(True, color=_LINE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-    axes.yaxis.get_offset_text().set(color=_MUTED, fontsize=10)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), edgecolor=_LINE)
-    buffer = io.StringIO()
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
-    svg = "<svg" + buffer.getvalue().split("<svg", 1)[1]
-    for stand_in, colour in _COLOURS.items():
-        svg = svg.replace(stand_in, colour)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    svg = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", svg, flags=re.DOTALL)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)} over steps"', 1)
-
-
-def _unit(name: str) -> str:
-    last = name.rsplit("/", 1)[-1]
-    if last.endswith(("_mib", "_gib")):
-        return last[-3].upper() + "iB"
-    return "seconds" if last.endswith("_s") else last[:28]
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a fifteenth of the points; at the ends over the points that there are."""
-    half = max(2, len(values) // 30)
-    window = np.ones(2 * half + 1)
-    return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]
 
 
 def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
@@ -395,11 +350,10 @@ def _table(title: str, columns: tuple[str, ...], rows: list[str]) -> str:
     return _section(title, "", f'<div class="scroll">{table}</div>')
 
 
-_CSS = """
-:root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1d2129;--muted:#667080;--line:#e4e5e8;--accent:#2f6db3;
---faint:#a9c5e4;--good:#1b7f4b;--bad:#b3372f}
-@media (prefers-color-scheme:dark){:root{--page:#14161a;--card:#1c1f25;--ink:#e6e8ec;--muted:#98a1b0;--line:#30353e;
---accent:#6fa8e8;--faint:#3b5878;--good:#5cc58f;--bad:#ee8279}}*{box-sizing:border-box}p{margin:0}
+_CSS = (
+    theme_css()
+    + """
+*{box-sizing:border-box}p{margin:0}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1160px;margin:0 auto;padding:32px 20px 64px}small,.note,.brand,.gap{color:var(--muted);font-size:13px}
 h1{font-size:30px;line-height:1.2;margin:0 0 10px;overflow-wrap:anywhere}h2,summary{font-size:19px;margin:44px 0 10px}
@@ -414,6 +368,7 @@ summary{font-weight:700;cursor:pointer}h3{font-size:14px;margin:22px 0 8px;color
 padding:14px 16px}.card .numbers{display:flex;flex-wrap:wrap;align-items:baseline;gap:0 10px;font-size:26px}
 table,.card,figcaption,.chip{font-variant-numeric:tabular-nums}.first,.arrow{color:var(--muted)}
 .change{font-size:15px;font-weight:600}.up{color:var(--good)}.down,.warn{color:var(--bad)}
+.timeline{margin:8px 0 12px}.timeline svg{min-width:760px}
 figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:13px;margin-bottom:4px;overflow-wrap:anywhere}
 figcaption span:last-child{margin-left:auto;color:var(--muted)}figure svg{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto}table{border-collapse:collapse}.grid{margin-top:8px}
@@ -436,3 +391,4 @@ table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(-
 .numbers td:first-child,.numbers th:first-child{text-align:left}
 @media (max-width:600px){main{padding:20px 14px 48px}.grid td{min-width:96px;width:96px;padding-right:8px}}
 """
+)

@@ -24,13 +24,22 @@ import torch
 
 from sfumato.config.base import Section
 from sfumato.config.load import dump_config, parse_config
-from sfumato.errors import NonFiniteError, PreemptedError, RewardError, SelfCheckError, UserError
+from sfumato.errors import (
+    NonFiniteError,
+    PreemptedError,
+    RewardError,
+    RoleLostError,
+    SelfCheckError,
+    UserError,
+    WeightSyncError,
+)
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
-from sfumato.tracking.samples import SampleRecord, drop_samples_after, image_grid, save_samples
+from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.signs import signs_of_hacking
+from sfumato.tracking.timeline import Event, Timeline
 from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl, series_of
 
 Item = TypeVar("Item")
@@ -71,6 +80,7 @@ class Run:
             self._metrics = JsonLines(self.output_dir / "metrics.jsonl", keep_until_step=keep)
             self._times = JsonLines(self.output_dir / "timings.jsonl", keep_until_step=keep)
             purge_step = from_step + 1 if from_step > 0 else None
+            self._timeline = Timeline(self.output_dir, keep)
             self._trackers = build_trackers(trackers, self.output_dir, purge_step, self._config)
         self.is_open = True
         if self._profiler is not None:
@@ -92,7 +102,8 @@ class Run:
         seconds = time.perf_counter() - self._step_started
         training_s = seconds - sum(self._timings.get(name, 0.0) for name in PAUSES)
         rates = self._meter.rates(training_s, self._timings)
-        timings = {**self._timings, "time/step_s": seconds, **rates, **self._meter.memory()}
+        busy = self._timeline.end_step(step) if self._enabled else {}
+        timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
         self._timings, self._step_started = {}, self._step_started + seconds
         if self._profiler is not None and self._profiler.after_step(step):
             self.say(f"profile of steps {self._profiler.first} to {self._profiler.last}: {self._profiler.folder}")
@@ -110,16 +121,25 @@ class Run:
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
-        if not self._enabled or not records:
-            return
-        folder = save_samples(self.output_dir, step, records)
-        for kind in dict.fromkeys(each.kind for each in records):
-            shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:16]
-            images = [each.still for each in shown]
-            if len({image.shape for image in images}) == 1:
-                image_grid(images, 4, [each.prompt for each in shown]).save(folder / f"grid_{kind}.png")
-                for tracker in self._trackers:
-                    tracker.log_images(step, f"samples/{kind}", np.stack(images))
+        if self._enabled and records:
+            save_samples_and_grids(self.output_dir, step, records)
+            self.show_samples(step)
+
+    def show_samples(self, step: int) -> None:
+        """Gives the trackers a look at the pictures of a step that are in the run folder."""
+        for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers else ():
+            for tracker in self._trackers:
+                tracker.log_images(step, f"samples/{kind}", images)
+
+    def set_devices(self, count: int) -> None:
+        """How many processes compute, where they are not those that run the script."""
+        self._meter.num_devices = count
+
+    def add_events(self, events: Iterable[Event], timings: Mapping[str, float]) -> None:
+        """Takes what roles did since the last call, for the timeline, and what else was measured of them."""
+        if self._enabled:
+            self._timeline.add(events)
+        self.add_timings(timings)
 
     def changes(self, prefix: str) -> str:
         """First and last value of every logged metric of that prefix but spreads and failures, as text."""
@@ -199,6 +219,12 @@ class Run:
         with (self.output_dir / "log.txt").open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Flushes logs and ends the progress bar."""
         if not self.is_open:
@@ -210,6 +236,7 @@ class Run:
         if self._enabled:
             self._metrics.close()
             self._times.close()
+            self._timeline.close()
             for tracker in self._trackers:
                 tracker.close()
 
@@ -240,12 +267,17 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
             json.dumps({"task": label, **_environment(mesh)}, indent=1), encoding="utf-8"
         )
     mesh.barrier()
-    random.seed(train.seed)
-    np.random.seed(train.seed % 2**32)
-    torch.manual_seed(train.seed)
+    seed_generators(train.seed)
     run = Run(output_dir, label, mesh, config)
     _listen(run)
     return run
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the generators of Python, numpy and torch in this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
@@ -256,14 +288,14 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     faulthandler.enable()
     code = 0
     try:
-        main(parse_config(schema))
+        _run_again_when_lost(main, parse_config(schema))
     except PreemptedError as stop:
         print(stop, file=sys.stderr)
         code = stop.exit_code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except (NonFiniteError, RewardError, SelfCheckError) as error:
+    except (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
@@ -279,6 +311,30 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     sys.stderr.flush()
     if code:
         os._exit(code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
+
+
+def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
+    """Runs a task; when its actor or all of Ray is lost, again from the newest checkpoint, as if it was resumed."""
+    runtime = getattr(config, "runtime", None)
+    if runtime is None:  # a task without roles
+        return main(config)
+    root = Path(config.train.output_dir) / "checkpoints"
+    before = {each: each.stat().st_mtime_ns for each in root.glob("global_step_*")}
+    for left in reversed(range(runtime.max_restarts + 1)):
+        try:
+            return main(config)
+        except RoleLostError as lost:
+            if lost.role not in ("actor", "ray") or left == 0:
+                raise
+            if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
+                raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
+            has_saved = any(before.get(each) != each.stat().st_mtime_ns for each in root.glob("global_step_*[0-9]"))
+            named = config.train.load_checkpoint_path
+            again = named if named and not has_saved else "auto"  # others may be of a run that this one forked from
+            print(f"{lost}\ngoing on from the newest checkpoint (load_checkpoint_path {again})", file=sys.stderr)
+            config = config.model_copy(
+                update={"train": config.train.model_copy(update={"load_checkpoint_path": again})}
+            )
 
 
 def quiet_libraries() -> None:
@@ -330,11 +386,23 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
 
 def _listen(run: Run) -> None:
     """SIGTERM and the first SIGINT ask the run to stop after the step; a second SIGINT stops at once."""
-
-    def ask(number: int, _frame: Any) -> None:
-        if run.stop_requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        run.stop_requested = True
-
+    listener = _Listener(run)
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, ask)
+        signal.signal(each, listener)
+
+
+class _Listener:
+    """The handler of a run's signals."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, number: int, _frame: Any) -> None:
+        if self.run.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.run.stop_requested = True
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.run.stop_requested

@@ -72,10 +72,7 @@ class SampleRecord:
     @property
     def still(self) -> np.ndarray:
         """The image; of a video the first, the middle and the last frame side by side."""
-        if self.content.ndim == 3:
-            return self.content
-        frames = self.content
-        return np.concatenate([frames[0], frames[len(frames) // 2], frames[-1]], axis=1)
+        return _still(self.content[None] if self.content.ndim == 3 else self.content)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -125,6 +122,48 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     tmp.rename(final)
     shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+SHOWN = 16
+"""Pictures of a kind that are laid out in a grid and given to trackers."""
+
+
+def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord]) -> None:
+    """``save_samples``, and for pictures of one size a grid of each kind."""
+    path = save_samples(folder, step, records)
+    for kind in dict.fromkeys(each.kind for each in records):
+        shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:SHOWN]
+        images = [each.still for each in shown]
+        if len({image.shape for image in images}) == 1:
+            image_grid(images, 4, [each.prompt for each in shown]).save(path / f"grid_{kind}.png")
+
+
+def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The pictures of the grids of a step by kind: uint8 ``[N, H, W, 3]``, of videos three frames side by side."""
+    path, found = step_folder(folder, step), {}
+    rows = read_jsonl(path / "samples.jsonl") if path.is_dir() else []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        files = [row["file"] for row in rows if row["kind"] == kind and "file" in row][:SHOWN]
+        images = [_still(_read_frames(path / each)) for each in files]
+        if len({image.shape for image in images}) == 1:
+            found[kind] = np.stack(images)
+    return found
+
+
+def _still(frames: np.ndarray) -> np.ndarray:
+    """The image, or the first, the middle and the last frame side by side: ``[F, H, W, 3]`` to ``[H, W, 3]``."""
+    if len(frames) == 1:
+        return frames[0]
+    return np.concatenate([frames[0], frames[len(frames) // 2], frames[-1]], axis=1)
+
+
+def _read_frames(path: Path) -> np.ndarray:
+    with Image.open(path) as opened:
+        frames = []
+        for index in range(getattr(opened, "n_frames", 1)):
+            opened.seek(index)
+            frames.append(np.asarray(opened.convert("RGB")))
+    return np.stack(frames)
 
 
 def write_picture(content: np.ndarray, path: Path) -> None:

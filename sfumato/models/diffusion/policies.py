@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from sfumato.algorithms.decay import FROZEN, Decay
+from sfumato.algorithms.decay import FROZEN, Constant, Decay
 from sfumato.config.sections import TrainConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema
 from sfumato.parallel.mesh import Mesh
+
+FOLLOWS = Constant(0.0)
+"""The decay of a copy."""
 
 
 class Policies:
@@ -22,14 +25,24 @@ class Policies:
     the trained weights, put into the model while it is looked at.
     """
 
-    def __init__(self, model: DiffusionModel, decays: Mapping[str, Decay]) -> None:
+    def __init__(
+        self,
+        model: DiffusionModel,
+        decays: Mapping[str, Decay],
+        sample_with: str = "policy",
+        keep_previous: bool = False,
+    ) -> None:
         """Make it before training and before the model is put on a mesh.
 
         Args:
             model: the policy that is trained.
             decays: how fast each of the others follows it.
+            sample_with: the policy that draws samples.
+            keep_previous: keep what drew samples before the last update, for a sampler that lags behind.
         """
-        self.model = model
+        self.model, self.sample_with = model, sample_with
+        self._keep_previous = keep_previous
+        self._previous: Ema | None = None
         self._decays = {name: each for name, each in decays.items() if name != "reference" or each != FROZEN}
         self._frozen = Reference(model) if len(self._decays) < len(decays) else None
         self._is_ahead = False
@@ -47,6 +60,8 @@ class Policies:
         if self._frozen is not None:
             self._frozen.parallelize(mesh, config)
         self.moving = {name: Ema(self.model.denoiser, decay) for name, decay in self._decays.items()}
+        if self._keep_previous:
+            self._previous = Ema(self.model.denoiser, FOLLOWS)
 
     @contextmanager
     def active(self, name: str) -> Iterator[DiffusionModel]:
@@ -63,6 +78,38 @@ class Policies:
             assert name == "reference" and self._frozen is not None, f"there is no policy {name!r}"
             with self._frozen.active() as model:
                 yield model
+
+    @property
+    def saved(self) -> dict[str, Ema]:
+        """Those that a checkpoint must keep besides the frozen copy, after ``parallelize``."""
+        return self.moving | ({} if self._previous is None else {"previous": self._previous})
+
+    def begin(self) -> None:
+        """Call it when a run begins or has been resumed, perhaps from a checkpoint without the previous policy."""
+        if self._previous is not None and self._previous.num_updates == 0:
+            self.hold()
+
+    def hold(self) -> None:
+        """Call it before an update: what drew samples until now may still be wanted after it."""
+        if self._previous is not None:
+            with self.active(self.sample_with):
+                self._previous.update()
+
+    @contextmanager
+    def sampling(self, previous: bool = False) -> Iterator[DiffusionModel]:
+        """The policy that draws samples, inside the block, or the one that did before the last update."""
+        if not previous:
+            with self.active(self.sample_with) as model:
+                yield model
+            return
+        assert self._previous is not None, "the policy before the last update was not kept"
+        with self._previous.applied():
+            yield self.model
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the trained policy has changed since the last iteration ended."""
+        return self._is_ahead
 
     def equals_trained(self, name: str) -> bool:
         """Whether a policy has the very weights of the trained one just now, so that nothing need be computed."""

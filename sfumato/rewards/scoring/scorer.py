@@ -179,15 +179,21 @@ class Scorer:
         )
 
 
-def build_scorer(config: RewardConfig) -> Scorer:
-    """The scorer of a run, its engines loaded. Raises UserError as ``Scorer`` and its ``prepare`` do."""
+def build_scorer(config: RewardConfig, with_engines: bool = True) -> Scorer:
+    """The scorer of a run, its engines loaded. Raises UserError as ``Scorer`` and its ``prepare`` do.
+
+    One without engines can ``finish`` and ``check_budget`` what others scored.
+    """
     scorer = Scorer(
         config.rewards,
         combination=config.combination,
         max_failed_fraction=config.max_failed_fraction,
         cache_size=config.cache_size,
     )
-    scorer.prepare()
+    if with_engines:
+        scorer.prepare()
+    else:
+        scorer.combination.prepare()
     return scorer
 
 

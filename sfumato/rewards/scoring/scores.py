@@ -68,6 +68,11 @@ class Scores:
             metadata=None if self.metadata is None else [self.metadata[row] for row in rows],
         )
 
+    @property
+    def messages(self) -> list[str]:
+        """What could not be scored, and what else the rewards have to say, each once."""
+        return list(dict.fromkeys([*(f"failed: {each}" for each in self.failures), *self.notes]))
+
     def metrics(self, prefix: str) -> dict[str, float]:
         """Means of what could be scored, spreads, and the shares that failed, of several rewards of each."""
         found = {f"{prefix}reward/total": _mean(self.level)}

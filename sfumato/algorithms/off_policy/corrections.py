@@ -1,0 +1,174 @@
+"""From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss.
+
+Shapes: R rows, each a step of a trajectory. Log-ratios are log proximal - log behaviour, as the objective that clips
+ratios defines them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+Level = Literal["step", "trajectory", "trajectory_mean"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What becomes of R rows."""
+
+    weights: torch.Tensor
+    """float32 ``[R]``, without gradients: factors of the policy loss, 0 for rows that are left out. The loss is divided
+    by the number of all rows, those left out included: dividing by what is kept would make the step larger the fewer
+    rows are trustworthy."""
+    log_weights: torch.Tensor
+    """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
+    truncated: torch.Tensor
+    """bool ``[R]``: whose weight is the cap instead of the ratio."""
+    rejected: torch.Tensor
+    """bool ``[R]``: left out."""
+
+
+class OffPolicy(Protocol):
+    """What every correction offers."""
+
+    type: ClassVar[str]
+    kinds: ClassVar[frozenset[str]]
+    """Kinds of objectives that it fits."""
+    uses_proximal: ClassVar[bool]
+    """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
+
+    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+        """Weights of R rows.
+
+        Args:
+            log_ratio: ``[R]``, exactly 0 where both policies are one. What is not a number stays one, so that the loss
+                shows it.
+            sample_of_row: int64 ``[R]``, any numbers: rows of one trajectory share theirs. All rows of a trajectory
+                must be there, except for level ``step``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NoCorrection:
+    """The ratio is taken to the policy that made the sample, and the clip range bounds the distance to that one."""
+
+    type: ClassVar[str] = "none"
+    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory", "sample"})
+    uses_proximal: ClassVar[bool] = False
+
+    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+        """As ``OffPolicy.correct``; all weights are 1."""
+        nobody = torch.zeros_like(log_ratio, dtype=torch.bool)
+        ones = torch.ones_like(log_ratio, dtype=torch.float32).detach()
+        return Correction(ones, log_ratio_of(log_ratio, sample_of_row, "step"), nobody, nobody)
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    """Decoupled PPO (arXiv 2110.00641, 2505.24298): min(proximal / behaviour, cap) times the loss of new / proximal.
+
+    What is clipped is the distance to the policy at the start of the update, whatever made the sample. Truncated
+    importance weights, without gradients, account for who made it.
+    """
+
+    type: ClassVar[str] = "decoupled"
+    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory"})
+    uses_proximal: ClassVar[bool] = True
+
+    level: Level = "step"
+    """Ratio of each step, of a whole trajectory (the product over its steps), or their geometric mean over it."""
+    cap: float | None = 2.0
+    """Largest weight; null truncates none."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+        """As ``OffPolicy.correct``."""
+        log_weights = log_ratio_of(log_ratio, sample_of_row, self.level)
+        weights, truncated = _truncated(log_weights, self.cap)
+        return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """As ``decoupled``, but rows with proximal / behaviour outside of bounds teach nothing."""
+
+    type: ClassVar[str] = "rejection"
+    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory"})
+    uses_proximal: ClassVar[bool] = True
+
+    level: Level = "step"
+    """The ratio that is bounded: of each step, of a whole trajectory, or the geometric mean over it. The last two leave
+    out whole trajectories."""
+    min_ratio: float = 0.5
+    """Rows below are left out."""
+    max_ratio: float = 2.0
+    """Rows above are left out."""
+    weight_level: Level | None = "step"
+    """Level of the weights of what is kept; null weights it by 1."""
+    cap: float | None = 2.0
+    """Largest weight; null truncates none."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+        if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
+            raise ValueError(
+                f"min_ratio {self.min_ratio} and max_ratio {self.max_ratio} must lie on either side of 1, the ratio of "
+                "a sample that the policy itself has made"
+            )
+
+    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+        """As ``OffPolicy.correct``."""
+        bounded = log_ratio_of(log_ratio, sample_of_row, self.level)
+        lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
+        rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
+        if self.weight_level is None:
+            log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
+        else:
+            log_weights = log_ratio_of(log_ratio, sample_of_row, self.weight_level)
+        weights, truncated = _truncated(log_weights, self.cap)
+        return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
+
+
+def log_ratio_of(log_ratio: torch.Tensor, sample_of_row: torch.Tensor, level: Level) -> torch.Tensor:
+    """Log-ratios at a level: of each step, or of its trajectory as the sum or the mean over all steps of it.
+
+    Args:
+        log_ratio: ``[R]``.
+        sample_of_row: int64 ``[R]``.
+        level: which.
+
+    Returns:
+        float64 ``[R]``, without gradients; rows of a trajectory have the same, unless the level is ``step``.
+
+    Raises:
+        ValueError: when the shapes differ.
+    """
+    if log_ratio.ndim != 1 or log_ratio.shape != sample_of_row.shape:
+        shapes = f"{tuple(log_ratio.shape)} and {tuple(sample_of_row.shape)}"
+        raise ValueError(f"log_ratio and sample_of_row must both be [R], and are {shapes}")
+    values = log_ratio.detach().double()
+    if level == "step":
+        return values
+    names, place = torch.unique(sample_of_row.to(values.device), return_inverse=True)
+    sums = values.new_zeros(len(names)).index_put((place,), values, accumulate=True)  # sorted on GPUs: same bits
+    if level == "trajectory_mean":
+        sums = sums / torch.bincount(place, minlength=len(names))
+    return sums[place]
+
+
+def _truncated(log_weights: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 ``[R]`` and whether they were cut."""
+    weights = log_weights.exp()
+    truncated = weights > (math.inf if cap is None else cap)
+    return weights.clamp(max=cap).float() if cap is not None else weights.float(), truncated
+
+
+def _check_cap(cap: float | None) -> None:
+    if cap is not None and not cap >= 1:
+        raise ValueError(f"cap {cap} must be at least 1, the weight of a sample that the policy itself has made")

@@ -1,0 +1,115 @@
+"""Where the roles of an RL run live."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from sfumato.config.base import Section
+from sfumato.config.parallel import ParallelConfig
+
+Train = TypeVar("Train", bound=ParallelConfig)
+
+Strategy = Literal["sync", "one-step-off", "fully-async"]
+
+STALENESS: dict[str, int] = {"sync": 0, "one-step-off": 1, "fully-async": 4}
+"""``rollout.max_staleness`` of each ``rollout.async_strategy``."""
+
+
+class PoolConfig(Section):
+    """Processes of a role on Ray."""
+
+    processes: int = Field(1, ge=1)
+    """How many."""
+    cpus: float = Field(1.0, ge=0)
+    """CPU cores that each reserves, and threads that it computes with."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs that each reserves; parts of one share it."""
+    parallel: dict[str, Any] = {}
+    """Sampler: how its processes share the model, where that differs from the section train, such as
+    {tensor_parallel_size: 2}."""
+
+    @model_validator(mode="after")
+    def _parallel_is_known(self) -> PoolConfig:
+        try:
+            ParallelConfig(**self.parallel)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"parallel.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return self
+
+
+class PoolsConfig(Section):
+    """Processes of every role on Ray."""
+
+    actor: PoolConfig = PoolConfig()
+    """Trains; with rollout.hybrid_engine it samples, too."""
+    sampler: PoolConfig = PoolConfig()
+    """Draws samples, without rollout.hybrid_engine."""
+    scorer: PoolConfig = PoolConfig()
+    """Scores samples; each process is on its own."""
+
+
+class RuntimeConfig(Section):
+    """Where the roles of a run live: in this process (or torchrun's ranks), or in processes of their own on Ray."""
+
+    backend: Literal["in_process", "ray"] = "in_process"
+    """ray puts actor, sampler and scorer into processes of their own, on one machine or many."""
+    address: str | None = None
+    """Ray cluster to join: host:port, or auto for the one that runs here; null starts Ray on this machine."""
+    pools: PoolsConfig = PoolsConfig()
+    """Ray: processes of each role; one each if not given."""
+    weight_sync: Literal["auto", "broadcast", "ipc", "files"] = "auto"
+    """Ray: how weights reach a sampler of its own. broadcast sends them over the network (gloo, NCCL), ipc shares
+    memory on one machine or GPU, files writes safetensors into the run folder; auto broadcasts."""
+    object_store_gb: float | None = Field(None, gt=0)
+    """Shared memory of a Ray that is started here, for samples on their way, in GiB; null is Ray's share of the
+    memory."""
+    heartbeat_s: float = Field(30.0, gt=0)
+    """Seconds after which a process that does not answer is taken for dead."""
+    call_timeout_s: float = Field(3600.0, gt=0)
+    """Seconds after which a call that does not end, or a process that cannot be placed, is taken for a hang."""
+    max_restarts: int = Field(3, ge=0)
+    """How often the lost processes of a role are replaced in a run."""
+    offload_idle: bool = False
+    """Keep in CPU memory what a phase does not need: optimizer state and gradients during the rollout, and of roles
+    that share GPUs the weights, too."""
+
+    @property
+    def actor_processes(self) -> int:
+        """Processes that train."""
+        return self.pools.actor.processes if self.backend == "ray" else int(os.environ.get("WORLD_SIZE", "1"))
+
+    @model_validator(mode="after")
+    def _fits(self) -> RuntimeConfig:
+        if self.backend == "in_process":
+            given = [name for name in ("address", "pools", "weight_sync", "object_store_gb") if name in self.given]
+            if given:
+                raise ValueError(f"runtime.{given[0]} is for roles on Ray: set runtime.backend to ray, or remove it")
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "runtime.backend ray starts its processes itself: start the task once, not with torchrun, and give "
+                "their number in runtime.pools.actor.processes"
+            )
+        for name in ("actor", "sampler"):
+            pool = getattr(self.pools, name)
+            if 0 < pool.gpus < 1 and pool.processes > 1:
+                raise ValueError(
+                    f"runtime.pools.{name}: Ray would put several of its {pool.processes} processes on one GPU with "
+                    f"gpus {pool.gpus:g}, which NCCL refuses: give each a whole GPU, or take one process"
+                )
+        for name in ("actor", "scorer"):
+            if getattr(self.pools, name).parallel:
+                raise ValueError(
+                    f"runtime.pools.{name}.parallel: only a sampler of its own is cut differently; the actor is as the "
+                    "section train says, and scorers share nothing"
+                )
+        return self
+
+    def sampler_train(self, train: Train) -> Train:
+        """The section train as a sampler of its own sees it: cut as its pool says."""
+        if self.backend == "in_process":
+            return train
+        return train.model_copy(update=ParallelConfig(**self.pools.sampler.parallel).given)

@@ -1,0 +1,297 @@
+"""Ray itself: started on this machine or joined, places for processes, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import site
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.config.runtime import PoolConfig, RuntimeConfig
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.parallel.layout import Layout
+from sfumato.runtime.cluster.group import RayGroup
+from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
+from sfumato.runtime.cluster.pool import RayPool
+from sfumato.runtime.cluster.role import RayRole, RolePlan
+from sfumato.runtime.roles import Future, Handle
+
+INLINE_BYTES = 4096
+"""Values up to this size travel with a call or its reply; larger ones go from process to process."""
+SAY_PLACE_S = 5.0
+"""Seconds without a place after which a role says what it waits for."""
+
+_WORKER_ENVIRONMENT = {
+    "RAY_max_direct_call_object_size": str(INLINE_BYTES),
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the default of Ray to come; processes without GPUs hide them here
+}
+_DRIVER_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # it would take lines for equal that differ in their numbers
+}
+
+
+class Cluster:
+    """Ray, the roles on it, and the driver (``roles.Driver``) that waits for them. Use ``start_cluster``."""
+
+    def __init__(self, config: RuntimeConfig, run: Any, *, is_own: bool) -> None:
+        self.config, self.run = config, run
+        self.loop = DriverLoop(run, config)
+        self.record = self.loop.record
+        self.store_bytes: int | None = _store_bytes()
+        self._is_own = is_own
+        if is_own:
+            self.loop.problem = partial(_problem, _ray_children())
+        self._bytes_told: dict[str, int] = {}
+        self._is_open = True
+        atexit.register(self.close)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def group(self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig) -> RayGroup:
+        """Starts processes that work together; they build their state while this one goes on.
+
+        Args:
+            name: of the role.
+            build: ``(config, mesh, run)`` to the state, in each process.
+            config: what ``build`` gets.
+            train: the ``TrainConfig`` from which each process makes its mesh.
+            pool: number of processes, and what each reserves.
+
+        Raises:
+            ConfigError: there is no place for them, or their number does not fit ``train``.
+        """
+        Layout.of(train, pool.processes)  # refuses a number that does not fit before anything waits for a place
+        return RayGroup(RolePlan(name, build, config, train, pool, self._place(name, pool)), self.loop)
+
+    def pool(
+        self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig, threads: int = 1
+    ) -> RayPool:
+        """Starts processes that are on their own, each with a mesh of one process. Otherwise as ``group``.
+
+        ``threads`` calls of a process run at the same time, and share its state.
+        """
+        alone: dict[str, Any] = {
+            key: field.get_default(call_default_factory=True) for key, field in ParallelConfig.model_fields.items()
+        }
+        if not pool.gpus:
+            alone["device"] = "cpu"
+        train = train.model_copy(update=alone)
+        return RayPool(RolePlan(name, build, config, train, pool, self._place(name, pool), threads), self.loop)
+
+    def wait(self, pending: Iterable[Future | Handle]) -> None:
+        """Until one of them is done, or a short while."""
+        if not any(each.done() for each in pending):
+            self.loop.turn(TURN_S)
+
+    def on_progress(self, callback: Callable[[], None] | None) -> None:
+        """Calls this, which may issue calls, whenever some have ended while somebody waits."""
+        self.loop.on_progress(callback)
+
+    def take_timings(self) -> dict[str, float]:
+        """Bytes that went through this process since the last call, by role: ``driver_bytes/ROLE``."""
+        now = dict(self.loop.driver_bytes)
+        told, self._bytes_told = self._bytes_told, now
+        return {f"driver_bytes/{role}": float(size - told.get(role, 0)) for role, size in now.items()}
+
+    @property
+    def num_gpus(self) -> float:
+        """That the cluster has."""
+        import ray
+
+        return _amounts(ray.cluster_resources())["GPU"]
+
+    def wait_ready(self) -> None:
+        """Waits until all roles are built. Raises as ``RayRole.wait_ready``."""
+        for role in list(self.loop.roles):
+            role.wait_ready()
+
+    def close(self) -> None:
+        """Ends all processes, and Ray where it was started here. Does nothing the second time."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        atexit.unregister(self.close)
+        import ray
+
+        roles: list[RayRole] = list(self.loop.roles)
+        with suppress(ray.exceptions.RayError):  # the cluster may be gone already
+            for role in roles:
+                role.close()
+        with _own_signals():
+            ray.shutdown()
+
+    def _place(self, name: str, pool: PoolConfig) -> Any:
+        """Reserves what the processes of a pool need."""
+        import ray
+
+        wanted = {key: each for key, each in (("CPU", pool.cpus), ("GPU", pool.gpus)) if each}
+        pools = [pool, *(role.plan.pool for role in self.loop.roles)]
+        asked = {
+            "CPU": sum(each.cpus * each.processes for each in pools),
+            "GPU": sum(each.gpus * each.processes for each in pools),
+        }
+        placement = ray.util.placement_group([wanted or {"CPU": 0.001}] * pool.processes, strategy="PACK")
+        started, said = time.monotonic(), False
+        while not placement.wait(timeout_seconds=0.2):
+            waited = time.monotonic() - started
+            total, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
+            text = (
+                f"runtime.pools.{name} waits for {pool.processes} x ({_said(wanted)}); the cluster has {_said(free)} "
+                f"free of {_said(total)}, and the roles of this run ask for {_said(asked)}"
+            )
+            is_hopeless = self._is_own and any(asked[key] > total[key] for key in total)
+            if is_hopeless or waited > self.config.call_timeout_s:
+                ray.util.remove_placement_group(placement)
+                raise ConfigError(
+                    f"{text}. Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or join a "
+                    "larger cluster with runtime.address"
+                )
+            if waited > SAY_PLACE_S and not said:
+                said = True
+                self.run.say(text)
+        return placement
+
+
+def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) -> Cluster:
+    """Starts Ray on this machine, or joins the cluster that ``runtime.address`` names.
+
+    Args:
+        config: the section runtime.
+        run: the driver's run: ``say``, ``add_time``, ``output_dir``, ``stop_requested``.
+        num_cpus: CPU cores that a Ray started here hands out; None takes those that there are.
+
+    Raises:
+        ConfigError: there is no cluster at the address, or it cannot be used from there.
+        MissingDependencyError: ray is not installed.
+    """
+    address = config.address
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            f"runtime.address {address}: through Ray Client all values would pass through this process; start the task "
+            "on a machine of the cluster, with runtime.address auto or host:port"
+        )
+    quiet = _DRIVER_ENVIRONMENT | ({} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"})
+    os.environ.update({key: each for key, each in quiet.items() if key not in os.environ})
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("runtime.backend ray needs Ray: pip install 'sfumato[ray]'") from error
+    if ray.is_initialized():
+        raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
+    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
+    with _own_signals():
+        if address is None:
+            store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
+            with _environment({**_WORKER_ENVIRONMENT, **_import_path()}):
+                ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, **options)
+        else:
+            variables = {**_WORKER_ENVIRONMENT, **_import_path()}
+            try:
+                ray.init(address=address, runtime_env={"env_vars": variables}, **options)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                remedy = "start one (ray start --head), or leave runtime.address out, which starts Ray on this machine"
+                if "AuthenticationError" in str(error.__cause__):
+                    remedy = "it wants its token: export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its machines"
+                raise ConfigError(
+                    f"runtime.address {address}: no cluster can be joined there: {error}; {remedy}"
+                ) from error
+    return Cluster(config, run, is_own=address is None)
+
+
+def _import_path() -> dict[str, str]:
+    """PYTHONPATH with which the processes find what this one imports from outside its installation."""
+    installed = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
+    known = {Path(each).resolve() for each in installed if each} | {
+        Path(sysconfig.get_paths()["stdlib"]) / "lib-dynload"
+    }
+    paths = [Path(each or ".").resolve() for each in sys.path]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(each) for each in paths if each.is_dir() and each not in known))
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Gives signals back to whom they belonged: Ray would end the program where a run saves its state."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _store_bytes() -> int:
+    """Shared memory of all machines together; what does not fit goes to their disks."""
+    import ray
+
+    return int(ray.cluster_resources().get("object_store_memory", 0.0))
+
+
+def _ray_children() -> dict[int, str]:
+    """The processes of a Ray that this process has started, without which it does not work."""
+    lists = [each.read_text().split() for each in Path("/proc/self/task").glob("*/children")]
+    names = {int(pid): Path(_first_word(pid)).name for pids in lists for pid in pids}
+    return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
+
+
+def _first_word(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _problem(children: Mapping[int, str]) -> str:
+    for pid, name in children.items():
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            state = "X"
+        if state in "ZX":
+            return f"its {name} (process {pid}) has died, so that all roles are lost"
+    return ""
+
+
+def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
+    return {key: resources.get(key, 0.0) for key in ("CPU", "GPU")}
+
+
+def _said(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:g} {key}" for key, value in amounts.items()) or "nothing"

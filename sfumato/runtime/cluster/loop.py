@@ -1,0 +1,371 @@
+"""The driver's loop: whatever it waits for, it hears of every call of every role, and of processes that fall silent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sfumato.config.runtime import RuntimeConfig
+from sfumato.errors import RoleLostError
+from sfumato.runtime.cluster.futures import Part, RayFuture
+from sfumato.runtime.cluster.packing import Packed, size_of, unpack
+from sfumato.runtime.cluster.process import RoleProcess
+from sfumato.runtime.cluster.worker import Reply
+from sfumato.runtime.roles import Record
+from sfumato.tracking.timeline import Event
+
+if TYPE_CHECKING:
+    from sfumato.runtime.cluster.role import RayRole
+
+TURN_S = 0.2
+"""Longest wait within Ray, so that signals are heard."""
+SAY_S = 60.0
+"""Seconds between two lines about what the driver waits for."""
+GRACE_S = 10.0
+"""Seconds in which the processes of a group must follow one whose function raised."""
+LOOK_S = 1.0
+"""Seconds between two looks at Ray itself."""
+STACKS_S = 5.0
+"""Seconds in which processes must tell their stacks."""
+
+
+CRASH = "Fatal Python error:"
+
+
+class RemoteError(Exception):
+    """The traceback of an exception in the process where it was raised; stands as its cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text
+
+
+class RemoteRecord(Record):
+    """What processes did, as their replies tell."""
+
+    def add(self, event: Event) -> None:
+        """Takes what one of them did."""
+        with self._lock:
+            self._events.append(event)
+
+
+@dataclass
+class Pulse:
+    """Whether a process answers."""
+
+    asked: float = 0.0
+    reference: Any = None
+    silent_s: float = 0.0
+    """How long it has not answered, as far as the driver was there to hear it."""
+
+
+class DriverLoop:
+    """Calls in flight, of all roles. For one thread, the driver's."""
+
+    def __init__(self, run: Any, config: RuntimeConfig) -> None:
+        """Starts empty.
+
+        Args:
+            run: the driver's run: ``say``, ``add_time``, ``output_dir``, ``stop_requested``.
+            config: after how long a process or a call is given up.
+        """
+        self.run, self.config = run, config
+        self.roles: list[RayRole] = []
+        self.record = RemoteRecord()
+        """What the processes did, as far as the driver has heard."""
+        self.driver_bytes: dict[str, int] = {}
+        """Bytes that the driver pickled into calls and unpickled from results, by role."""
+        self._sent: dict[Any, tuple[RayFuture, Part]] = {}
+        self._pulses: dict[RoleProcess, Pulse] = {}
+        self._listener: Callable[[], None] | None = None
+        self._last_turn = time.monotonic()
+        self._has_progressed = self._is_telling = False
+        self.problem: Callable[[], str] = lambda: ""
+        """What is wrong with Ray itself, if anything."""
+        self.is_broken = False
+        """Whether there was a problem: no role can be reached any more."""
+        self._looked = 0.0
+
+    def on_progress(self, listener: Callable[[], None] | None) -> None:
+        """Runs the listener, which may issue calls, whenever some have ended."""
+        self._listener = listener
+
+    def count_bytes(self, role: str, packed: Packed | int) -> None:
+        """Counts what goes through the driver."""
+        size = packed if isinstance(packed, int) else size_of(packed)
+        self.driver_bytes[role] = self.driver_bytes.get(role, 0) + size
+
+    def wait(self, future: RayFuture) -> None:
+        """Turns until the call has ended, and says once a minute what it waits for."""
+        started = time.monotonic()
+        say_at = started + SAY_S
+        while not future.settled:
+            self.turn(TURN_S)
+            if (now := time.monotonic()) >= say_at and not future.settled:
+                say_at = now + SAY_S
+                self.run.say(
+                    f"waiting for {future.role} {future.function.name} since {now - started:.0f} s: {future.state()}"
+                )
+
+    def turn(self, timeout_s: float) -> None:
+        """Sends what can be sent, and hears what came, waiting for something at most so long."""
+        self._flush()
+        if time.monotonic() - self._looked > LOOK_S:
+            self._look_at_ray()
+        for future, part in self._hear(timeout_s):
+            self._take_reply(future, part)
+        self._feel_pulses()
+        self._give_up()
+        self._flush()
+        while self._has_progressed and not self._is_telling:
+            self._has_progressed, self._is_telling = False, True
+            try:
+                if self._listener is not None:
+                    self._listener()
+            finally:
+                self._is_telling = False
+            self._flush()
+
+    def sent(self, future: RayFuture, part: Part, reference: Any) -> None:
+        """Takes a call that a role has sent."""
+        part.reference, part.running_s = reference, None
+        self._sent[reference] = part.process.unanswered[reference] = future, part
+
+    def write_processes(self) -> None:
+        """Writes which processes there are to ``processes.json`` in the run folder."""
+        known = [
+            {"role": each.role, "rank": each.rank, "pid": who.pid, "host": who.host, "stderr": who.stderr}
+            for role in self.roles
+            for each in role.processes
+            if (who := each.identity) is not None and not each.is_lost
+        ]
+        path = self.run.output_dir / "processes.json"
+        path.with_suffix(".tmp").write_text(json.dumps(known, indent=1), encoding="utf-8")
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def forget(self, process: RoleProcess) -> None:
+        """Drops what the process has not answered."""
+        self._pulses.pop(process, None)
+        for reference, (_, part) in process.unanswered.items():
+            del self._sent[reference]
+            part.reference = part.running_s = None
+        process.unanswered.clear()
+
+    def lose(self, role: RayRole, processes: list[RoleProcess], reason: str) -> None:
+        """Kills processes that are of no more use, and leaves the rest to their role."""
+        self._look_at_ray()  # which takes all processes with it
+        for each in processes:
+            each.kill()
+        words = [(each.rank, text) for each in processes if (text := each.last_words())]
+        if crash := next((each for _, text in words for each in text.splitlines() if each.startswith(CRASH)), None):
+            reason = f"{reason} ({crash})"
+        last = "".join(f"\nlast lines of the standard error of rank {rank}:\n{text}" for rank, text in words)
+        unfinished = [pair for each in processes for pair in each.unanswered.values()]
+        reason = f"{reason}; {_doing(unfinished)}"
+        for each in processes:
+            self.forget(each)
+        error = RoleLostError(role.name, [each.rank for each in processes], reason + last)
+        self._has_progressed = True
+        role.on_lost(processes, unfinished, error)
+
+    def _look_at_ray(self) -> None:
+        self._looked = time.monotonic()
+        if text := self.problem():
+            self.is_broken = True
+            raise RoleLostError("ray", (), text)
+
+    def _flush(self) -> None:
+        for role in self.roles:
+            role.flush()
+
+    def _hear(self, timeout_s: float) -> list[tuple[RayFuture, Part]]:
+        """Waits for news. Takes answers of processes that were asked whether they are there; returns other calls."""
+        import ray
+
+        references = [*self._sent, *(each.reference for each in self._pulses.values() if each.reference is not None)]
+        if not references:
+            time.sleep(timeout_s)
+            return []
+        ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if ready:
+            ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        now, came = time.monotonic(), set(ready)
+        passed, self._last_turn = min(now - self._last_turn, 1.0), now  # a driver that slept heard nobody
+        for process, pulse in list(self._pulses.items()):
+            if pulse.reference in came:
+                self._take_pulse(process, pulse)
+            elif pulse.reference is not None:
+                pulse.silent_s += passed
+        calls = [self._sent[each] for each in ready if each in self._sent]
+        return sorted(calls, key=lambda pair: pair[1].call)
+
+    def _take_pulse(self, process: RoleProcess, pulse: Pulse) -> None:
+        import ray
+
+        reference, pulse.reference = pulse.reference, None
+        try:
+            stop, said, running = ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            if not process.unanswered:  # else its calls tell so
+                self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
+            return
+        pulse.silent_s = 0.0
+        self._notice(process, stop, said)
+        for _, part in process.unanswered.values():
+            part.running_s = running.get(part.call)
+
+    def _notice(self, process: RoleProcess, stop: bool, said: list[str]) -> None:
+        if stop:
+            self.run.stop_requested = True
+        for line in self._role_of(process).new_lines(said):
+            self.run.say(line)
+
+    def _role_of(self, process: RoleProcess) -> RayRole:
+        return next(each for each in self.roles if each.name == process.role)
+
+    def _take_reply(self, future: RayFuture, part: Part) -> None:
+        import ray
+
+        if part.reference not in self._sent:  # lost in the same turn
+            return
+        process = part.process
+        try:
+            packed_reply, packed_value = ray.get(part.reference)
+        except ray.exceptions.RayActorError as error:
+            self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
+            return
+        except ray.exceptions.RayError as error:  # Ray could not bring arguments or results, such as a full store
+            self._answered(part)
+            self._part_ended(future, part, RuntimeError(f"{future.function.name} of role {future.role}: {error}"))
+            return
+        self._answered(part)
+        self.count_bytes(future.role, packed_reply)
+        reply: Reply = unpack(packed_reply)
+        label = future.label
+        version = reply.version if label.version is None else label.version
+        kind = "load" if future.is_start else future.function.kind
+        self.record.add(Event(process.role, process.rank, kind, reply.start, reply.end, label.step, version))
+        self._notice(process, reply.stop_requested, reply.said)
+        if process.rank == 0:
+            for name, seconds in reply.timings.items():
+                self.run.add_time(name, seconds)
+        for handle, size in zip(part.keeps, reply.sizes, strict=False):
+            handle.nbytes, handle.seconds = int(size), reply.end - reply.start
+        error = None if reply.error is None else _raised(reply.error, process, future.function.name)
+        if error is None and part.ships:
+            self.count_bytes(future.role, packed_value)
+            part.value = unpack(packed_value)
+        self._part_ended(future, part, error)
+
+    def _answered(self, part: Part) -> None:
+        del self._sent[part.reference], part.process.unanswered[part.reference]
+        part.reference = None
+
+    def _part_ended(self, future: RayFuture, part: Part, error: BaseException | None) -> None:
+        part.is_done = True
+        if error is not None and future.failed_at is None:
+            future.failed_at, future.error = time.monotonic(), error
+        if all(each.is_done for each in future.parts):
+            self._has_progressed = True
+            future.settle(future.error)
+
+    def _feel_pulses(self) -> None:
+        """Asks working processes whether they are there, and gives up those that are silent or run a call too long."""
+        now, interval = time.monotonic(), min(max(self.config.heartbeat_s / 4, 0.05), 5.0)
+        working: dict[RoleProcess, list[tuple[RayFuture, Part]]] = {}
+        for future, part in self._sent.values():
+            working.setdefault(part.process, []).append((future, part))
+        for role in self.roles:  # of a group those too that have done their part, for the others may need them
+            if role.works_together and any(each in working for each in role.processes):
+                working |= {each: working.get(each, []) for each in role.processes}
+        for process, calls in working.items():
+            if process.is_lost:
+                continue
+            pulse = self._pulses.setdefault(process, Pulse())
+            if pulse.reference is None and now - pulse.asked >= interval:
+                pulse.asked, pulse.reference = now, process.ask("ping")
+            starts = any(future.is_start for future, _ in calls)
+            if pulse.silent_s >= self.config.heartbeat_s and not starts:
+                reason = f"{process.where()} does not answer since {pulse.silent_s:.0f} s (runtime.heartbeat_s)"
+                self.lose(self._role_of(process), [process], reason)
+        for process in [each for each in self._pulses if each not in working]:
+            del self._pulses[process]
+
+    def _give_up(self) -> None:
+        """Ends calls that hang, and those that failed in one process while others wait for it."""
+        now, limit = time.monotonic(), self.config.call_timeout_s
+        for future in {id(each): each for each, _ in self._sent.values()}.values():
+            open_parts = [each for each in future.parts if each.reference is not None]
+            taken = [each.running_s or 0.0 for each in open_parts]
+            if future.is_start:
+                taken = [now - future.issued for _ in open_parts]
+            late = [part for part, seconds in zip(open_parts, taken, strict=True) if seconds > limit]
+            if late and not future.settled:
+                self._end_hang(future, late, max(taken))
+            elif future.failed_at is not None and now - future.failed_at > GRACE_S and not future.settled:
+                self._has_progressed = True
+                future.settle(future.error)
+                processes = [each.process for each in open_parts]
+                reason = f"it still ran {future.function.name} {GRACE_S:.0f} s after another rank had raised an error"
+                if (role := self._role_of(processes[0])).works_together:
+                    self.lose(role, processes, reason)
+
+    def _end_hang(self, future: RayFuture, parts: list[Part], seconds: float) -> None:
+        role = self._role_of(parts[0].process)
+        stacks = self.stacks(role)
+        path = self.run.output_dir / f"stacks_{role.name}.txt"
+        path.write_text(stacks, encoding="utf-8")
+        what = f"{future.function.name} has not ended after {seconds:.0f} s (runtime.call_timeout_s)"
+        self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
+        self.lose(role, [each.process for each in parts], f"{what}; the stacks are in {path}")
+
+    def stacks(self, role: RayRole) -> str:
+        """What the Python threads of all processes of a role are doing, as text."""
+        import ray
+
+        asked = [(each, each.ask("stacks")) for each in role.processes if not each.is_lost]
+        ready, _ = ray.wait([each for _, each in asked], num_returns=len(asked), timeout=STACKS_S)
+        parts = []
+        for process, reference in asked:
+            text = "does not answer\n"
+            if reference in ready:
+                with contextlib.suppress(ray.exceptions.RayActorError):
+                    text = ray.get(reference)
+            parts.append(f"--- {role.name} rank {process.rank}, {process.where()}\n{text}")
+        return "\n".join(parts)
+
+
+def _doing(calls: list[tuple[RayFuture, Part]]) -> str:
+    if not calls:
+        return "it was idle"
+    return "it had been given " + ", ".join(dict.fromkeys(future.function.name for future, _ in calls))
+
+
+def _raised(packed: Packed, process: RoleProcess, function: str) -> BaseException:
+    """The exception of the function, which names where it was raised."""
+    error, text = unpack(packed)
+    where = f"in role {process.role}, rank {process.rank} ({process.where()}), {function}"
+    error.__cause__ = RemoteError(f"{where}:\n{text}")
+    error.add_note(where)
+    return error
+
+
+def _how_it_died(error: Exception) -> str:
+    """The part of Ray's report that tells one death from another."""
+    text = str(error)
+    if "low on memory" in text or "OOM" in type(error).__name__:
+        return "was ended by Ray because its machine ran out of memory"
+    if "node" in text and "died" in text and "Worker exit type" not in text:
+        return f"has ended with its machine: {text.splitlines()[0]}"
+    _, found, detail = text.partition("Worker exit detail: ")
+    if found and "unexpectedly exits with a connection error" not in detail:
+        return f"has ended: {detail.splitlines()[0]}"
+    return "has died: it was killed, ended itself or crashed"

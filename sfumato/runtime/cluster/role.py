@@ -1,0 +1,317 @@
+"""What groups and pools have in common: processes in their places, and the verbs of a role."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import sfumato
+from sfumato.config.runtime import PoolConfig
+from sfumato.errors import ConfigError, RoleLostError
+from sfumato.runtime.cluster.futures import Arguments, Part, RayFuture, RayHandle
+from sfumato.runtime.cluster.loop import DriverLoop
+from sfumato.runtime.cluster.packing import pack, size_of
+from sfumato.runtime.cluster.process import Functions, Lane, RoleProcess
+from sfumato.runtime.cluster.worker import build_state, identify, open_store
+
+SHARED_BYTES = 64 * 1024
+"""Arguments above it lie in shared memory once, instead of in the call to each process."""
+
+END_S = 2.0
+"""Seconds that Ray may take to end a process."""
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """What a role is made of."""
+
+    name: str
+    build: Callable[..., Any]
+    """``(config, mesh, run)`` to the state, in each process."""
+    config: Any
+    """What ``build`` gets."""
+    train: Any
+    """The ``TrainConfig`` that tells how the processes share the work, and on which device."""
+    pool: PoolConfig
+    placement: Any
+    """Ray's placement group, with a bundle for each process."""
+    threads: int = 1
+    """Calls that a process works on at a time."""
+
+
+class RayRole:
+    """A role on Ray. A call is sent once the handles among its arguments are there."""
+
+    works_together = True
+    """Whether a process may wait for others, so that those that wait for one that failed are of no more use."""
+
+    def __init__(self, plan: RolePlan, loop: DriverLoop, share_of: Sequence[int], teams: Sequence[range]) -> None:
+        """Starts the processes and the building of their states, without waiting.
+
+        Args:
+            plan: what the role is made of.
+            loop: the driver's.
+            share_of: the data-parallel share of each rank.
+            teams: ranks that form a process group.
+        """
+        self.plan, self.loop, self.name = plan, loop, plan.name
+        self.num_shares = max(share_of) + 1
+        """Data-parallel ranks."""
+        self.shares = range(self.num_shares)
+        self.processes: list[RoleProcess] = []
+        self.num_restarts = 0
+        self._share_of = list(share_of)
+        self._functions = Functions()
+        self._held: list[RayFuture] = []
+        self._open: set[RayFuture] = set()
+        self._starts: dict[int, list[RayFuture]] = {}
+        self._failure: BaseException | None = None
+        """What ended the role, until it is restarted."""
+        self._start_lines: set[str] | None = set()
+        loop.roles.append(self)
+        for ranks in teams:
+            self._start(ranks)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+        """``function(state, *args)`` in every process; the value of the first."""
+        return self._issue(function, dict.fromkeys(range(len(self.processes)), args))
+
+    def call_aside(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+        """As ``call``, in a second thread of each process, beside what the role is doing."""
+        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), lane="aside")
+
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> RayFuture:
+        """``function(state, parts[i], *args)`` in all processes of the i-th share; the value of the first process."""
+        return self._issue(function, self._shared(parts, args))
+
+    def keep(
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+    ) -> list[tuple[RayHandle, ...]]:
+        """As ``map``, with results that stay where they are made.
+
+        Args:
+            function: returns one value, or a tuple of ``num_values``.
+            parts: one for each share; None gives that share nothing to do.
+            args: the same everywhere.
+            num_values: how many values it returns.
+
+        Returns:
+            The handles of each share's values, which its first process made; none for a share whose part is None.
+        """
+        by_rank = self._shared(parts, args)
+        firsts = [self._share_of.index(share) for share in self.shares]
+        kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
+        self._issue(function, by_rank, kept=kept, shippers=())
+        return [tuple(kept.get(rank, ())) for rank in firsts]
+
+    def wait_ready(self) -> None:
+        """Waits until every process has built its state.
+
+        Raises:
+            ConfigError: a machine of the cluster has other versions than the driver's.
+            RoleLostError: a process died, or was not built within ``runtime.call_timeout_s``.
+            Exception: what ``build`` raised.
+        """
+        while waiting := [each for starts in self._starts.values() for each in starts if not each.settled]:
+            self.loop.wait(waiting[0])
+        if self._failure is not None:
+            raise self._failure
+        self._start_lines = None
+
+    def close(self) -> None:
+        """Ends the processes and frees their places; unfinished and later calls raise RoleLostError."""
+        if self not in self.loop.roles or self.loop.is_broken:
+            return
+        import ray
+
+        self.fail(RoleLostError(self.name, range(len(self.processes)), "closed"))
+        self.loop.roles.remove(self)
+        ray.util.remove_placement_group(self.plan.placement)
+
+    def flush(self) -> None:
+        """Sends, in order, the calls whose arguments are there; one whose arguments are not holds up later ones."""
+        blocked: set[Lane] = set()
+        for future in list(self._held):
+            if future.lane not in blocked and future.has_arguments:
+                self._held.remove(future)
+                self._send(future)
+            else:
+                blocked |= self._blocks(future)
+
+    def _blocks(self, future: RayFuture) -> set[Lane]:
+        """Lanes in which no later call may overtake this one."""
+        return {future.lane}
+
+    def new_lines(self, said: list[str]) -> list[str]:
+        """Those of what a process said that are to be shown: while the role starts, each line once."""
+        if self._start_lines is None:
+            return said
+        new = [each for each in said if each not in self._start_lines]
+        self._start_lines.update(new)
+        return new
+
+    def on_lost(
+        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
+    ) -> None:
+        """What becomes of the role when processes are lost: it fails."""
+        del processes, unfinished
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all processes, and every call with that error, until the role is restarted."""
+        self._failure = self._failure or error
+        alive = [each for each in self.processes if not each.is_lost]
+        for each in alive:
+            each.end()
+        for each in alive:
+            each.kill(END_S)
+        for each in self.processes:
+            self.loop.forget(each)
+        self._held.clear()
+        for future in list(self._open):
+            future.settle(self._failure)
+
+    def _start(self, ranks: range) -> None:
+        """Starts processes that form a process group, or one that stands alone, and the building of their state."""
+        plan = self.plan
+        for rank in ranks:
+            about = {"threads": plan.threads, "speaks": rank == ranks[0]}
+            process = RoleProcess(plan.name, rank, plan.pool, plan.placement, self.loop.run.output_dir, **about)
+            self.processes[rank : rank + 1] = [process]
+        members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
+        who = self._issue(identify, dict.fromkeys(ranks, ()), kept=members, shippers=ranks, is_start=True)
+        is_group = len(ranks) > 1
+        if is_group:
+            self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True)
+        found = ([each for (each,) in members.values()], port) if is_group else ([], None)
+        args = (plan.build, plan.config, plan.train, *found)
+        built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True)
+        self._starts[ranks[0]] = [who, built]
+        who.on_settled(lambda: self._has_met(ranks[0], who))
+        built.on_settled(lambda: self._has_started(ranks[0], built))
+
+    def _has_met(self, first: int, who: RayFuture) -> None:
+        self._has_started(first, who)
+        if who.error is not None:
+            return
+        own = {"python": platform.python_version(), "sfumato": sfumato.__version__}
+        own |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+        for part in who.parts:
+            part.process.identity = part.value
+            other = part.value.versions
+            if different := [f"{name} {other[name]} ({own[name]} here)" for name in own if other[name] != own[name]]:
+                self.fail(
+                    ConfigError(
+                        f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has "
+                        f"{', '.join(different)}: install the same versions on all machines of the cluster"
+                    )
+                )
+        self.loop.write_processes()
+
+    def _has_started(self, first: int, future: RayFuture) -> None:
+        if future.error is not None and future in self._starts.get(first, ()):
+            self.fail(future.error)
+
+    def _shared(self, parts: Sequence[Any], args: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+        if len(parts) != self.num_shares:
+            raise ValueError(f"role {self.name} has {self.num_shares} shares, but there are {len(parts)} parts")
+        shares = [None if part is None else (part, *args) for part in parts]
+        return {rank: given for rank, share in enumerate(self._share_of) if (given := shares[share]) is not None}
+
+    def _issue(
+        self,
+        function: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        *,
+        lane: Lane = "calls",
+        kept: Mapping[int, list[RayHandle]] = MappingProxyType({}),
+        shippers: Collection[int] = (0,),
+        is_start: bool = False,
+        moves: bool = False,
+    ) -> RayFuture:
+        """A call with these arguments by rank, which is sent at the next turn.
+
+        Args:
+            function: of the state, or with ``is_start`` of the worker.
+            args: by rank; equal objects are pickled once.
+            lane: the thread of each process.
+            kept: handles of the values that stay, by rank.
+            shippers: ranks whose result comes here.
+            is_start: whether it is part of starting the role.
+            moves: whether any process may run it.
+        """
+        shipped = self._functions.ship(function, of_worker=is_start)
+        packed: dict[int, Arguments] = {}
+        parts = []
+        for rank, given in args.items():
+            if id(given) not in packed:
+                packed[id(given)] = _arguments(given)
+            arguments = packed[id(given)]
+            arguments.num_users += 1
+            parts.append(Part(self.processes[rank], arguments, ships=rank in shippers))
+        future = RayFuture(self.loop, self.name, shipped, lane, parts, is_start=is_start, moves=moves)
+        for part in parts:
+            part.keeps = list(kept.get(part.process.rank, ()))
+            for handle in part.keeps:
+                handle.future = future
+        if self._failure is not None:
+            future.settle(self._failure)
+            return future
+        self._open.add(future)
+        future.on_settled(lambda: self._open.discard(future))
+        self._held.append(future)
+        self.flush()
+        return future
+
+    def _send(self, future: RayFuture) -> None:
+        if future.settled:
+            return
+        failed = next((each.future.error for each in future.handles if each.future.error is not None), None)
+        if failed is not None:
+            future.settle(failed)
+            return
+        for part in future.parts:
+            self._send_part(future, part)
+
+    def _send_part(self, future: RayFuture, part: Part) -> None:
+        import ray
+
+        arguments = part.arguments
+        args = arguments.packed
+        if arguments.num_users > 1 and size_of(args) > SHARED_BYTES:
+            if arguments.reference is None:
+                arguments.reference = ray.put(args)
+                self.loop.count_bytes(self.name, args)
+            args = arguments.reference
+        else:
+            self.loop.count_bytes(self.name, args)
+        references, function_bytes = part.process.send(
+            future.lane,
+            part.call,
+            future.function,
+            args,
+            [each.reference for each in arguments.handles],
+            num_values=len(part.keeps),
+            ships=part.ships,
+            stop=self.loop.run.stop_requested,
+        )
+        self.loop.count_bytes(self.name, function_bytes)
+        for handle, reference in zip(part.keeps, references[1:], strict=True):
+            handle.reference = reference
+        self.loop.sent(future, part, references[0])
+
+
+def _arguments(args: tuple[Any, ...]) -> Arguments:
+    handles: list[RayHandle] = []
+
+    def number(item: Any) -> int | None:
+        if not isinstance(item, RayHandle):
+            return None
+        handles.append(item)
+        return len(handles) - 1
+
+    return Arguments(pack(args, number), handles)

@@ -1,0 +1,303 @@
+"""One process of a role, as seen from inside: it builds the role's state and runs functions on it.
+
+This module loads neither torch nor ray, since the number of CPU threads must be set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import os
+import pickle
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who and where a process is."""
+
+    pid: int
+    born: int
+    """Clock ticks from the machine's start to the process's, which tells it from a later one of the same id."""
+    host: str
+    address: str
+    node_id: str
+    stderr: str
+    """File that takes the process's standard error."""
+    versions: dict[str, str]
+
+
+@dataclass
+class Reply:
+    """What comes back from a call besides what it made."""
+
+    start: float
+    """Wall-clock seconds, like ``end``."""
+    end: float
+    version: int | None
+    """``state.version`` after the call, of states that have one."""
+    stop_requested: bool
+    said: list[str]
+    timings: dict[str, float]
+    """Seconds by name, as the function timed them with its ``run``."""
+    sizes: list[float] = field(default_factory=list)
+    """Bytes of each kept value; floats, whose pickles are all equally long."""
+    error: Packed | None = None
+    """The exception, with its traceback as text."""
+
+
+class RoleRun:
+    """The run as a role's functions see it in a process of their own: what they say and time goes to the driver's."""
+
+    def __init__(self, output_dir: Path, speaks: bool) -> None:
+        self.output_dir = output_dir
+        self.mesh: Any = None
+        self.stop_requested = False
+        """Whether the run was asked to stop: the driver or a process of any role got SIGTERM."""
+        self._speaks = speaks
+        self._said: list[str] = []
+        self._timings: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches; only the first process of a group is heard."""
+        if self._speaks:
+            with self._lock:
+                self._said.append(text)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to those of that name."""
+        started = time.perf_counter()
+        yield
+        self.add_time(name, time.perf_counter() - started)
+
+    def add_time(self, name: str, seconds: float) -> None:
+        """Adds seconds to those of that name."""
+        with self._lock:
+            self._timings[name] = self._timings.get(name, 0.0) + seconds
+
+    def take_said(self) -> list[str]:
+        """What was said since the last time."""
+        with self._lock:
+            said, self._said = self._said, []
+        return said
+
+    def take_timings(self) -> dict[str, float]:
+        """What was timed since the last time."""
+        with self._lock:
+            timings, self._timings = self._timings, {}
+        return timings
+
+
+class RoleWorker:
+    """The actor of one process. Ray runs ``run`` in one thread for each lane: calls, calls aside, and health."""
+
+    def __init__(self, role: str, rank: int, num_threads: int, output_dir: str, speaks: bool, paths: list[str]) -> None:
+        """Runs in the main thread, the only one that may install signal handlers."""
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        sys.path += [each for each in paths if each not in sys.path]
+        faulthandler.enable(file=2)
+        self.role, self.rank = role, rank
+        self.run_of_role = RoleRun(Path(output_dir), speaks)
+        self.state: Any = None
+        self.store: Any = None
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._has_functions = threading.Condition()
+        self.is_built = threading.Event()
+        """Whether the state is there, or could not be made."""
+        self._running: dict[int, float] = {}
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, which decides
+
+    def __repr__(self) -> str:
+        return f"{self.role} rank {self.rank}"  # what Ray writes in front of each line that the process prints
+
+    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+        self.run_of_role.stop_requested = True
+
+    def run(
+        self,
+        call: int,
+        digest: str,
+        function: bytes | None,
+        args: Packed,
+        num_values: int,
+        ships: bool,
+        stop: bool,
+        *values: Any,
+    ) -> Any:
+        """Runs a function on the state.
+
+        Args:
+            call: number of the call.
+            digest: which function.
+            function: its pickle, the first time.
+            args: its packed arguments; ``values`` stand where they refer to handles.
+            num_values: how many values it returns that are kept, as separate return values of this call; 0: none.
+            ships: whether to return the result with the reply.
+            stop: whether the run was asked to stop, wherever that was.
+            values: the packed values of the handles among the arguments.
+
+        Returns:
+            The packed pair of reply and result, or a tuple of it and the kept values, each packed.
+        """
+        start, kept, result = time.time(), [], None
+        reply = Reply(start, start, None, False, [], {})
+        self._running[call] = time.monotonic()
+        self.run_of_role.stop_requested |= stop
+        try:
+            known = self._function(digest, function)
+            unpacked = unpack(args, [unpack(each) for each in values])
+            made = known(self, *unpacked)
+            if num_values:
+                made_values = (made,) if num_values == 1 else tuple(made)
+                if len(made_values) != num_values:
+                    raise ValueError(f"returned {len(made_values)} values, {num_values} were to be kept")
+                kept = [pack(each) for each in made_values]
+                reply.sizes = [float(size_of(each)) for each in kept]
+            packed = pack(made if ships else None)
+        except BaseException as error:  # also SystemExit: what a function raises must not end the process
+            reply.error = _describe(error)
+            kept, packed = [None] * num_values, pack(None)
+        finally:
+            del self._running[call]
+        reply.end, reply.version = max(start, time.time()), getattr(self.state, "version", None)
+        reply.stop_requested = self.run_of_role.stop_requested
+        reply.said, reply.timings = self.run_of_role.take_said(), self.run_of_role.take_timings()
+        result = (pack(reply), packed)
+        return (result, *kept) if num_values else result
+
+    def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
+        """The function of that digest. Of calls at the same time the one that brings it may come after another."""
+        with self._has_functions:
+            if pickled is not None:
+                self._functions[digest] = pickle.loads(pickled)
+                self._has_functions.notify_all()
+            self._has_functions.wait_for(lambda: digest in self._functions)
+            found = self._functions[digest]
+        if isinstance(found, _OnState):
+            self.is_built.wait()
+        return found
+
+    def ping(self) -> tuple[bool, list[str], dict[int, float]]:
+        """Whether the process was asked to stop, what it said, and how many seconds it has been running each call."""
+        now = time.monotonic()
+        running = {call: now - since for call, since in list(self._running.items())}
+        return self.run_of_role.stop_requested, self.run_of_role.take_said(), running
+
+    def stacks(self) -> str:
+        """The stacks of all Python threads but this one, as text."""
+        names = {each.ident: each.name for each in threading.enumerate()}
+        parts = []
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                parts.append(f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
+        return "\n".join(parts)
+
+
+def on_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the state, as one of the worker."""
+    return _OnState(function)
+
+
+@dataclass(frozen=True)
+class _OnState:
+    function: Callable[..., Any]
+
+    def __call__(self, worker: RoleWorker, *args: Any) -> Any:
+        return self.function(worker.state, *args)
+
+
+def identify(worker: RoleWorker) -> Identity:
+    """Who and where the process is."""
+    import ray
+
+    import sfumato
+
+    versions = {"python": platform.python_version(), "sfumato": sfumato.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, os.readlink("/proc/self/fd/2"), versions)
+
+
+def open_store(worker: RoleWorker) -> int:
+    """Opens the place where the processes of a group find each other. Returns its port."""
+    from torch.distributed import TCPStore
+
+    # A server that is there already, on a port that the system chose, cannot lose its port to somebody else.
+    worker.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    return int(worker.store.port)
+
+
+def build_state(
+    worker: RoleWorker,
+    build: Callable[..., Any],
+    config: Any,
+    train: Any,
+    members: Sequence[Identity],
+    port: int | None,
+) -> None:
+    """Makes the mesh and the state, in the thread that will run the calls: torch counts threads per thread.
+
+    Args:
+        worker: this process.
+        build: ``(config, mesh, run)`` to the state.
+        config: what ``build`` gets.
+        train: the ``TrainConfig`` that tells how the group shares the work.
+        members: of the group, by rank; none for a process that stands alone.
+        port: of the first member's store.
+    """
+    rank = worker.rank if members else 0
+    on_node = [each for each in range(len(members)) if members[each].node_id == members[rank].node_id] or [0]
+    sees_only_its_gpus = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # Ray numbers them from 0 in each process
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": len(members) or 1,
+        "LOCAL_RANK": 0 if sees_only_its_gpus else on_node.index(rank),
+        "LOCAL_WORLD_SIZE": len(on_node),
+    }
+    if members:
+        address = "127.0.0.1" if len(on_node) == len(members) else members[0].address
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}  # open_store opened it
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+    from sfumato.parallel.mesh import build_mesh
+    from sfumato.tracking.run import quiet_libraries, seed_generators
+
+    try:
+        quiet_libraries()
+        seed_generators(train.seed)
+        mesh = build_mesh(train)
+        worker.run_of_role.mesh = mesh
+        worker.state = build(config, mesh, worker.run_of_role)
+    finally:
+        worker.is_built.set()
+
+
+def _describe(error: BaseException) -> Packed:
+    text = "".join(traceback.format_exception(error))
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"the function raised {type(error).__name__}({error})")
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    try:
+        packed = pack((error, text))
+        unpack(packed)
+        return packed
+    except Exception:  # an exception of a kind that cannot be pickled, or not be made again
+        return pack((RuntimeError(f"{type(error).__name__}: {error}"), text))

@@ -1,0 +1,114 @@
+"""Evaluation and the samples that a run keeps: drawn and written where the actor is, scored where the scorer is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.parallel.mesh import share_of
+from sfumato.rewards.base import Sample
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scores import Scores
+from sfumato.rollout.batch import Part, records_of
+from sfumato.runtime.roles import Handle, Roles
+from sfumato.tracking.run import Run
+from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What one of the actor's shares drew."""
+
+    samples: Handle
+    """B samples; the last may be drawn twice."""
+    scores: Scores
+    """Of the first, each once."""
+
+
+def evaluate(
+    roles: Roles, run: Run, draw: Callable[..., Any], config: DiffusionRLConfig, step: int
+) -> tuple[dict[str, float], list[Evaluated]]:
+    """Draws one sample per held-out prompt, each of the actor's shares its part, and scores them.
+
+    Args:
+        roles: the actor draws.
+        run: says what could not be scored.
+        draw: ``(actor_state, rows, config)`` to samples of these held-out prompts, and the norms of their velocities
+            with metrics of the drawing.
+        config: of the task.
+        step: finished iterations.
+
+    Returns:
+        Metrics over all prompts, and what the shares that this process drives made.
+    """
+    actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
+    shares = [list(share_of(count, share, actor.num_shares)) for share in actor.shares]
+    longest = -(-count // actor.num_shares)
+    drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in shares]  # ranks compute together
+    made = actor.keep(draw, drawn, config, num_values=2)
+    scoring = [
+        [roles.scorer.submit(_score, samples, at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+        for rows, (samples, _) in zip(shares, made, strict=True)
+    ]
+    scored = [Scores.cat([each.result() for each in futures]) for futures in scoring]
+    about = [about.fetch() for _, about in made]
+    norms = [norm for rows, (some, _) in zip(shares, about, strict=True) for norm in some[: len(rows)]]
+    everyone = roles.together((Scores.cat(scored), norms))
+    all_scores = Scores.cat([scores for scores, _ in everyone])
+    for text in all_scores.messages:
+        run.say(f"evaluation at step {step}: reward {text}")
+    metrics = all_scores.metrics("eval/") | about[0][1]
+    metrics["eval/velocity/rms"] = sum(norm for _, some in everyone for norm in some) / count
+    return metrics, [Evaluated(samples, scores) for (samples, _), scores in zip(made, scored, strict=True)]
+
+
+def save_samples(
+    roles: Roles,
+    run: Run,
+    config: DiffusionRLConfig,
+    step: int,
+    evaluated: Sequence[Evaluated],
+    trained: Sequence[Part] = (),
+    scores: Scores | None = None,
+    advantages: Any = None,
+) -> None:
+    """Keeps some held-out samples of a step, and of those that were trained on, in the run folder.
+
+    Args:
+        roles: the actor writes, so that no image passes through this process.
+        run: shows them to the trackers.
+        config: of the task.
+        step: finished iterations.
+        evaluated: of ``evaluate``.
+        trained: the shares' parts of the iteration, if any, with the scores and advantages of all samples.
+    """
+    first = list(trained[:1]) + [None] * len(evaluated)  # the first share's are enough
+    parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
+    roles.actor.map(_save_samples, parts, scores, advantages, config, step).result()
+    run.show_samples(step)
+
+
+def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:
+    return scorer.score(samples[start:stop])
+
+
+def _save_samples(
+    actor: Any, part: tuple[list[Sample], Scores, Part | None], scores: Any, advantages: Any, config: Any, step: int
+) -> None:
+    samples, eval_scores, trained = part
+    records = [
+        eval_scores.record(
+            row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step
+        )
+        for row, sample in enumerate(samples[: len(eval_scores.total)])
+        if sample.group_id < config.eval.num_saved
+    ]
+    together: list[SampleRecord] = [each for some in actor.mesh.gather(records) for each in some]
+    if not actor.mesh.is_first:
+        return
+    if trained is not None:
+        together += records_of(trained, scores, advantages.values, config.train.seed)
+    save_samples_and_grids(Path(config.train.output_dir), step, together)

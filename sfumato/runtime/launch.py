@@ -1,0 +1,63 @@
+"""Builds the roles of a run where its configuration says that they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, LocalDriver, LocalRole, Record, Roles, ThreadRole
+from sfumato.tracking.run import Run
+
+Build = Callable[[Any, Mesh, Any], Any]
+"""``(config, mesh, run)`` to a role's state, in one of its processes. The mesh is the role's; the run has ``say``,
+``timed`` and ``stop_requested``."""
+
+
+def main_mesh(config: DiffusionRLConfig) -> Mesh:
+    """The processes that run the task's script: torchrun's ranks, or with roles on Ray this one.
+
+    Raises:
+        ConfigError: as ``build_mesh`` does.
+    """
+    if config.runtime.backend == "ray":
+        return Mesh(Layout(), torch.device("cpu"))
+    return build_mesh(config.train)
+
+
+def launch_roles(config: DiffusionRLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build) -> Roles:
+    """Builds all roles; use what it returns in a ``with``.
+
+    Args:
+        config: of the task.
+        run: of this process.
+        actor: makes the state of the actor, which also samples with ``rollout.hybrid_engine``.
+        sampler: makes the state of a sampler of its own.
+        scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
+    """
+    if config.runtime.backend == "ray":
+        from sfumato.runtime.cluster.launch import launch_on_ray
+
+        return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer)
+    record, mesh = Record(), run.mesh
+    share = mesh.data_rank, mesh.data_size
+    scorer_role = ThreadRole(scorer(config, mesh, run), SCORER, config.reward.num_workers, record)
+    actor_role = LocalRole(actor(config, mesh, run), ACTOR, *share, record)
+    sampler_role, weights = actor_role, None
+    if not config.rollout.hybrid_engine:
+        from sfumato.runtime.weight_sync.sync import WeightSync
+
+        sampler_role = LocalRole(sampler(config, mesh, run), SAMPLER, *share, record)
+        weights = WeightSync(actor_role, sampler_role, "local")
+    return Roles(
+        actor=actor_role,
+        sampler=sampler_role,
+        scorer=scorer_role,
+        weights=weights,
+        driver=LocalDriver(record),
+        together=lambda mine: mesh.gather(mesh.first(mine, among="copies")),
+    )

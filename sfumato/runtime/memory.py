@@ -1,0 +1,236 @@
+"""Which of a role's tensors are on the GPU: roles that share one move away what a phase does not need.
+
+What is moved away keeps its tensors, whose *storages* become empty while a copy is in CPU memory, as FSDP does with
+weights that it has gathered. So it does not matter who else refers to them: DTensors and the flat pieces that FSDP
+gathers from, tied weights, adapters, the optimiser. CUDA graphs, and handles that another process has opened (CUDA
+IPC), are outside of this: end them before their weights go.
+
+The order of one iteration of an actor and a sampler that are two processes on one GPU; each line waits for the one
+before it, so that never more than one of them needs room:
+
+    actor    before_generation(sampled_here=False, keep=["parameters"])     gradients, optimiser off
+    sampler  onload("parameters")                                           both have weights: publish
+    actor    offload("parameters")
+    sampler  generates; then offload(*parts)
+    actor    before_update(), forward and backward passes                   gradients are made
+    actor    before_step(), optimizer.step()                                when activations have gone
+
+In one process (the sampler is the actor) it is ``before_generation(sampled_here=True)``, then the last two lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sfumato.errors import OffloadedError
+from sfumato.parallel.shards import all_parameters
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A storage that is empty, and what was in it."""
+
+    storage: torch.UntypedStorage
+    content: torch.Tensor
+
+
+class RoleMemory:
+    """The tensors of a role by name, each part on the device or in CPU memory.
+
+    Parts are ``parameters`` (with buffers), ``optimizer`` (its state), and others that are given. Gradients are
+    dropped, never moved: a backward pass makes them. No pass may be under way when something is moved.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        others: Mapping[str, Callable[[], Iterable[torch.Tensor]]] | None = None,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Nothing is moved yet.
+
+        Args:
+            module: what is trained or sampled, plain or under data parallelism.
+            optimizer: of its parameters, if it is trained.
+            others: further parts, such as averages or a frozen reference, as functions that list their tensors.
+            device: where the role computes. Tensors elsewhere (counters of AdamW, offloaded FSDP) stay where they are,
+                as does memory that torch has not allocated and so cannot free (mapped files, another process's).
+        """
+        self.module, self.optimizer, self.device = module, optimizer, torch.device(device)
+        self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._weights}
+        if optimizer is not None:
+            self._parts[OPTIMIZER] = lambda: _state_tensors(optimizer)
+        self._parts |= others or {}
+        self._away: dict[str, list[_Away]] = {}
+        self._guards: dict[str, list[Any]] = {}
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of all parts."""
+        return list(self._parts)
+
+    @property
+    def away(self) -> list[str]:
+        """Parts that are in CPU memory."""
+        return [name for name in self._parts if name in self._away]
+
+    def before_generation(self, sampled_here: bool, keep: Iterable[str] = ()) -> int:
+        """Keeps what sampling needs: weights if this role samples, else nothing. Gradients are dropped first.
+
+        Args:
+            sampled_here: this process draws the samples, by these weights.
+            keep: other parts that sampling needs (an averaged policy).
+
+        Returns:
+            Bytes that were freed, gradients not counted.
+        """
+        self.drop_gradients()
+        staying = {*keep, *([PARAMETERS] if sampled_here else [])}
+        return self.offload(*(name for name in self._parts if name not in staying))
+
+    def before_update(self) -> int:
+        """Brings back what forward and backward passes need: all but the optimiser's state. Returns the bytes.
+
+        Who else is on the device must have gone before.
+        """
+        return self.onload(*(name for name in self._parts if name != OPTIMIZER))
+
+    def before_step(self) -> int:
+        """Brings back the optimiser's state, when activations have gone. Returns the bytes; 0 where it is there."""
+        return self.onload(OPTIMIZER) if OPTIMIZER in self._parts else 0
+
+    def drop_gradients(self) -> None:
+        """Frees gradients; what they should have changed must be changed by now."""
+        if PARAMETERS not in self._away:
+            all_parameters(self.module)  # weights that FSDP has gathered go, too
+        self.module.zero_grad(set_to_none=True)
+
+    def offload(self, *parts: str) -> int:
+        """Copies parts to CPU memory and frees them on the device, for other processes too.
+
+        Args:
+            parts: names; those that are away already stay so.
+
+        Returns:
+            Bytes freed on the device.
+
+        Raises:
+            KeyError: when there is no such part.
+        """
+        leaving: dict[str, list[torch.UntypedStorage]] = {}
+        seen = {each.storage._cdata for away in self._away.values() for each in away}
+        for name in parts:
+            tensors = self._parts[name]()
+            if name not in self._away and name not in leaving:
+                leaving[name] = list(_storages(tensors, self.device, seen))
+        copies = {name: [_copy_of(each) for each in storages] for name, storages in leaving.items()}
+        self._synchronize()  # before anything is freed: copies are under way, perhaps in several streams
+        freed = 0
+        for name, away in copies.items():
+            self._away[name] = away
+            self._guards[name] = self._guard(name)
+            for each in away:
+                freed += each.storage.nbytes()
+                each.storage.resize_(0)
+        if freed and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # once, when all has gone: what torch only caches no other process can take
+        return freed
+
+    def onload(self, *parts: str) -> int:
+        """Brings parts back, to the bit what they were.
+
+        Args:
+            parts: names; those that are here already stay so.
+
+        Returns:
+            Bytes that were brought back.
+
+        Raises:
+            KeyError: when there is no such part.
+            torch.OutOfMemoryError: when the device has no room; what did not fit is still away.
+        """
+        brought = 0
+        for name in parts:
+            self._parts[name]  # an unknown one is an error, whatever is away
+            away = self._away.get(name, [])
+            for each in away:
+                each.storage.resize_(each.content.numel())
+                _bytes_of(each.storage).copy_(each.content, non_blocking=True)
+                brought += each.content.numel()
+            self._synchronize()  # the copies in CPU memory are freed next
+            for guard in self._guards.pop(name, []):
+                guard.remove()
+            self._away.pop(name, None)
+        return brought
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        yield from all_parameters(self.module).values()
+        yield from self.module.buffers()
+
+    def _guard(self, name: str) -> list[Any]:
+        """Hooks that stop what would read empty storages, which is a crash of the process, or worse."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise OffloadedError(f"part {name!r} of a role is in CPU memory: call onload({name!r}) of its memory first")
+
+        if name == PARAMETERS:
+            guards = [self.module.register_forward_pre_hook(refuse, prepend=True)]
+            guards.append(self.module.register_state_dict_pre_hook(refuse))
+            return guards + ([self.optimizer.register_step_pre_hook(refuse)] if self.optimizer else [])
+        if name == OPTIMIZER:
+            hooks = (self.optimizer.register_step_pre_hook, self.optimizer.register_state_dict_pre_hook)
+            return [hook(refuse) for hook in hooks]
+        return []
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+
+
+def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors that are on a device, each once; adds them to those ``seen``."""
+    for plain in (each for tensor in tensors for each in _plain(tensor)):
+        storage = plain.untyped_storage()
+        if plain.device.type != device.type or not storage.nbytes() or not storage.resizable():
+            continue
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        yield storage
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor is made of: the piece of a DTensor, codes and scales of compressed state, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, torch.Tensor):  # a DTensor also lists its mesh
+            yield from _plain(inner)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as uint8 ``[bytes]``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+
+
+def _copy_of(storage: torch.UntypedStorage) -> _Away:
+    """The content in CPU memory; pinned, if it comes from a GPU, so that copies run at the speed of the bus."""
+    content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return _Away(storage, content.copy_(_bytes_of(storage), non_blocking=True))

@@ -1,0 +1,1 @@
+"""The actor's weights to the sampler: in buckets, whatever the two layouts, and verified."""

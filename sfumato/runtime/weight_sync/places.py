@@ -1,0 +1,134 @@
+"""Where processes are: which machine, which process, which GPU, and under what address others find it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sfumato.errors import WeightSyncError
+from sfumato.parallel.mesh import Mesh
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Differs between machines, also where all have one name."""
+
+GIVEN_UP = "given up"
+"""The key that a process sets when it cannot go on."""
+
+LONGEST_PAUSE_S = 0.01
+"""Between two looks into a store."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a process."""
+
+    machine: str
+    process: int
+    gpu: str | None
+    """UUID; None on a CPU."""
+
+    def __str__(self) -> str:
+        return f"{self.machine}, process {self.process}" + (f", GPU {self.gpu}" if self.gpu else "")
+
+
+def places_of(mesh: Mesh) -> list[Place]:
+    """Of all ranks. Every rank must call it."""
+    boot = BOOT.read_text(encoding="ascii").strip() if BOOT.is_file() else ""
+    gpu = str(torch.cuda.get_device_properties(mesh.device).uuid) if mesh.device.type == "cuda" else None
+    return mesh.gather(Place(f"{socket.gethostname()}/{boot}", os.getpid(), gpu), over="world")
+
+
+def own_address() -> str:
+    """An address of this machine that others reach: what torchrun or the runtime has told, or that of the network."""
+    told = os.environ.get("MASTER_ADDR")
+    if told and os.environ.get("RANK", "0") == "0":
+        return told
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # nothing is sent: it asks which of the networks would be taken
+        except OSError:
+            return "127.0.0.1"  # no network at all: nobody else is there
+        return probe.getsockname()[0]
+
+
+def open_store(timeout_s: float) -> tuple[dist.TCPStore, tuple[str, int]]:
+    """A store in this process, and where others find it."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, (own_address(), store.port)
+
+
+def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
+    """The store of another process.
+
+    Raises:
+        WeightSyncError: when it does not answer in time.
+    """
+    try:
+        return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise WeightSyncError(
+            f"the actor cannot be reached at {address[0]}:{address[1]} within {timeout_s:g} s: is it alive, and do the "
+            "machines see each other? runtime.weight_sync files needs a shared folder only"
+        ) from error
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float, stop: threading.Event) -> list[str]:
+    """Waits until keys are in a store.
+
+    It asks again and again, since a store's own wait can neither be broken off nor time out without noise.
+
+    Args:
+        store: of this process alone, or of this thread.
+        keys: what others set.
+        timeout_s: longest wait; it ends before when one of the others gives up.
+        stop: breaks the wait off.
+
+    Returns:
+        The keys that are not there: none if all are.
+
+    Raises:
+        DistNetworkError: when the process of the store has gone.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+    while not store.check(list(keys)):
+        if stop.wait(pause_s) or time.monotonic() > deadline or store.check([GIVEN_UP]):
+            return [each for each in keys if not store.check([each])]
+        pause_s = min(LONGEST_PAUSE_S, pause_s * 1.5)
+    return []
+
+
+def meet(store: dist.Store, own: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
+    """Waits until all have come.
+
+    Args:
+        store: of the meeting.
+        own: this one's name.
+        all_names: who must come.
+        timeout_s: seconds to wait.
+        stop: breaks the wait off.
+
+    Raises:
+        WeightSyncError: names those who have not come.
+    """
+    try:
+        store.set(f"here/{own}", "1")
+        keys = {f"here/{each}": each for each in all_names}
+        lacking = wait_for(store, list(keys), timeout_s, stop)
+    except dist.DistNetworkError as error:
+        raise WeightSyncError(f"{own} has lost the actor while the roles were being connected: {error}") from error
+    if lacking:
+        raise WeightSyncError(
+            f"{own} waited (at most {timeout_s:g} s) to be connected with "
+            f"{', '.join(keys[each] for each in lacking)}, who did not come: look for what stopped them, or raise the "
+            "time that the sync may take"
+        )

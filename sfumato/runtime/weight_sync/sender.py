@@ -1,0 +1,212 @@
+"""What the actor's processes do: they open a way to the sampler, and send versions over it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import all_parameters, trainable_parameters
+from sfumato.parallel.weights import persistent_buffers
+from sfumato.runtime.weight_sync.buckets import Bucket, gather_bucket, plan_buckets
+from sfumato.runtime.weight_sync.checksum import NAMED, Spec, add_up, local_checksums
+from sfumato.runtime.weight_sync.places import Place, places_of
+from sfumato.runtime.weight_sync.transports import Ends, Sending, Settings, choose, sending_side
+
+
+class SendingState(Protocol):
+    """The state of a role that sends weights."""
+
+    mesh: Mesh
+    sync: Any
+    """Left to this module."""
+
+    def sent_weights(self, version: int) -> AbstractContextManager[nn.Module]:
+        """Inside, the module has the weights that are to be sent: its trainable parameters, on every rank."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the sampler wants."""
+
+    specs: dict[str, Spec]
+    """All its parameters and persistent buffers, whole, by the names of the plain module."""
+    places: list[Place]
+    """Of its ranks."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the sampler needs to know before the first version."""
+
+    transport: str
+    settings: Settings
+    buckets: tuple[Bucket, ...]
+    access: Any
+    """Of the transport."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a version was when it was sent."""
+
+    version: int
+    checksums: dict[str, int]
+    """Of whole tensors: those that were sent, and at the first time all others, too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # eight bytes each: pickled integers are of different length, and so would be what the driver is sent
+        sums = b"".join(each.to_bytes(8, "little") for each in self.checksums.values())
+        return _sent_again, (self.version, tuple(self.checksums), sums)
+
+
+def _sent_again(version: int, names: tuple[str, ...], sums: bytes) -> Sent:
+    return Sent(
+        version,
+        {name: int.from_bytes(sums[8 * at : 8 * at + 8], "little") for at, name in enumerate(names)},
+    )
+
+
+@dataclass
+class Sender:
+    """Kept in the state of each process of the actor."""
+
+    transport: Sending
+    specs: dict[str, Spec]
+    sent_names: tuple[str, ...]
+
+
+class Source:
+    """The weights of a module, inside ``sent_weights``."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self.parameters = all_parameters(module)
+        self.pieces = Pieces(module, mesh, self.parameters)
+
+    def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
+        """See ``gather_bucket``."""
+        gather_bucket(bucket, self.parameters, self.pieces, memory)
+
+
+def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Offer:
+    """Plans what is sent and chooses the way. In every process of the actor; the first one's offer counts.
+
+    Raises:
+        ConfigError: when the sampler's model is another one, nothing is trained, or the transport cannot work.
+    """
+    close_sending(state)
+    mesh = state.mesh
+    refuse_stages(mesh, "actor")
+    with state.sent_weights(version) as module:
+        shapes = dict(Pieces(module, mesh, all_parameters(module)).shapes)
+        shapes |= {name: each.shape for name, each in persistent_buffers(module).items()}
+        trained = tuple(trainable_parameters(module))
+    _check_same({name: tuple(shape) for name, shape in shapes.items()}, wanted.specs)
+    if not trained:
+        raise ConfigError("the actor has no trainable parameter, so there are no weights to send to the sampler")
+    ends = Ends(places_of(mesh), wanted.places)
+    name = choose(settings.transport, ends)
+    buckets = plan_buckets({each: wanted.specs[each] for each in trained}, settings.bucket_bytes)
+    transport = sending_side(name)(settings, mesh, buckets, ends)
+    state.sync = Sender(transport, wanted.specs, trained)
+    return Offer(name, settings, buckets, transport.access())
+
+
+def join_sending(state: SendingState) -> None:
+    """Waits for the sampler's processes, which run ``join_receiving`` at the same time."""
+    _sender(state).transport.join()
+
+
+def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any]:
+    """Sends the trainable parameters. In every process of the actor.
+
+    Args:
+        state: of this process.
+        version: a number.
+        everything: whether the checksums of what is not sent are taken, too.
+
+    Returns:
+        Checksums, and the transport's ticket for the receivers.
+
+    Raises:
+        WeightSyncError: when the ranks' copies differ, or a receiver has gone; the way is then closed.
+    """
+    sender, mesh = _sender(state), state.mesh
+    try:
+        with state.sent_weights(version) as module:
+            source = Source(module, mesh)
+            names = list(source.parameters) if everything else sender.sent_names
+            buffers = persistent_buffers(module) if everything else {}
+            parameters = {name: source.parameters[name] for name in names}
+            ranks = mesh.gather(local_checksums(module, mesh, parameters, buffers, sender.specs), over="world")
+            shapes = {name: sender.specs[name].shape for name in (*names, *buffers)}
+            totals = add_up(ranks, shapes, f"weights of version {version} in the actor")
+            ticket = sender.transport.send(version, source)
+    except BaseException:
+        close_sending(state)  # receivers that wait would do so for a long time
+        raise
+    return Sent(version, totals), ticket
+
+
+def release(state: SendingState, version: int) -> None:
+    """All receivers have a version: frees what was kept for them."""
+    _sender(state).transport.release(version)
+
+
+def is_there(state: SendingState) -> None:
+    """Nothing: a process that has gone cannot run it."""
+    del state
+
+
+def abort_sending(state: SendingState) -> None:
+    """Lets a call that waits for receivers fail: one of them has gone. In another thread than that call."""
+    sender = getattr(state, "sync", None)
+    if isinstance(sender, Sender):
+        sender.transport.abort()
+
+
+def close_sending(state: SendingState) -> None:
+    """Closes the way to the sampler, if there is one."""
+    sender = getattr(state, "sync", None)
+    if isinstance(sender, Sender):
+        sender.transport.close()
+        state.sync = None
+
+
+def refuse_stages(mesh: Mesh, role: str) -> None:
+    """Raises ConfigError for pipeline parallelism."""
+    if mesh.layout.pp > 1:
+        raise ConfigError(
+            f"weights cannot be synchronised with a pipeline of stages ({role}): set pipeline_parallel_size to 1"
+        )
+
+
+def _sender(state: SendingState) -> Sender:
+    sender = getattr(state, "sync", None)
+    if not isinstance(sender, Sender):
+        raise WeightSyncError("the actor is not connected with the sampler (any more): WeightSync.reconnect() first")
+    return sender
+
+
+def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec]) -> None:
+    problems = []
+    for found, other, text in ((shapes, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
+        lacking = [name for name in found if name not in other]
+        if lacking:
+            more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
+            problems.append(f"{text} {', '.join(lacking[:NAMED])}{more}")
+    problems += [
+        f"{name} has shape {shape} in the actor and {wanted[name].shape} in the sampler"
+        for name, shape in shapes.items()
+        if name in wanted and shape != wanted[name].shape
+    ][:NAMED]
+    if problems:
+        raise ConfigError(
+            f"actor and sampler have different models: {'; '.join(problems)}; build both from the same model section"
+        )

@@ -1,0 +1,212 @@
+"""The driver's side of weight synchronisation: which function runs in which role, and when."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sfumato.errors import WeightSyncError
+from sfumato.runtime.weight_sync import receiver, sender
+from sfumato.runtime.weight_sync.sender import Offer, Sent
+from sfumato.runtime.weight_sync.transports import Settings, sending_side
+
+SHARED = "shared"
+"""What a report calls the transport when the sampler is the actor."""
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
+"""Between two looks at calls that run."""
+
+LOOK_S = 1.0
+"""Between two looks whether the actor lives, while the sampler alone works."""
+
+GRACE_S = 5.0
+"""In which one side must follow the other that has failed; it is not waited for any longer."""
+
+
+class Result(Protocol):
+    """Of a call."""
+
+    def result(self) -> Any: ...
+
+    def done(self) -> bool: ...
+
+
+class Caller(Protocol):
+    """The part of a role that is used here."""
+
+    def call(self, function: Any, *args: Any) -> Result: ...
+
+    def call_aside(self, function: Any, *args: Any) -> Result: ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a transfer was."""
+
+    version: int
+    transport: str
+    num_tensors: int
+    """That were sent."""
+    num_bytes: int
+    """Of one copy of them."""
+    num_verified: int
+    """Tensors whose checksums are compared when the version is applied."""
+    seconds: float
+    """From the begin until all ranks had staged it; the first time without connecting."""
+
+
+class WeightSync:
+    """From an actor role to a sampler role.
+
+    A version is transferred while the sampler generates, then applied in the sampler's order: between two calls. Only
+    trainable parameters travel. At the first version since the roles were connected all weights are verified, later
+    those that travel.
+    """
+
+    def __init__(
+        self,
+        actor: Caller,
+        sampler: Caller,
+        transport: str = "auto",
+        bucket_mb: float = 256,
+        folder: Path | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Nothing is opened before the first transfer.
+
+        Args:
+            actor: its state is a ``SendingState``.
+            sampler: its state is a ``ReceivingState``; the actor itself if they share the weights.
+            transport: auto, local (within a process), broadcast, ipc or files.
+            bucket_mb: most MiB that are gathered and sent at a time.
+            folder: the run folder, for files.
+            timeout_s: longest wait of one side for the other.
+        """
+        self.actor, self.sampler = actor, sampler
+        self.settings = Settings(transport, int(bucket_mb * 2**20), folder, timeout_s)
+        self._offer: Offer | None = None
+        self._is_first = True
+        self._sent: Sent | None = None
+        self._applying: Result | None = None
+
+    @property
+    def transport(self) -> str | None:
+        """The one that was chosen; None before the roles are connected."""
+        return SHARED if self.actor is self.sampler else self._offer and self._offer.transport
+
+    def connect(self, version: int) -> None:
+        """Opens the way, with the version that will be sent first. ``transfer`` does it by itself.
+
+        Raises:
+            ConfigError: when the models differ or the transport cannot work.
+            WeightSyncError: when a process does not come.
+        """
+        wanted = self.sampler.call(receiver.describe).result()
+        offer = self.actor.call(sender.open_sending, version, wanted, self.settings).result()
+        self._while_actor_lives(self.sampler.call(receiver.open_receiving, offer))
+        if sending_side(offer.transport).streams:
+            joining = self.sampler.call_aside(receiver.join_receiving)
+            self._both(self.actor.call(sender.join_sending), joining)
+        self._offer, self._is_first, self._sent, self._applying = offer, True, None, None
+
+    def transfer(self, version: int) -> SyncReport:
+        """Sends a version, and waits until every process of the sampler has it in staging memory.
+
+        Versions rise from one to the next. One that is being applied is waited for.
+
+        Raises:
+            ConfigError, WeightSyncError: see ``connect``, ``send`` and ``receive``. Call ``reconnect`` before the next.
+        """
+        if self.actor is self.sampler:
+            return SyncReport(version, SHARED, 0, 0, 0, 0.0)
+        if self._applying is not None:
+            self._applying.result()
+            self._applying = None
+        if self._offer is None:
+            self.connect(version)
+        started = time.perf_counter()
+        self._sent = None
+        if sending_side(self._offer.transport).streams:
+            receiving = self.sampler.call_aside(receiver.receive, version, None)
+            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first), receiving)
+        else:
+            sent, ticket = self.actor.call(sender.send, version, self._is_first).result()
+            self.sampler.call_aside(receiver.receive, version, ticket).result()
+            self.actor.call(sender.release, version).result()
+        seconds = time.perf_counter() - started
+        self._sent, self._is_first = sent, False
+        items = [item for bucket in self._offer.buckets for item in bucket.items]
+        num_bytes = sum(each.num_bytes for each in items)
+        return SyncReport(version, self._offer.transport, len(items), num_bytes, len(sent.checksums), seconds)
+
+    def apply(self, version: int) -> Result:
+        """Queues a transferred version in the sampler's order. The future raises WeightSyncError if it is not whole.
+
+        Raises:
+            WeightSyncError: when it was not transferred.
+        """
+        if self.actor is self.sampler:
+            return self.sampler.call(receiver.set_version, version)
+        if self._sent is None or self._sent.version != version:
+            has = f"the last was {self._sent.version}" if self._sent else "none was"
+            raise WeightSyncError(
+                f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
+            )
+        self._applying = self.sampler.call(receiver.apply, self._sent)
+        return self._applying
+
+    def publish(self, version: int) -> SyncReport:
+        """Transfers and applies a version, and waits for both."""
+        report = self.transfer(version)
+        self.apply(version).result()
+        self._applying = None
+        return report
+
+    def reconnect(self) -> None:
+        """After a role was started anew, or a transfer failed: the next transfer opens a new way and verifies all."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes the way on both sides. A role that has gone raises what it raises."""
+        if self._offer is not None:
+            self._offer, self._sent, self._applying = None, None, None
+            self.actor.call(sender.close_sending).result()  # first: it frees receivers that still wait
+            self.sampler.call(receiver.close_receiving).result()
+
+    def _while_actor_lives(self, call: Result) -> Any:
+        """The result of a call of the sampler, which may wait for the actor though that has nothing to do meanwhile."""
+        looked = time.monotonic()
+        while not call.done():
+            if time.monotonic() - looked > LOOK_S:
+                self.actor.call_aside(sender.is_there).result()
+                looked = time.monotonic()
+            time.sleep(LONGEST_PAUSE_S)
+        return call.result()
+
+    def _both(self, sending: Result, receiving: Result) -> Any:
+        """Waits for two sides that work together, and returns what the sender gave.
+
+        A side that fails does not leave the other waiting; of two errors the one is raised that is no consequence.
+        """
+        pause_s, deadline = SHORTEST_PAUSE_S, None
+        while not (sending.done() and receiving.done()) and (deadline is None or time.monotonic() < deadline):
+            if deadline is None and (_errors_of(sending) or _errors_of(receiving)):
+                deadline = time.monotonic() + GRACE_S
+                self.actor.call_aside(sender.abort_sending).result()
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+        errors = _errors_of(sending) + _errors_of(receiving)
+        if errors:
+            raise next((each for each in errors if not isinstance(each, WeightSyncError)), errors[0])
+        return sending.result()
+
+
+def _errors_of(call: Result) -> list[Exception]:
+    if call.done():
+        try:
+            call.result()
+        except Exception as error:
+            return [error]
+    return []

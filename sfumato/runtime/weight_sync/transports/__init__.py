@@ -1,0 +1,151 @@
+"""Ways from the actor's processes to the sampler's, one file each, with a class for either side.
+
+What a sender offers when it opens, and the ticket that it returns for a version, travel through the driver: addresses,
+handles and paths, nothing bulk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.runtime.weight_sync.buckets import Bucket
+from sfumato.runtime.weight_sync.places import Place
+
+NAMES = ("local", "broadcast", "ipc", "files")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How weights travel."""
+
+    transport: str = "auto"
+    """One of NAMES, or auto."""
+    bucket_bytes: int = 256 << 20
+    """Most bytes that are gathered and sent at a time."""
+    folder: Path | None = None
+    """Of files: made, and emptied, by the sender."""
+    timeout_s: float = 600.0
+    """Longest wait of one side for the other."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both sides, by rank."""
+
+    senders: Sequence[Place]
+    receivers: Sequence[Place]
+
+    @property
+    def in_one_process(self) -> bool:
+        """Each receiving rank is the process of the sending rank of the same number."""
+        pairs = [(each.machine, each.process) for each in self.senders]
+        return pairs == [(each.machine, each.process) for each in self.receivers]
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Sending ranks that share memory with a receiving one: on its GPU, or without GPUs on its machine."""
+        place = self.receivers[rank]
+        return [
+            index for index, each in enumerate(self.senders) if (each.machine, each.gpu) == (place.machine, place.gpu)
+        ]
+
+
+class Source(Protocol):
+    """The weights that are to be sent."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    pieces: Pieces
+
+    def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
+        """Gathers a bucket into memory; every rank calls it, those that do not send with None."""
+
+
+class Sending(Protocol):
+    """The actor's side; one in each of its processes."""
+
+    streams: ClassVar[bool]
+    """Receivers take part while it sends; otherwise they begin when it has."""
+
+    def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None: ...
+
+    def access(self) -> Any:
+        """What a receiver needs to find this; on the first rank."""
+
+    def join(self) -> None:
+        """Waits for the receivers, who join at the same time."""
+
+    def send(self, version: int, source: Source) -> Any:
+        """Sends all buckets and returns the ticket, on the first rank."""
+
+    def release(self, version: int) -> None:
+        """All receivers have a version."""
+
+    def abort(self) -> None:
+        """Breaks off waiting for receivers; called in another thread."""
+
+    def close(self) -> None:
+        """Frees what it holds; receivers that wait for it fail at once."""
+
+
+class Receiving(Protocol):
+    """The sampler's side; one in each of its processes."""
+
+    gives_pieces: ClassVar[bool]
+    """``take`` gives this rank's pieces, to be kept; otherwise whole tensors, to be cut and copied."""
+
+    def __init__(
+        self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+    ) -> None: ...
+
+    def join(self) -> None:
+        """Waits for the sender, and for the other receivers."""
+
+    def take(self, version: int, ticket: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors by name; each is valid until the next is asked for. In any thread, without the role's group."""
+
+    def give_up(self) -> None:
+        """This rank cannot go on with a version: nobody is to wait for it."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
+
+
+def choose(name: str, ends: Ends) -> str:
+    """The transport for two roles.
+
+    Raises:
+        ConfigError: when there is none of that name, or it cannot work between them.
+    """
+    if name == "auto":
+        if ends.in_one_process:
+            return "local"
+        on_gpu = all(each.gpu for each in (*ends.senders, *ends.receivers))
+        near = all(ends.neighbours(rank) for rank in range(len(ends.receivers)))
+        return "ipc" if on_gpu and near else "broadcast"
+    if name not in NAMES:
+        raise ConfigError(f"runtime.weight_sync {name!r} is unknown: auto, {', '.join(NAMES)}")
+    if name == "local" and not ends.in_one_process:
+        raise ConfigError("weights can be handed over within a process only: set runtime.weight_sync to auto")
+    if ends.in_one_process and name in ("broadcast", "ipc"):
+        raise ConfigError(
+            f"runtime.weight_sync {name} is between processes, and actor and sampler are in one: set it to auto"
+        )
+    return name
+
+
+def sending_side(name: str) -> type[Sending]:
+    """The class of a transport."""
+    return importlib.import_module(f"{__name__}.{name}").Sending
+
+
+def receiving_side(name: str) -> type[Receiving]:
+    """The class of a transport."""
+    return importlib.import_module(f"{__name__}.{name}").Receiving

@@ -1,0 +1,135 @@
+"""Through a folder that all processes see: safetensors, written beside, listed, and renamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.runtime.weight_sync.buckets import Bucket, largest
+from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+
+FOLDER = "weight_sync"
+"""Within the run folder."""
+
+MANIFEST = "manifest.json"
+
+VISIBLE_S = 10.0
+"""Seconds after which a network file system shows a folder that another node has renamed."""
+
+
+class Sending:
+    """The actor's side. Only its first rank writes."""
+
+    streams = False
+
+    def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
+        del ends
+        if settings.folder is None:
+            raise ConfigError("weights travel through files only with a folder: set train.output_dir")
+        self.root, self.mesh, self.buckets = Path(settings.folder) / FOLDER, mesh, buckets
+        self.memory = None
+        if mesh.is_first:
+            shutil.rmtree(self.root, ignore_errors=True)  # what a killed run has left
+            self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8)
+
+    def access(self) -> None:
+        """Paths stand in the tickets."""
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    def send(self, version: int, source: Source) -> str:
+        """Writes the buckets of a version; returns its folder, on every rank."""
+        try:
+            written = self._write(version, source)
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"version {version} could not be written into {self.root}: {error}") from error
+        return self.mesh.first(written, among="world")
+
+    def _write(self, version: int, source: Source) -> str | None:
+        final = self.root / f"version_{version}"
+        building = final.with_suffix(".tmp")
+        files: dict[str, int] = {}
+        for number, bucket in enumerate(self.buckets):
+            source.gather(bucket, self.memory)
+            if self.memory is None:
+                continue
+            building.mkdir(parents=True, exist_ok=True)
+            path = building / f"bucket_{number:05d}.safetensors"
+            save_file({name: each.clone() for name, each in bucket.tensors(self.memory)}, path)
+            files[path.name] = path.stat().st_size
+        if self.memory is None:
+            return None
+        text = json.dumps({"version": version, "files": files}, indent=1)
+        (building / MANIFEST).write_text(text, encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        building.rename(final)
+        return str(final.resolve())
+
+    def release(self, version: int) -> None:
+        """Removes a version, when all ranks of this role have come: they may be the receivers, too."""
+        self.mesh.barrier()
+        if self.memory is not None:
+            shutil.rmtree(self.root / f"version_{version}")
+
+    def abort(self) -> None:
+        """Nobody is waited for."""
+
+    def close(self) -> None:
+        """Removes all that is left."""
+        if self.memory is not None:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Receiving:
+    """The sampler's side."""
+
+    gives_pieces = False
+
+    def __init__(self, access: None, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces) -> None:
+        del access, settings, mesh, pieces
+        self.names = [item.name for bucket in buckets for item in bucket.items]
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    def take(self, version: int, ticket: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, one at a time."""
+        folder, deadline = Path(ticket), time.monotonic() + VISIBLE_S
+        while not (folder / MANIFEST).is_file():
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"version {version}: {folder} was written by the actor, but cannot be seen here: train.output_dir "
+                    "must lie on a file system that all nodes share; or take runtime.weight_sync broadcast"
+                )
+            time.sleep(0.1)
+        found = set()
+        try:
+            listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+            for name, num_bytes in listed.items():
+                if (folder / name).stat().st_size != num_bytes:
+                    raise WeightSyncError(f"version {version}: {folder / name} is not as long as it was written")
+                with safe_open(folder / name, framework="pt") as file:
+                    for key in file.keys():  # noqa: SIM118 (it is no dict)
+                        found.add(key)
+                        yield key, file.get_tensor(key)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
+        if lacking := [each for each in self.names if each not in found]:
+            raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")
+
+    def give_up(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,85 @@
+"""Within a process: the sender's pieces where both sides are cut alike, otherwise wholes that are cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sfumato.checkpoint.parts import boxes_of
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import local
+from sfumato.runtime.weight_sync.buckets import Bucket, largest
+from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+
+
+class Sending:
+    """The actor's side; the sampler's is given this very object."""
+
+    streams = False
+
+    def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
+        del settings, ends
+        self.mesh, self.buckets = mesh, buckets
+        self.receiver: Pieces | None = None
+        """How the sampler's module in this process is cut; it says so when it opens."""
+
+    def access(self) -> Sending:
+        """This."""
+        return self
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    @torch.no_grad()
+    def send(self, version: int, source: Source) -> dict[str, torch.Tensor]:
+        """Copies of what the sampler's module in this process needs, by name."""
+        del version
+        items = [item for bucket in self.buckets for item in bucket.items]
+        differs = any(boxes_of(source.pieces, each.name) != boxes_of(self.receiver, each.name) for each in items)
+        if not self.mesh.any(differs):
+            return {
+                each.name: local(source.parameters[each.name].detach()).to(each.spec.dtype, copy=True) for each in items
+            }
+        memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
+        found = {}
+        for bucket in self.buckets:
+            source.gather(bucket, memory)
+            found |= {name: self.receiver.piece(name, whole).clone() for name, whole in bucket.tensors(memory)}
+        return found
+
+    def release(self, version: int) -> None:
+        """Nothing is kept."""
+
+    def abort(self) -> None:
+        """Nobody is waited for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Receiving:
+    """The sampler's side."""
+
+    gives_pieces = True
+
+    def __init__(
+        self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+    ) -> None:
+        del settings, mesh, buckets
+        access.receiver = pieces
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    def take(self, version: int, ticket: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's pieces."""
+        del version
+        yield from ticket.items()
+
+    def give_up(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,240 @@
+"""What each process of a run did and when: events, the file that keeps them, and how busy the roles were."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import DataError
+from sfumato.tracking.trackers import JsonLines
+
+KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")
+"""Kinds of work that the picture has colours for; others share one."""
+
+RUN, STEP = "run", "step"
+"""Role and kind of the events that say from when to when a step went."""
+
+_FILE_NAME = "timeline.jsonl"
+_REMEMBERED = 200  # events of a process that a late one is compared with, so that no second counts twice
+_TAIL_BYTES = 8 * 2**20  # what a report reads of the file, however long the run has been
+
+Intervals = Iterable[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A stretch of work of one process, or one thread, of a role. Waiting is no work: what has no event is idle."""
+
+    role: str
+    """"actor", "sampler", "scorer"; a sampler that is the actor is "actor"."""
+    rank: int
+    """Of the process or thread within its role."""
+    kind: str
+    """See ``KINDS``."""
+    start: float
+    """Wall-clock seconds (``time.time()``), which processes and machines share."""
+    end: float
+    """As ``start``; not before it."""
+    step: int
+    """That the work is for, as metrics.jsonl counts: 1 is the first iteration, 0 the evaluation before it."""
+    version: int | None = None
+    """Of the policy that was used, in finished iterations; None where it says nothing."""
+
+    def __post_init__(self) -> None:
+        if not self.end >= self.start:
+            raise ValueError(f"an event of {self.role} {self.rank} ({self.kind}) ends before it starts")
+
+
+class Timeline:
+    """Collects the events of a run, writes them to ``timeline.jsonl``, and tells after each step how busy roles were.
+
+    May be given events from several threads. The file is made with the first event.
+    """
+
+    def __init__(
+        self, folder: Path, keep_until_step: int | None = None, processes: Mapping[str, int] | None = None
+    ) -> None:
+        """
+        Args:
+            folder: of the run.
+            keep_until_step: as of ``JsonLines``: a resumed run drops the events of the steps that it repeats.
+            processes: of each role; those of a role that is left out are the ranks that were seen so far.
+        """
+        self.path, self._keep_until_step = Path(folder) / _FILE_NAME, keep_until_step
+        self._processes = dict(processes or {})
+        self._lock = threading.Lock()
+        self._file: JsonLines | None = None
+        self._new: list[Event] = []
+        self._counted: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+        self._carried: dict[tuple[str, int], float] = {}
+        self._started = self._step_started = time.time()
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Takes events that have ended, in any order."""
+        with self._lock:
+            for event in events:
+                self._write(event)
+                self._new.append(event)
+
+    def end_step(self, step: int, now: float | None = None) -> dict[str, float]:
+        """Ends a step, which began with the timeline or with the end of the step before.
+
+        A call counts when its end is known. What it did in earlier steps is credited to this one, and to those after
+        it where a step has no room: no share is above 1 and no second is lost or counted twice.
+
+        Args:
+            step: finished steps.
+            now: its end in wall-clock seconds; None is now.
+
+        Returns:
+            ``utilisation/<role>``: seconds that the role's processes worked, over processes x seconds of the step.
+            Nothing before the first event.
+        """
+        with self._lock:
+            now = time.time() if now is None else now
+            start, self._step_started = self._step_started, now
+            new, self._new = self._new, []
+            if now <= start or (self._file is None and not new):
+                return {}
+            self._write(Event(RUN, 0, STEP, start, now, step))
+            busy = self._busy(new, now - start)
+            totals: dict[str, float] = {}
+            for (role, _), seconds in busy.items():
+                totals[role] = totals.get(role, 0.0) + seconds
+            counts = {role: max(self._processes.get(role, 0), _ranks(busy, role)) for role in totals}
+            return {f"utilisation/{role}": totals[role] / (counts[role] * (now - start)) for role in sorted(totals)}
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+    def _busy(self, new: Sequence[Event], seconds: float) -> dict[tuple[str, int], float]:
+        """Busy seconds of every process that was seen so far, none above ``seconds``."""
+        spans: dict[tuple[str, int], list[tuple[float, float]]] = {each: [] for each in self._counted}
+        for event in new:
+            added = spans.setdefault((event.role, event.rank), [])
+            if event.end > self._started:
+                added.append((max(event.start, self._started), event.end))
+        busy = {}
+        for process, added in spans.items():
+            counted = self._counted.setdefault(process, deque(maxlen=_REMEMBERED))
+            credit = self._carried.get(process, 0.0) + union_seconds([*counted, *added]) - union_seconds(counted)
+            busy[process] = min(max(credit, 0.0), seconds)
+            self._carried[process] = credit - busy[process]
+            counted.extend(added)
+        return busy
+
+    def _write(self, event: Event) -> None:
+        if self._file is None:
+            self._file = JsonLines(self.path, self._keep_until_step)
+        record = asdict(event) | {"start": round(event.start, 6), "end": round(event.end, 6)}
+        self._file.write({name: value for name, value in record.items() if value is not None})
+
+
+def _ranks(busy: Iterable[tuple[str, int]], role: str) -> int:
+    return sum(each == role for each, _ in busy)
+
+
+def union_seconds(intervals: Intervals) -> float:
+    """Seconds that at least one of the intervals (start, end) covers."""
+    total, covered_to = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
+
+
+def utilisation(
+    events: Iterable[Event], start: float, end: float, processes: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Share of a stretch of time in which the processes of each role worked; the rest they were idle.
+
+    Args:
+        events: of any time; those of the role "run" are no work.
+        start: of the stretch, wall-clock seconds.
+        end: of the stretch; after ``start``.
+        processes: of each role; those of a role that is left out are the ranks that have an event here.
+
+    Returns:
+        ``utilisation/<role>`` in [0, 1].
+
+    Raises:
+        ValueError: for a stretch that is empty.
+    """
+    if not end > start:
+        raise ValueError(f"utilisation from {start} to {end}: the end must be after the start")
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event.role != RUN:
+            within = spans.setdefault((event.role, event.rank), [])
+            if event.start < end and event.end > start:
+                within.append((max(event.start, start), min(event.end, end)))
+    shares = {}
+    for role in sorted({role for role, _ in spans}):
+        busy = sum(union_seconds(each) for (owner, _), each in spans.items() if owner == role)
+        count = max((processes or {}).get(role, 0), _ranks(spans, role))
+        shares[f"utilisation/{role}"] = busy / (count * (end - start))
+    return shares
+
+
+def step_windows(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
+    """Start and end of each step that the file knows, by step in order; of a step that stands twice the last one."""
+    found = {each.step: (each.start, each.end) for each in events if each.role == RUN and each.kind == STEP}
+    return dict(sorted(found.items()))
+
+
+def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Event]:
+    """Reads the newest events of a run folder; an absent file is an empty list.
+
+    Args:
+        folder: of the run.
+        tail_bytes: how much to read from the end of the file; None reads all of it.
+
+    Raises:
+        DataError: for a line that is no event, other than a last one that a crash tore.
+    """
+    path = Path(folder) / _FILE_NAME
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        from_byte = max(0, size - tail_bytes) if tail_bytes is not None else 0
+        file.seek(from_byte)
+        lines = file.read().split(b"\n")
+    if from_byte:
+        lines = lines[1:]  # the first may be cut
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            events.append(_parse(json.loads(line.decode("utf-8"))))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):  # no newline after it: a crash tore it
+                break
+            shown = line[:80].decode("utf-8", errors="replace")
+            raise DataError(f"{path}: {shown!r} is no event ({error}); delete this line or the file") from error
+    return events
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "int | None": (int,)}
+
+
+def _parse(record: Any) -> Event:
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    for field in fields(Event):
+        value = record.get(field.name)
+        if field.name == "version" and value is None:
+            continue
+        if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}")
+    return Event(**record)
