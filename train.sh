@@ -27,6 +27,13 @@ count_devices() {
   fi
 }
 
+# With its roles on Ray a task is started once and starts the other processes itself.
+is_on_ray() {
+  local config=${2:-}
+  case " $* " in *" --runtime.backend ray "*) return 0 ;; esac
+  [ -f "$config" ] && grep -qE '^[^#]*\<backend: *"?ray\>' "$config"
+}
+
 nnodes=${NNODES:-1}
 for name in NNODES NPROC_PER_NODE; do
   value=${!name:-1}
@@ -35,6 +42,9 @@ for name in NNODES NPROC_PER_NODE; do
     exit 2
   fi
 done
+if [ -z "${NPROC_PER_NODE:-}" ] && is_on_ray "$@"; then
+  NPROC_PER_NODE=1
+fi
 devices=${NPROC_PER_NODE:-$(count_devices)}
 [ "${devices:-0}" -ge 1 ] || devices=1
 
