@@ -191,21 +191,19 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     sys.path.insert(0, str(ROOT))
     from sfumato.data.prompts import PromptLoader, load_prompts
     from sfumato.parallel.mesh import build_mesh
-    from sfumato.rollout.batch import RolloutBatch
     from sfumato.tracking.run import Run, quiet_libraries
     from tasks import rl_diffusion as task
 
     quiet_libraries()
     config = algorithms[0].config
     mesh = build_mesh(config.train)
-    prompts = PromptLoader(
-        load_prompts(config.data, "train"), config.rollout.num_prompts, config.rollout.n, config.train.seed
-    )
+    count = len(load_prompts(config.data, "train"))
+    prompts = PromptLoader(count, config.rollout.num_prompts, config.rollout.n, config.train.seed)
     seconds: dict[str, dict[str, list[float]]] = {each.name: {"rollout": [], "update": []} for each in algorithms}
     with tempfile.TemporaryDirectory() as folder:
         actors = {each.name: task.build_actor(each.config, mesh, Run(Path(folder), "", mesh)) for each in algorithms}
         for step in range(repeats + 1):
-            requests = task.requests_of(prompts, step, mesh)
+            requests = task.requests_of(prompts, step, 0, 1)
             rewards = torch.randint(4, (len(requests),), generator=torch.Generator().manual_seed(step)) / 3
             groups = torch.tensor([each.group_id for each in requests])
             for each in algorithms:
@@ -213,10 +211,13 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
                 actor, size = actors[each.name], each.config.rollout.micro_batch_size
                 parts = [requests[start : start + size] for start in range(0, len(requests), size)]
                 begun = time.process_time()
-                batch = RolloutBatch.cat([task.generate(actor, part, step, step, each.config) for part in parts])
+                batches, samples = zip(
+                    *(task.generate(actor, part, step, step, each.config) for part in parts), strict=True
+                )
                 sampled = time.process_time()
                 advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
-                task.update_policy(actor, batch, advantages, each.config, step)
+                share = batches, samples, [each.sample_id for each in requests]
+                task.update_policy(actor, share, advantages, each.config, step)
                 if step > 0:
                     seconds[each.name]["rollout"].append((sampled - begun) / len(requests))
                     seconds[each.name]["update"].append((time.process_time() - sampled) / len(requests))

@@ -1,0 +1,183 @@
+"""Bytes and seconds of weight synchronisation, for full weights and LoRA, over every transport.
+
+    python -m benchmarks.weight_sync --layers 4 --width 768 --repeats 5
+
+An SD3 transformer is made in code. Actor and sampler are processes of their own (for ``local`` one process). Ratios are
+to a plain ``copy_`` of the same tensors in the sampler's process, measured in the same run; a transfer sends, receives
+and cuts the weights and takes the actor's checksums, applying copies them and verifies the sampler's. CPU and gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.models.diffusion import plans
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.shards import all_parameters, trainable_parameters
+from sfumato.runtime.weight_sync.checksum import local_checksums
+from sfumato.runtime.weight_sync.sync import SyncReport, WeightSync
+from tests.dist.cases import make_mesh
+from tests.dist.process_roles import ProcessRoles
+from tests.dist.ranks import RankPool
+
+LAYOUTS = {
+    "1 to 1": ((1, {"data_parallel_mode": "ddp"}), (1, {"data_parallel_mode": "ddp"})),
+    "fsdp2 x 2 to tp x 2": ((2, {}), (2, {"data_parallel_mode": "ddp", "tensor_parallel_size": 2})),
+}
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+
+
+class Peer:
+    """One side."""
+
+    def __init__(self, layers: int, width: int, rank: int, config: dict[str, Any]) -> None:
+        from diffusers import SD3Transformer2DModel
+        from peft import LoraConfig
+
+        self.mesh, parsed = make_mesh(**config)
+        self.version = 0
+        torch.manual_seed(0)
+        module = SD3Transformer2DModel(
+            num_layers=layers,
+            attention_head_dim=64,
+            num_attention_heads=width // 64,
+            caption_projection_dim=width,
+            joint_attention_dim=1024,
+            pooled_projection_dim=512,
+            pos_embed_max_size=32,
+        )
+        if rank:
+            module.requires_grad_(False)
+            module.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
+        self.received_module = parallelize(module, self.mesh, parsed, plans.SD3)
+
+    @contextmanager
+    def sent_weights(self, version: int) -> Iterator[torch.nn.Module]:
+        """The weights as they are."""
+        del version
+        yield self.received_module
+
+
+class Here:
+    """A role in this thread."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def call(self, function: Any, *args: Any) -> Future[Any]:
+        """Runs it now."""
+        future: Future[Any] = Future()
+        future.set_result(function(self.state, *args))
+        return future
+
+    call_aside = call
+
+
+def copy_seconds(peer: Peer, repeats: int) -> float:
+    """A plain copy of what is trained, as the sampler holds it."""
+    source = [each.detach().clone() for each in trainable_parameters(peer.received_module).values()]
+    target = [each.clone() for each in source]
+    return min(timed(lambda: [left.copy_(right) for left, right in zip(target, source, strict=True)], repeats))
+
+
+def checksum_seconds(peer: Peer, repeats: int) -> float:
+    """Of what is trained."""
+    found = trainable_parameters(peer.received_module)
+    return min(timed(lambda: local_checksums(peer.received_module, peer.mesh, found), repeats))
+
+
+def num_parameters(peer: Peer) -> int:
+    """Of the whole model."""
+    return sum(each.numel() for each in all_parameters(peer.received_module).values())
+
+
+def timed(function: Any, repeats: int) -> list[float]:
+    """Seconds of each call; one goes before."""
+    found = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - started)
+    return found[1:]
+
+
+def measure(sync: WeightSync, repeats: int) -> tuple[SyncReport, float, float, float]:
+    """A report; seconds of the first version with connecting, and medians of transfer and apply."""
+    started = time.perf_counter()
+    sync.publish(1)
+    first = time.perf_counter() - started
+    transfers, applies = [], []
+    for version in range(2, repeats + 2):
+        report = sync.transfer(version)
+        transfers.append(report.seconds)
+        applies += timed_once(lambda version=version: sync.apply(version).result())
+    return report, first, statistics.median(transfers), statistics.median(applies)
+
+
+def timed_once(function: Any) -> list[float]:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    function()
+    return [time.perf_counter() - started]
+
+
+def row(layout: str, what: str, numbers: tuple[SyncReport, float, float, float], copy: float, checksum: float) -> None:
+    """Prints one line."""
+    report, first, transfer, apply = numbers
+    print(
+        f"{layout:20} {what:5} {report.transport:10} {report.num_bytes / 1e6:8.1f} {report.num_tensors:7d} "
+        f"{first:8.3f} {transfer:9.3f} {apply:8.3f} {copy:8.4f} {checksum:9.4f} {(transfer + apply) / copy:8.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rank", type=int, default=32, help="of LoRA")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=float, default=64)
+    parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=["1 to 1"])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = (args.layers, args.width)
+    print(f"{num_parameters(Peer(*shape, 0, {})) / 1e6:.1f} M parameters, float32; buckets of {args.bucket_mb:g} MiB")
+    print(
+        f"{'layout':20} {'sent':5} {'transport':10} {'MB':>8} {'tensors':>7} {'first s':>8} {'transfer':>9} "
+        f"{'apply':>8} {'copy s':>8} {'checksum':>9} {'x copy':>8}"
+    )
+    ranks = RankPool()
+    with tempfile.TemporaryDirectory() as folder:
+        for what, rank in (("full", 0), ("lora", args.rank)):
+            actor, sampler = Peer(*shape, rank, {}), Peer(*shape, rank, {})
+            numbers = measure(WeightSync(Here(actor), Here(sampler), "local", args.bucket_mb), args.repeats)
+            row("one process", what, numbers, copy_seconds(sampler, 3), checksum_seconds(sampler, 3))
+            del actor, sampler
+            for layout in args.layout:
+                (actors, actor_config), (samplers, sampler_config) = LAYOUTS[layout]
+                with ProcessRoles(ranks, folder, actor=actors, sampler=samplers) as roles:
+                    roles.actor.build(Peer, *shape, rank, actor_config)
+                    roles.sampler.build(Peer, *shape, rank, sampler_config)
+                    copy = roles.sampler.call(copy_seconds, 3).result()
+                    checksum = roles.sampler.call(checksum_seconds, 3).result()
+                    for transport in ("broadcast", "ipc", "files"):
+                        sync = WeightSync(roles.actor, roles.sampler, transport, args.bucket_mb, Path(folder))
+                        row(layout, what, measure(sync, args.repeats), copy, checksum)
+                        sync.close()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
