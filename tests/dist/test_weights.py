@@ -102,7 +102,7 @@ def load(kind: str, folder: str, from_rank0: bool = False, **config: Any) -> tup
     finally:
         weight_files.Stored.read = meter.read
     holds = sum(local(each.detach()).nbytes for each in all_parameters(module).values())
-    holds += sum(each.nbytes for each in weights._persistent_buffers(module).values())
+    holds += sum(each.nbytes for each in weights.persistent_buffers(module).values())
     return unequal(module, make(kind)), meter.num_bytes, holds
 
 

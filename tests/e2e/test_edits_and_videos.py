@@ -180,7 +180,7 @@ def test_rewards_see_the_source_of_an_edit(pipelines: Callable[[str], Path], tmp
     seen: list[Sample] = []
     config = rl_config("flux_kontext", pipelines("flux_kontext"), tmp_path, data=write_edits(tmp_path))
     task = load_task("rl_diffusion")
-    task.build_scorer = lambda config: Scorer([Watched()])
+    task.build_scorer = lambda config, with_engines=True: Scorer([Watched()])
     run_task_here(task, config)
     assert len(seen) == 2 * 8 + 2 * 2
     for each in seen:

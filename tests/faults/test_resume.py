@@ -170,7 +170,7 @@ def test_a_named_checkpoint_that_is_missing_or_damaged_is_an_error(dit_runs, tmp
 
 
 RL_MODELS = [
-    pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora"),
+    pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora", marks=pytest.mark.slow),
     pytest.param({"keep_encoders": False}, id="all weights"),
     pytest.param({"keep_encoders": True}, id="prompts embedded on the way", marks=pytest.mark.slow),
 ]

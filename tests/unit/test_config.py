@@ -1,6 +1,7 @@
 """Configuration: every mistake is named with its place and its remedy; what is resolved can be run again."""
 
 import dataclasses
+import re
 import sys
 import typing
 from pathlib import Path
@@ -641,12 +642,12 @@ def test_the_whole_surface_stays_small():
         sections, parts = set(), set()
         for path, variant, section, _ in fields_of(schema):
             if section is None:
-                sections.add(path)
+                sections.add(re.sub(r"pools\.\w+", "pools.role", path))  # every role has the same pool
             for cls in find_variants(variant.source).values() if variant else []:
                 own = {(declaring_class(cls, each.name), each.name) for each in dataclasses.fields(cls)}
                 special = [name for declaring, name in own if declaring is not Reward]
                 assert len(special) <= 12, f"{cls.__name__} has {len(special)} fields"
-                parts |= own
+                parts |= {(variant.source, each.name) for each in dataclasses.fields(cls)}  # one name, one meaning
         assert len(sections) + len(parts) < 250, f"{schema.__name__}: {len(sections)} fields, {len(parts)} of parts"
         everywhere |= sections
     assert 150 < len(everywhere) < 250, f"{len(everywhere)} fields in the sections of all tasks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 
 import pytest
 import torch
@@ -77,10 +78,31 @@ def test_the_exit_code_follows_what_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     optional = Finding("extras", "wandb", "missing", "[x]", "pip install wandb")
-    monkeypatch.setattr(doctor, "examine", lambda: iter([optional]))
+    monkeypatch.setattr(doctor, "examine", lambda _: iter([optional]))
     assert doctor.run_doctor() == 0 and "everything that is needed works" in capsys.readouterr().out
     needed = Finding("packages", "torch", "missing", "needed: >=2.11", "pip install torch", is_needed=True)
-    monkeypatch.setattr(doctor, "examine", lambda: iter([optional, needed]))
+    monkeypatch.setattr(doctor, "examine", lambda _: iter([optional, needed]))
     assert doctor.run_doctor() == 1
     shown = capsys.readouterr().out
     assert "not usable: torch" in shown and "[x]" in shown
+
+
+def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    found = {each.name: each for each in doctor._ray(start=False)}
+    assert set(found) == {"open files", "object store"} and not any(each.is_needed for each in found.values())
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 65536))
+    assert doctor._open_files().remedy == "ulimit -n 65536"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+    assert not doctor._open_files().remedy
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(2**26, 0, 2**26))
+    assert "shm-size" in doctor._object_store().remedy
+
+
+@pytest.mark.slow
+def test_ray_is_started_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    assert [each.state for each in doctor._ray(start=True)] == ["ok", "ok", "ok"]
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/token")
+    wrong = list(doctor._ray(start=True))[-1]
+    assert wrong.state == "broken" and "/no/token" in wrong.detail and wrong.remedy

@@ -18,7 +18,6 @@ from sfumato.commands.check import check_config
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
-from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.policies import Policies
@@ -218,7 +217,7 @@ def rl_config(tmp_path: Path, recipe: str, **train: Any) -> DiffusionRLConfig:
     return load_config(DiffusionRLConfig, overrides={**config, "algorithm": {"recipe": recipe}})
 
 
-REQUESTS = [SampleRequest(sample, sample // 4, Prompt("", {}, "")) for sample in range(16)]
+REQUESTS = [SampleRequest(sample, sample // 4, 0) for sample in range(16)]
 
 
 @pytest.mark.parametrize("recipe", ["diffusion_nft", "dgpo"])

@@ -145,6 +145,29 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_pyth
     assert called == [*torchrun, str(echo), "c.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("yaml", "arguments", "is_driver"),
+    [
+        ("runtime:\n  backend: ray\n", [], True),
+        ("runtime: {backend: ray, address: auto}\n", [], True),
+        ("a: 1\n", ["--runtime.backend", "ray"], True),
+        ("runtime: {backend: in_process}  # backend: ray\n", [], False),
+        ("data: {backend: rays}\n", [], False),
+    ],
+)
+def test_with_roles_on_ray_there_is_one_driver(echo, tmp_path, fake_python, yaml, arguments, is_driver):
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0'\necho 'GPU 1'\n")
+    program.chmod(0o755)
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml)
+    environment = {"NPROC_PER_NODE": "", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": fake_python}
+    called = launch(echo, str(config), *arguments, **environment).stdout.splitlines()
+    assert called[-2 - len(arguments) :] == [str(echo), str(config), *arguments]
+    assert ("torch.distributed.run" in called) != is_driver
+
+
 def test_several_nodes(echo, fake_python):
     environment = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "4", "PYTHON": fake_python}
     called = launch(echo, "c.yaml", **environment, MASTER_ADDR="node0").stdout.splitlines()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sfumato.errors import DataError
-from sfumato.tracking.report import smooth, write_report
+from sfumato.tracking.drawing import LIGHT, smooth, stand_in
+from sfumato.tracking.report import write_report
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
 from sfumato.tracking.trackers import JsonLines
 
@@ -143,8 +144,8 @@ def test_curves_stand_in_their_groups_and_keep_their_ids_apart(tmp_path):
     ids = page.values("id")
     assert len(ids) == len(set(ids))
     assert {r.removeprefix("#") for r in page.values("xlink:href")} <= set(ids)
-    for stand_in in ("#010203", "#010204", "#010205", "#010206"):
-        assert stand_in not in html
+    for name in LIGHT:
+        assert stand_in(name) not in html
     assert "stroke: var(--accent)" in html and "prefers-color-scheme:dark" in html
 
 

@@ -1,0 +1,77 @@
+"""SIGKILL of actors, samplers and scorers at random points: each run goes on, with the undisturbed results."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfumato.config.load import merge
+from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
+from tests.tiny import write_config
+
+KILLS, STEPS_PER_KILL = {"separate": 12, "colocated": 8, "one-step-off": 12}, 4
+WHERE = {"separate": SEPARATE, "colocated": COLOCATED, "one-step-off": ONE_STEP_OFF}
+SECONDS = 1.0
+"""A kill comes at most so long after the run has made a step: about two steps."""
+SHADE = """
+import time
+def shade(sample):
+    time.sleep(0.01)  # so that scorers are hit at work
+    return float(sample.image.mean()) / 255
+"""
+
+
+def disturbed_config(tmp_path: Path, where: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A run with a slow reward, whose roles may be replaced often."""
+    (tmp_path / "own.py").write_text(SHADE)
+    return role_config(
+        tmp_path,
+        merge(where, {"runtime": {"max_restarts": 20}}),
+        reward={"rewards": [{"type": "function", "path": f"{tmp_path}/own.py:shade"}]},
+        train={"max_steps": steps},
+    )
+
+
+def kill_one(run: RoleRun, role: str, rng: random.Random) -> str:
+    """Kills a process of that role at a random point, and waits until the run has gone on. Returns what it did."""
+    before = run.step
+    time.sleep(rng.uniform(0, SECONDS))
+    size = len(run.output)
+    while (hit := run.signal(role, signal.SIGKILL, rng)) is None:
+        assert run.driver.poll() is None, run.output
+        time.sleep(0.05)
+    deadline = time.monotonic() + 300
+    while True:
+        said = run.output[size:]
+        found = re.search(rf"role {role}, rank {hit['rank']}: process {hit['pid']} .*", said)
+        if found and run.step > before and run.processes(role):
+            break
+        assert run.driver.poll() is None, f"it has ended with {run.driver.returncode}:\n{run.output}"
+        assert time.monotonic() < deadline, f"the kill of {hit} had no effect:\n{run.output}"
+        time.sleep(0.05)
+    _, given, doing = found.group().partition("it had been given ")
+    return f"after step {before:3d}  {doing.partition(';')[0] if given else 'nothing to do'}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", list(WHERE))
+def test_runs_whose_processes_are_killed_end_as_the_undisturbed_one(name: str, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    config = disturbed_config(tmp_path, WHERE[name], KILLS[name] * STEPS_PER_KILL)
+    roles = ["actor", "sampler", "scorer"] if "sampler" in WHERE[name]["runtime"]["pools"] else ["actor", "scorer"]
+    plan = [roles[number % len(roles)] for number in range(KILLS[name])]
+    rng.shuffle(plan)
+    with RoleRun(write_config(config, tmp_path / "killed.yaml")) as run:
+        for number, role in enumerate(plan):
+            run.wait_for_step(number)
+            print(f"{name:12s} {role:8s} {kill_one(run, role, rng)}", flush=True)
+        assert run.wait(300) == 0, run.output
+        assert run.left() == {}
+    assert_same(run.folder, undisturbed(config, tmp_path / "undisturbed"))

@@ -1,0 +1,256 @@
+"""Scripts, manifests and the image of cluster/: what they say, and that they start and stop real Ray nodes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.tiny import ROOT
+
+CLUSTER = ROOT / "cluster"
+SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*.sbatch")])
+
+# Fields of the custom resource definition of KubeRay 1.5, https://ray-project.github.io/kuberay/reference/api/
+FIELDS = {
+    "RayJobSpec": "activeDeadlineSeconds backoffLimit rayClusterSpec submitterPodTemplate metadata clusterSelector "
+    "submitterConfig managedBy deletionStrategy entrypoint runtimeEnvYAML jobId submissionMode entrypointResources "
+    "entrypointNumCpus entrypointNumGpus ttlSecondsAfterFinished shutdownAfterJobFinishes suspend",
+    "RayClusterSpec": "authOptions suspend managedBy autoscalerOptions headServiceAnnotations enableInTreeAutoscaling "
+    "gcsFaultToleranceOptions headGroupSpec rayVersion workerGroupSpecs",
+    "HeadGroupSpec": "template headService enableIngress rayStartParams serviceType",
+    "WorkerGroupSpec": "suspend groupName replicas minReplicas maxReplicas idleTimeoutSeconds rayStartParams template "
+    "scaleStrategy numOfHosts",
+}
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    values = {**os.environ, "PYTHON": sys.executable, **environment}
+    return subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, env=values, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(script: Path) -> None:
+    assert run("bash", "-n", script).returncode == 0
+    if shutil.which("shellcheck"):
+        found = run("shellcheck", "-x", "-P", ROOT, script)
+        assert found.returncode == 0, found.stdout
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    state = {"SFUMATO_CLUSTER_DIR": str(tmp_path / "state"), "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    for script, arguments, words in (
+        ("start_worker.sh", [], "usage: "),
+        ("start_worker.sh", ["10.0.0.1:6379"], f"no token in {tmp_path}/token: copy the head's file"),
+        ("stop.sh", ["nobody"], "no node nobody was started here"),
+        ("slurm_rl.sbatch", [], "usage: sbatch"),
+        ("slurm_rl.sbatch", ["a.py", "b.yaml"], "this is for sbatch"),
+        ("pre_stop.sh", [], "this is for a pod"),
+    ):
+        environment = {**state, "SLURM_JOB_ID": "", "KUBERNETES_SERVICE_HOST": "", "RAY_AUTH_TOKEN": ""}
+        found = run("bash", CLUSTER / script, *arguments, **environment)
+        assert found.returncode == 2 and words in found.stderr, found.stderr
+    found = run("bash", CLUSTER / "start_head.sh", **{**state, "PYTHON": "/no/python"})
+    assert found.returncode == 2 and "/no/python has no ray" in found.stderr
+
+
+def test_stop_ends_what_a_pid_file_names_and_nothing_else(tmp_path: Path) -> None:
+    """A pid that was given to another process since is left alone; a child that ignores SIGTERM is not."""
+    state = {"SFUMATO_CLUSTER_DIR": str(tmp_path), "STOP_GRACE_S": "1"}
+    stubborn = "trap '' TERM; sleep 60 & wait; sleep 60"
+    bystander, node = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["bash", "-c", stubborn])
+    try:
+        time.sleep(0.3)
+        started = Path(f"/proc/{node.pid}/stat").read_text().rpartition(") ")[2].split()[19]
+        children = run("ps", "-o", "pid=", "--ppid", str(node.pid)).stdout.split()
+        (tmp_path / "old.pid").write_text(f"{bystander.pid} 1\n")
+        (tmp_path / "head.pid").write_text(f"{node.pid} {started}\n")
+        found = run("bash", CLUSTER / "stop.sh", **state)
+        assert found.returncode == 0 and found.stdout.split() == ["stopped", "old", "stopped", "head"], found.stderr
+        assert node.wait(timeout=5) == -signal.SIGKILL and bystander.poll() is None
+        assert children and not run("ps", "-o", "args=", "-p", ",".join(children)).stdout.count("sleep 60")
+        assert not list(tmp_path.glob("*.pid"))
+    finally:
+        bystander.kill()
+        node.kill()
+        bystander.wait()
+
+
+def test_the_manifest_has_only_fields_that_kuberay_knows() -> None:
+    job = yaml.safe_load((CLUSTER / "kuberay_rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = cluster["workerGroupSpecs"]
+    parts = [("RayJobSpec", job["spec"]), ("RayClusterSpec", cluster), ("HeadGroupSpec", cluster["headGroupSpec"])]
+    for kind, part in [*parts, *(("WorkerGroupSpec", each) for each in groups)]:
+        assert set(part) <= set(FIELDS[kind].split()), kind
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] == importlib.metadata.version("ray")
+    assert [each["groupName"] for each in groups] == ["gpus", "scorers"]
+    for group in [cluster["headGroupSpec"], *groups]:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        _check_pod(group["template"]["spec"])
+
+
+def _check_pod(pod: dict[str, Any]) -> None:
+    """It saves before it is ended, and sees the runs' folder and enough shared memory."""
+    (container,) = pod["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (ROOT / command[1]).is_file() and pod["terminationGracePeriodSeconds"] > int(command[2])
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_manifest_starts_a_task_that_exists() -> None:
+    entrypoint = yaml.safe_load((CLUSTER / "kuberay_rayjob.yaml").read_text())["spec"]["entrypoint"]
+    assert all((ROOT / each).is_file() for each in re.findall(r"\S+\.(?:sh|py|yaml)", entrypoint))
+    assert "--train.load_checkpoint_path auto" in entrypoint and "--runtime.backend ray" in entrypoint
+
+
+def test_the_image_copies_what_is_there_and_is_no_root() -> None:
+    lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    words = [each.split() for each in lines if each and not each.startswith("#")]
+    copied = [name for each in words if each[0] == "COPY" and "--from" not in each[1] for name in each[1:-1]]
+    assert "pyproject.toml" in copied and all((ROOT / name).exists() for name in copied)
+    assert [each[1] for each in words if each[0] == "USER"] == ["1000"]
+    extras = next(each[1] for each in words if each[0] == "ARG" and each[1].startswith("EXTRAS="))
+    known = importlib.metadata.metadata("sfumato").get_all("Provides-Extra")
+    assert set(extras.removeprefix("EXTRAS=").split(",")) - {"ray"} <= set(known)
+    assert "://" not in "\n".join(lines), "addresses of registries are build arguments"
+
+
+def test_constraints_hold_what_ray_needs() -> None:
+    pinned = {Requirement(each).name.lower() for each in _lines("constraints.txt")}
+    wanted = [Requirement(each) for each in importlib.metadata.requires("ray") or []]
+    assert {each.name.lower() for each in wanted if each.marker is None} | {"ray"} <= pinned
+
+
+def _lines(name: str) -> list[str]:
+    return [each for each in (ROOT / name).read_text().splitlines() if each and not each.startswith("#")]
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A folder and a port of its own, so that no other cluster of this machine is seen or disturbed."""
+    folder = Path("/tmp") / f"sf{os.getpid()}"  # Ray's sockets need short paths
+    folder.mkdir()
+    yield {
+        "RAY_TMPDIR": str(folder),
+        "SFUMATO_CLUSTER_DIR": str(folder / "state"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "NODE_IP": "127.0.0.1",
+        "RAY_PORT": str(20000 + os.getpid() % 10000),
+        "PYTHONPATH": str(ROOT),
+    }
+    run("bash", CLUSTER / "stop.sh", SFUMATO_CLUSTER_DIR=str(folder / "state"))
+    left = run("pgrep", "-f", f"{folder}/").stdout.split()
+    shutil.rmtree(folder)
+    assert not left
+
+
+@pytest.mark.slow
+def test_two_nodes_start_fit_together_and_stop(place: dict[str, str]) -> None:
+    port = int(place["RAY_PORT"])
+    address = f"127.0.0.1:{port}"
+    options = ["--num-cpus", "1", "--object-store-memory", "100000000"]
+    client = ["--ray-client-server-port", str(port + 1)]
+    found = run("bash", CLUSTER / "start_head.sh", *options, *client, **place)
+    assert found.returncode == 0 and f"start_worker.sh {address}" in found.stdout, found.stderr
+    token = Path(place["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o077 == 0 and token.read_text().strip() not in found.stdout
+    found = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
+    assert found.returncode == 0, found.stderr
+    found = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
+    assert found.returncode == 2 and "worker runs already on this machine" in found.stderr
+    check = [sys.executable, CLUSTER / "check_nodes.py", address, "--shared", place["RAY_TMPDIR"]]
+    found = run(*check, "--nodes", "2", **place)
+    assert found.returncode == 0 and found.stdout.count("1 CPUs, 0 GPUs") == 2, found.stderr
+    found = run(*check, "--nodes", "3", "--wait-s", "0.5", **place)
+    assert found.returncode == 2 and "2 of 3 nodes have joined" in found.stderr
+    token.write_text("another")
+    found = run(*check, "--nodes", "2", **place)
+    assert found.returncode == 2 and f"cannot connect to {address}" in found.stderr, found.stderr
+    found = run("bash", CLUSTER / "stop.sh", **place)
+    assert found.stdout.split() == ["stopped", "worker", "stopped", "head"]
+
+
+TASK = """
+import signal, sys, time
+import ray
+stop = []
+ray.init(address=sys.argv[sys.argv.index("--runtime.address") + 1], log_to_driver=False)
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))  # after ray.init, which puts a handler of its own there
+@ray.remote(num_cpus=1)
+class Role:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+roles = [Role.remote() for _ in range(2)]
+print("nodes", len(set(ray.get([each.node.remote() for each in roles]))), *sys.argv[2:6], flush=True)
+while not stop:
+    time.sleep(0.05)
+print("saved by", len(ray.get([each.node.remote() for each in roles])), flush=True)
+sys.exit(143)
+"""
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then printf 'one\\ntwo\\n'; else echo "$*" >>"$RUN_DIR/asked"; fi
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_slurm_job_saves_while_its_nodes_live(
+    place: dict[str, str], tmp_path: Path, number: signal.Signals, requeued: bool
+) -> None:
+    """Slurm's commands are replaced, as no Slurm is here; both nodes are real and lie on this machine."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("task.py", TASK)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = str(os.getpid() * 10 + int(number))
+    slurm = {
+        "SLURM_JOB_ID": job,
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "one,two",
+        "SLURM_CPUS_PER_TASK": "1",
+        "HEAD_IP": "127.0.0.1",
+        "RUN_DIR": str(tmp_path),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+    }
+    output = tmp_path / "output"
+    command = ["bash", str(CLUSTER / "slurm_rl.sbatch"), str(tmp_path / "task.py"), "my.yaml", "--train.lr", "1"]
+    with output.open("w") as file:
+        process = subprocess.Popen(command, env={**os.environ, **place, **slurm}, stdout=file, stderr=file)
+    try:
+        until = time.monotonic() + 240
+        while "nodes 2" not in output.read_text():
+            assert process.poll() is None and time.monotonic() < until, output.read_text()
+            time.sleep(0.2)
+        assert "--train.load_checkpoint_path auto --train.lr 1" in output.read_text()
+        process.send_signal(number)
+        assert process.wait(timeout=120) == 143 and "saved by 2" in output.read_text()
+    finally:
+        process.kill()
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == (f"requeue {job}\n" if requeued else "")
+    assert not (tmp_path / job / "token").exists()
+    shutil.rmtree(f"/tmp/sfumato-slurm-{job}")

@@ -1,0 +1,413 @@
+"""Checksums that add up over pieces, buckets, and weight synchronisation within one process."""
+
+import copy
+import itertools
+import pickle
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sfumato.checkpoint.parts import Box, boxes_of_range
+from sfumato.errors import ConfigError, RoleLostError, WeightSyncError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.runtime.weight_sync.buckets import plan_buckets
+from sfumato.runtime.weight_sync.checksum import (
+    BLOCK,
+    MODULUS,
+    Spec,
+    add_up,
+    compare,
+    local_checksums,
+    piece_checksum,
+    tensor_checksum,
+)
+from sfumato.runtime.weight_sync.places import Place, meet, open_store, reach_store
+from sfumato.runtime.weight_sync.sender import Sent
+from sfumato.runtime.weight_sync.sync import WeightSync
+from sfumato.runtime.weight_sync.transports import Ends, choose
+from sfumato.runtime.weight_sync.transports.ipc import match
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator) * 50
+    return drawn > 0 if dtype == torch.bool else drawn.to(dtype)
+
+
+def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
+    """Boxes of a tensor that is cut in every dimension, unevenly; each is a piece of its own."""
+    along = []
+    for size, count in zip(shape, cuts, strict=True):
+        starts = [size * each * each // count**2 for each in range(count)] + [size]
+        along.append([(start, stop - start) for start, stop in itertools.pairwise(starts)])
+    found = []
+    for spans in itertools.product(*along):
+        sizes = tuple(each for _, each in spans)
+        found.append(Box(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "cuts"),
+    [((), ()), ((7,), (3,)), ((6, 5), (2, 1)), ((6, 5), (3, 2)), ((1, 300, 140), (1, 4, 1)), ((4, 9, 6), (2, 1, 3))],
+)
+def test_checksums_of_pieces_add_up(shape, cuts, dtype):
+    tensor = values(shape, dtype)
+    boxes = grid(shape, cuts)
+    parts = [tensor[slices(each.offsets, each.sizes)] for each in boxes]
+    total = sum(int(piece_checksum(shape, part, [box])) for part, box in zip(parts, boxes, strict=True))
+    assert total % MODULUS == tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, BLOCK + 7, 3 * BLOCK + 100])
+def test_long_tensors_are_taken_block_by_block(cut):
+    tensor = values((5, BLOCK))
+    flat, found = tensor.flatten(), 0
+    for start, stop in ((0, cut), (cut, flat.numel())):
+        position = start
+        for offsets, sizes in boxes_of_range(tensor.shape, start, stop):
+            count = torch.Size(sizes).numel()
+            place = (slice(position - start, position - start + count),)
+            found += int(piece_checksum(tensor.shape, flat[start:stop], [Box(offsets, sizes, place)]))
+            position += count
+    assert found % MODULUS == tensor_checksum(tensor)
+    columns = sum(
+        int(piece_checksum(tensor.shape, tensor[:, part], [Box((0, part.start), (5, part.stop - part.start), (...,))]))
+        for part in (slice(0, 1000), slice(1000, BLOCK))
+    )
+    assert columns % MODULUS == tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_change_is_seen(dtype):
+    tensor = values((40, 50), dtype)
+    truth = tensor_checksum(tensor)
+    seen = tensor.view(torch.uint8)
+    for index in range(0, seen.numel(), 97):
+        for bit in (1, 128) if dtype != torch.bool else (1,):
+            seen.view(-1)[index] ^= bit
+            assert tensor_checksum(tensor) != truth, (index, bit)
+            seen.view(-1)[index] ^= bit
+    assert tensor_checksum(tensor) == truth
+    assert tensor_checksum(tensor.flip(0)) != truth
+    seen.view(-1)[tensor.element_size() - 1] ^= 128 if dtype != torch.bool else 1  # two signs at once
+    seen.view(-1)[2 * tensor.element_size() - 1] ^= 128 if dtype != torch.bool else 1
+    assert tensor_checksum(tensor) != truth
+
+
+def test_shape_and_strides_of_a_view_do_not_matter():
+    tensor = values((30, 20))
+    assert tensor_checksum(tensor.t().contiguous().t()) == tensor_checksum(tensor)
+    assert tensor_checksum(tensor.view(-1)) == tensor_checksum(tensor)
+    assert tensor_checksum(torch.empty(0, 3)) == 0
+
+
+WHOLE = (((0,), (4,)),)
+LEFT, RIGHT = (((0,), (2,)),), (((2,), (2,)),)
+
+
+def test_copies_that_differ_and_lacking_pieces_are_named():
+    shapes = {"w": (4,)}
+    assert add_up([{"w": (LEFT, 5)}, {"w": (RIGHT, MODULUS - 2)}, {"w": (LEFT, 5)}], shapes, "here") == {"w": 3}
+    with pytest.raises(WeightSyncError, match=r"^here: w \(rank 0, 2\) differs between ranks that hold the same part"):
+        add_up([{"w": (LEFT, 5)}, {"w": (RIGHT, 1)}, {"w": (LEFT, 6)}], shapes, "here")
+    with pytest.raises(WeightSyncError, match=r"w .* is not there as a whole"):
+        add_up([{"w": (LEFT, 5)}, {"w": ((), 0)}], shapes, "here")
+
+
+def test_the_rank_that_is_wrong_is_named_where_it_can_be_known():
+    shapes = {"w": (4,)}
+    compare([{"w": (LEFT, 5)}, {"w": (RIGHT, 2)}], {"w": 7}, shapes, "there")
+    with pytest.raises(WeightSyncError, match=r"there: w \(rank 1\) is not what was sent"):
+        compare([{"w": (WHOLE, 7)}, {"w": (WHOLE, 8)}], {"w": 7}, shapes, "there")
+    halves = [{"w": (LEFT, 5)}, {"w": (RIGHT, 2)}, {"w": (LEFT, 5)}, {"w": (RIGHT, 9)}]
+    with pytest.raises(WeightSyncError, match=r"w \(rank 3\)"):
+        compare(halves, {"w": 7}, shapes, "there")
+    with pytest.raises(WeightSyncError, match=r"w \(rank 0, 1\)"):
+        compare([{"w": (LEFT, 5)}, {"w": (RIGHT, 3)}], {"w": 7}, shapes, "there")
+    names = dict.fromkeys("abcd", (4,))
+    with pytest.raises(WeightSyncError, match=r"a \(rank 0\).*b \(rank 0\).*c \(rank 0\).*and 1 more. Do this"):
+        compare([dict.fromkeys("abcd", (WHOLE, 1))], dict.fromkeys("abcd", 2), names, "there", "Do this")
+
+
+def test_buckets_are_full_aligned_and_hold_large_tensors_alone():
+    shapes = {"a": (3,), "b": (5,), "large": (100,), "c": (2, 2), "empty": (0, 3), "scalar": ()}
+    specs = {name: Spec(shape, torch.bfloat16 if name == "b" else torch.float32) for name, shape in shapes.items()}
+    buckets = plan_buckets(specs, 64)
+    assert [[each.name for each in bucket.items] for bucket in buckets] == [
+        ["a", "b"],
+        ["large"],
+        ["c", "empty", "scalar"],
+    ]
+    assert [each.num_bytes for each in buckets] == [26, 400, 20]
+    memory = torch.zeros(400, dtype=torch.uint8)
+    for bucket in buckets:
+        found = dict(bucket.tensors(memory))
+        for index, (name, each) in enumerate(found.items()):
+            assert each.shape == specs[name].shape and each.dtype == specs[name].dtype
+            each.fill_(index + 1)
+        assert all((each == index + 1).all() for index, each in enumerate(found.values()))
+    assert plan_buckets({}, 64) == ()
+
+
+class Here:
+    """A role in this thread."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def call(self, function: Any, *args: Any) -> Future:
+        future: Future = Future()
+        future.set_result(function(self.state, *args))
+        return future
+
+    call_aside = call
+
+
+class Peer:
+    """A small module with trained and frozen weights and a buffer."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(seed)
+        self.received_module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)).to(dtype)
+        self.received_module[2].requires_grad_(False)
+        self.mesh, self.version = Mesh(Layout(), torch.device("cpu")), 0
+        self.entered: list[int] = []
+
+    @contextmanager
+    def sent_weights(self, version: int):
+        self.entered.append(version)
+        yield self.received_module
+
+
+def change(peer: Peer, value: float) -> None:
+    with torch.no_grad():
+        for each in peer.received_module.parameters():
+            if each.requires_grad:
+                each.add_(value)
+
+
+def equal(first: Peer, second: Peer) -> bool:
+    pairs = zip(first.received_module.state_dict().values(), second.received_module.state_dict().values(), strict=True)
+    return all(torch.equal(left.to(right.dtype), right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("transport", ["auto", "files"])
+def test_versions_within_one_process(transport, tmp_path):
+    actor, sampler = Peer(), Peer()
+    sync = WeightSync(Here(actor), Here(sampler), transport, folder=tmp_path)
+    for version, verified in ((2, 9), (3, 4)):  # frozen weights and buffers are verified once
+        change(actor, 0.5)
+        report = sync.transfer(version)
+        sent = copy.deepcopy(actor.received_module)
+        change(actor, 0.25)  # training goes on before the sampler applies it
+        sync.apply(version).result()
+        actor.received_module = sent
+        assert sampler.version == version and equal(actor, sampler)
+        assert (report.num_tensors, report.num_verified, report.num_bytes) == (4, verified, 4 * (30 + 5 + 5 + 5))
+    assert report.transport == sync.transport == {"auto": "local", "files": "files"}[transport]
+    assert actor.entered == [2, 2, 3]
+    assert not list(tmp_path.rglob("version_*"))
+    sync.close()
+
+
+def test_a_sampler_of_another_dtype_gets_what_a_cast_gives(tmp_path):
+    for transport in ("local", "files"):
+        actor, sampler = Peer(), Peer(dtype=torch.bfloat16)
+        change(actor, 0.1)
+        WeightSync(Here(actor), Here(sampler), transport, folder=tmp_path).publish(1)
+        assert equal(actor, sampler)
+
+
+def test_a_sampler_that_is_the_actor_has_the_weights():
+    role = Here(Peer())
+    sync = WeightSync(role, role)
+    assert sync.publish(5).num_bytes == 0
+    assert role.state.version == 5 and sync.transport == "shared"
+
+
+def test_versions_out_of_order_are_refused():
+    sync = WeightSync(Here(Peer()), Here(Peer()))
+    with pytest.raises(WeightSyncError, match=r"version 1 was not transferred to the sampler \(none was\)"):
+        sync.apply(1)
+    sync.transfer(1)
+    with pytest.raises(WeightSyncError, match=r"version 2 came .* before version 1 was applied"):
+        sync.transfer(2)
+    with pytest.raises(WeightSyncError, match=r"version 1 was not transferred"):
+        sync.apply(1)
+    sync.reconnect()
+    sync.publish(4)
+    for version in (4, 3):
+        with pytest.raises(WeightSyncError, match=rf"version {version} came .* after version 4 had come"):
+            sync.transfer(version)
+    sync.reconnect()
+    sync.transfer(3)
+    sync.apply(3)
+    with pytest.raises(WeightSyncError, match="version 3 was applied already by the sampler's rank 0"):
+        sync.apply(3)
+
+
+def test_other_models_are_refused():
+    actor, sampler = Peer(), Peer()
+    sampler.received_module[0] = nn.Linear(7, 5, bias=False)
+    with pytest.raises(ConfigError, match=r"the sampler lacks 0.bias; 0.weight has shape \(5, 6\) in the actor and"):
+        WeightSync(Here(actor), Here(sampler)).transfer(1)
+    actor.received_module.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        WeightSync(Here(actor), Here(Peer())).transfer(1)
+
+
+@pytest.mark.parametrize("name", ["2.weight", "1.running_mean"])
+def test_other_base_weights_are_found_at_the_first_version(name):
+    actor, sampler = Peer(), Peer()
+    sampler.received_module.state_dict()[name].view(-1)[0] += 1e-3
+    sync = WeightSync(Here(actor), Here(sampler))
+    with pytest.raises(WeightSyncError, match=rf"{name} \(rank 0\).*other base weights.*model.model_path"):
+        sync.publish(1)
+    assert sampler.version == 0 and WeightSyncError.exit_code == 7
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["0.weight"].view(torch.uint8).view(-1)[0] ^= 1
+    save_file(tensors, path)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def drop(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors["0.weight"]
+    save_file(tensors, path)
+    manifest = path.parent / "manifest.json"
+    manifest.write_text(f'{{"files": {{"{path.name}": {path.stat().st_size}}}}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (truncate, "is not as long as it was written"),
+        (flip, r"0.weight \(rank 0\) is not what was sent"),
+        (remove, "is damaged"),
+        (drop, "lacks 0.weight"),
+    ],
+)
+def test_damaged_files_are_refused(damage, text, tmp_path):
+    class Damaging(Here):
+        def call_aside(self, function: Any, *args: Any) -> Future:
+            damage(files_of(tmp_path)[0])
+            return self.call(function, *args)
+
+    sync = WeightSync(Here(Peer()), Damaging(Peer()), "files", folder=tmp_path)
+    with pytest.raises(WeightSyncError, match=text):
+        sync.publish(1)
+    sync.reconnect()
+    assert not (tmp_path / "weight_sync").exists()
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    (tmp_path / "weight_sync").write_text("a file stands where the folder should be")
+    sync = WeightSync(Here(Peer()), Here(Peer()), "files", folder=tmp_path)
+    with pytest.raises(WeightSyncError, match=r"version 1 could not be written into .*weight_sync"):
+        sync.transfer(1)
+    with pytest.raises(ConfigError, match=r"train.output_dir"):
+        WeightSync(Here(Peer()), Here(Peer()), "files").transfer(1)
+
+
+GPU = [Place("one", pid, f"GPU-{pid % 2}") for pid in range(4)]
+CPU = [Place("one", pid, None) for pid in range(4)]
+ELSEWHERE = Place("two", 1, None)
+
+
+def test_the_transport_follows_from_where_the_processes_are():
+    assert choose("auto", Ends(CPU[:2], CPU[:2])) == "local"
+    assert choose("auto", Ends(CPU[:2], CPU[2:])) == "broadcast"
+    assert choose("auto", Ends(GPU[:2], GPU[2:])) == "ipc"
+    assert choose("auto", Ends(GPU[:1], GPU[1:2])) == "broadcast"
+    assert match(Ends(GPU[:2], GPU[2:])) == (0, 1)
+    assert match(Ends(CPU[:2], [*CPU[2:], CPU[0]])) == (0, 1, 0)
+    with pytest.raises(ConfigError, match=r"sampler's rank 1 \(two, process 1\) has none: set it to broadcast"):
+        match(Ends(CPU[:2], [CPU[2], ELSEWHERE]))
+    with pytest.raises(ConfigError, match="within a process only"):
+        choose("local", Ends(CPU[:1], CPU[1:2]))
+    with pytest.raises(ConfigError, match="actor and sampler are in one"):
+        choose("broadcast", Ends(CPU[:1], CPU[:1]))
+    with pytest.raises(ConfigError, match="'nccl' is unknown: auto, local"):
+        choose("nccl", Ends(CPU[:1], CPU[1:2]))
+
+
+def test_who_does_not_come_is_named():
+    store, address = open_store(5.0)
+    other = reach_store(address, 5.0)
+    other.set("here/the sampler's rank 0", "1")
+    with pytest.raises(WeightSyncError, match=r"the actor waited .* to be connected with the sampler's rank 1, who"):
+        meet(store, "the actor", ["the actor", "the sampler's rank 0", "the sampler's rank 1"], 0.2, threading.Event())
+    port = address[1]
+    del store, other
+    with pytest.raises(WeightSyncError, match=rf"the actor cannot be reached at 127.0.0.1:{port} within 0.5 s"):
+        reach_store(("127.0.0.1", port), 0.5)
+
+
+def test_tensors_see_the_dtype_that_the_sampler_has():
+    peer = Peer()
+    parameters = dict(peer.received_module.named_parameters())
+    specs = {name: Spec(tuple(each.shape), torch.bfloat16) for name, each in parameters.items()}
+    found = local_checksums(peer.received_module, peer.mesh, parameters, specs=specs)
+    assert found["0.weight"][1] == tensor_checksum(parameters["0.weight"].detach().bfloat16())
+    assert found["0.weight"][0] == (((0, 0), (5, 6)),)
+
+
+def test_what_the_driver_is_told_is_equally_long_whatever_the_checksums():
+    small, large = Sent(3, {"a": 0, "b": 5}), Sent(3, {"a": MODULUS - 1, "b": 1 << 63})
+    assert len(pickle.dumps(small)) == len(pickle.dumps(large))
+    assert [pickle.loads(pickle.dumps(each)) for each in (small, large)] == [small, large]
+
+
+class Lost:
+    """A role whose processes have died: its calls raise, as those of a role on Ray."""
+
+    def call(self, function: Any, *args: Any) -> Any:
+        raise RoleLostError("actor", [0], "killed")
+
+    call_aside = call
+
+
+class Endless:
+    """A call that waits for somebody who does not come."""
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> Any:
+        raise AssertionError("it does not end")
+
+
+def test_a_sampler_does_not_wait_for_an_actor_that_died_when_it_was_idle() -> None:
+    sync = WeightSync(Lost(), Lost())
+    with pytest.raises(RoleLostError, match="role actor, rank 0: killed"):
+        sync._while_actor_lives(Endless())
