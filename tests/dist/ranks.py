@@ -18,9 +18,6 @@ import torch.multiprocessing as mp
 GRACE_S = 5.0
 """Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""
 
-COLLECT_EVERY = 10
-"""Runs between two collections of garbage: what is left of models and meshes holds groups, threads and sockets."""
-
 
 class RankError(AssertionError):
     """What a rank raised."""
@@ -102,9 +99,9 @@ class RankPool:
 def _serve(inbox: Any, outbox: Any, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    num_runs = 0
     while True:
         name, rank, num_ranks, function, args = inbox.get()
+        gc.freeze()  # modules and caches, which the collection below need not look through
         try:
             dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=num_ranks)
             answer = (True, function(*args))
@@ -115,9 +112,8 @@ def _serve(inbox: Any, outbox: Any, port: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
-        num_runs += 1
-        if num_runs % COLLECT_EVERY == 0:
-            gc.collect()
+        del function, args, answer
+        gc.collect()  # models and meshes hold groups, and each group threads that wake a hundred times a second
 
 
 def _forget_meshes() -> None:
