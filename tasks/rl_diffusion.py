@@ -135,7 +135,7 @@ def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoad
         run.log(step + 1, metrics, show=SHOWN)
         if evaluating:
             run.say_signs_of_hacking()
-            run.write_report()
+            run.write_report(if_cheap=not last)
         roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
             roles.actor.call(Actor.export, config).result()

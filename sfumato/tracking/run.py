@@ -44,6 +44,8 @@ from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers,
 
 Item = TypeVar("Item")
 
+REPORT_SHARE = 0.05
+"""Of a run's time, what reports before the last may take."""
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
 
@@ -68,6 +70,7 @@ class Run:
                 self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
         self._timings: dict[str, float] = {}
         self._signs_said: set[str] = set()
+        self._report_due = 0.0
         self._step_started = time.perf_counter()
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
@@ -163,12 +166,19 @@ class Run:
                 self.say(f"sign of reward hacking: {sign.text}")
                 self._signs_said.add(sign.metric)
 
-    def write_report(self) -> None:
-        """Makes ``report.html`` from what the run folder holds now."""
-        if self._enabled:
-            from sfumato.tracking.report import write_report
+    def write_report(self, *, if_cheap: bool = False) -> None:
+        """Makes ``report.html`` from what the run folder holds now.
 
-            write_report(self.output_dir)
+        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_SHARE`` of the time.
+        """
+        started = time.monotonic()
+        if not self._enabled or (if_cheap and started < self._report_due):
+            return
+        from sfumato.tracking.report import write_report
+
+        write_report(self.output_dir)
+        ended = time.monotonic()
+        self._report_due = ended + (ended - started) / REPORT_SHARE
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

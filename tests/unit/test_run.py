@@ -128,6 +128,26 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_reports_before_the_last_are_left_out_where_they_would_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = [100.0], []
+
+    def write(output_dir: Path) -> None:
+        now[0] += 2.0
+        written.append(now[0])
+
+    monkeypatch.setattr("sfumato.tracking.report.write_report", write)
+    monkeypatch.setattr("sfumato.tracking.run.time.monotonic", lambda: now[0])
+    run = Run(tmp_path, "test", Mesh(Layout(), torch.device("cpu")))
+    for later in (0.0, 30.0, 11.0, 1.0):  # 2 s of 40 are the share
+        now[0] += later
+        run.write_report(if_cheap=True)
+    assert written == [102.0, 145.0]
+    run.write_report()
+    assert len(written) == 3, "the last is always written"
+
+
 def test_runs_start_from_equal_generators(tmp_path: Path) -> None:
     draws = []
     for _ in range(2):
