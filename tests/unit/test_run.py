@@ -140,6 +140,7 @@ def test_reports_before_the_last_are_left_out_where_they_would_take_too_long(
     monkeypatch.setattr("sfumato.tracking.report.write_report", write)
     monkeypatch.setattr("sfumato.tracking.run.time.monotonic", lambda: now[0])
     run = Run(tmp_path, "test", Mesh(Layout(), torch.device("cpu")))
+    run.begin(10, 0, [])
     for later in (0.0, 30.0, 11.0, 1.0):  # 2 s of 40 are the share
         now[0] += later
         run.write_report(if_cheap=True)
