@@ -358,7 +358,7 @@ def leave_while_receiving(peer: Peer) -> None:
     peer.sync.transport.take = broken
 
 
-@pytest.mark.parametrize("transport", ["ipc", pytest.param("broadcast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", STREAMS)
 def test_the_actor_does_not_wait_for_a_receiver_that_failed(transport, ranks, tmp_path):
     with ProcessRoles(ranks, tmp_path, actor=1, sampler=2) as roles:
         roles.actor.build(Peer, DDP, False, torch.float32)

@@ -19,7 +19,7 @@ from typing import Any
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
-from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
 from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
@@ -181,6 +181,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
     Raises:
         ConfigError: there is no cluster at the address, or it cannot be used from there.
         MissingDependencyError: ray is not installed.
+        RoleLostError: Ray could not be started on this machine, twice.
     """
     address = config.address
     if address is not None and address.startswith("ray://"):
@@ -201,7 +202,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
             with _environment({**_WORKER_ENVIRONMENT, **_import_path()}):
-                ray.init(address="local", num_cpus=num_cpus, object_store_memory=store, **options)
+                _start_here(run, num_cpus=num_cpus, object_store_memory=store, **options)
         else:
             variables = {**_WORKER_ENVIRONMENT, **_import_path()}
             try:
@@ -214,6 +215,24 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
                     f"runtime.address {address}: no cluster can be joined there: {error}; {remedy}"
                 ) from error
     return Cluster(config, run, is_own=address is None)
+
+
+def _start_here(run: Any, **options: Any) -> None:
+    """Ray on this machine; a second time where the first one failed, as it gives a busy machine 30 s only."""
+    import ray
+
+    for attempt in range(2):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray's own, without a class
+            ray.shutdown()
+            reason = f"Ray did not start on this machine: {error}"
+            if attempt:
+                logs = "its logs lie in /tmp/ray/session_latest/logs (RAY_TMPDIR names another place than /tmp)"
+                remedy = "end what else keeps the machine busy or fills its memory and disk, and start the run again"
+                raise RoleLostError("ray", (), f"{reason}; {remedy}; {logs}") from error
+            run.say(f"{reason}; trying once more")
 
 
 def _import_path() -> dict[str, str]:

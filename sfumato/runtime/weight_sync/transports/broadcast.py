@@ -76,7 +76,7 @@ class _Group:
 
     def abort(self) -> None:
         self.stop.set()
-        if isinstance(self.group, dist.ProcessGroupNCCL):  # its kernels would wait for a rank that has gone
+        if self.group is not None and self.access.backend == "nccl":  # its kernels would wait for a rank that has gone
             self.group.abort()
 
     def close(self) -> None:
