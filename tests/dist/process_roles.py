@@ -25,7 +25,7 @@ def serve(address: str, sizes: dict[str, int]) -> None:
     store.set(f"in/{rank}", "1")
     store.wait([f"in/{each}" for each in range(dist.get_world_size())])  # one that left would break the others' way in
     dist.destroy_process_group()
-    for role, size in sizes.items():
+    for role, size in sizes.items():  # noqa: B007 (used below)
         if rank < size:
             break
         rank -= size

@@ -161,7 +161,9 @@ def test_preferences(mode, ranks, tmp_path):
     config = merge(config, settings)
     ranks.run(num_ranks, functools.partial(run_rank, "train_dit_dpo"), merge(config, _in(tmp_path / "many")))
     one = run_task_here("train_dit_dpo", merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
-    rewards = [f"{kind}/{name}" for kind in ("pairs", "eval") for name in ("margin", "reward_chosen", "reward_rejected")]
+    rewards = [
+        f"{kind}/{name}" for kind in ("pairs", "eval") for name in ("margin", "reward_chosen", "reward_rejected")
+    ]
     assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
 
 
