@@ -74,10 +74,22 @@ def test_a_hang_shows_the_stacks(cluster: Cluster, group: RayGroup, monkeypatch:
 
 
 def test_a_late_start_is_found(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience(cluster, monkeypatch, call_timeout_s=6.0)
+    patience(cluster, monkeypatch, call_timeout_s=6.0, max_restarts=0)
     role = cluster.group("reader", functions.build_slowly, 1000.0, TRAIN, PoolConfig())
     with pytest.raises(RoleLostError, match="build_state has not ended"):
         role.wait_ready()
+    role.close()
+
+
+def test_a_group_that_is_lost_while_it_starts_is_replaced(cluster: Cluster) -> None:
+    role = cluster.group("reader", functions.build_slowly, 3.0, TRAIN, PoolConfig(processes=2))
+    deadline = time.monotonic() + 60
+    while not role.processes[1].identity:
+        assert time.monotonic() < deadline
+        cluster.loop.turn(0.1)
+    os.kill(role.processes[1].identity.pid, signal.SIGKILL)
+    role.wait_ready()
+    assert role.num_restarts == 1 and role.call(functions.where).result()
     role.close()
 
 

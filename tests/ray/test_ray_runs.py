@@ -116,9 +116,9 @@ def test_two_actors_in_shards_and_two_samplers_in_slices_equal_two_ranks(runs: R
         "sampler": {"processes": 2, "cpus": 0.25, "parallel": {"tensor_parallel_size": 2}},
     }
     ray = runs.apart("sliced", merge(merge(APART, shards), {"runtime": {"pools": pools}}))
-    for left, right in zip(metrics_of(two), metrics_of(ray), strict=True):
+    for left, right in zip(metrics_of(two)[1:], metrics_of(ray)[1:], strict=True):  # the first only evaluates
         for name in ("reward/total", "loss/policy", "grad_norm"):
-            assert left.get(name) == pytest.approx(right.get(name), rel=1e-3, abs=1e-6), (left["step"], name)
+            assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-6), (left["step"], name)
     replicas = {"actor": {"processes": 2, "cpus": 0.25}, "sampler": {"processes": 2, "cpus": 0.25}}
     same = runs.apart("same cut", merge(merge(APART, shards), {"runtime": {"pools": replicas}}))
     assert_same(same, two)
@@ -127,7 +127,7 @@ def test_two_actors_in_shards_and_two_samplers_in_slices_equal_two_ranks(runs: R
 @pytest.mark.slow
 def test_bytes_through_the_driver_do_not_grow_with_the_resolution(runs: Runs) -> None:
     found = []
-    for size in (16, 64):
+    for size in (16, 32):
         sized = {"rollout": {"height": size, "width": size}}
         lines = metrics_of(runs.apart(f"size {size}", merge(APART, sized)), "timings")[2:]
         found.append([sum(each[f"driver_bytes/{role}"] for role in ("actor", "sampler", "scorer")) for each in lines])

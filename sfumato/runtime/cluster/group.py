@@ -21,6 +21,16 @@ class RayGroup(RayRole):
         layout = Layout.of(plan.train, size)
         super().__init__(plan, loop, [layout.rank_in("data", rank) for rank in range(size)], [range(size)])
 
+    def wait_ready(self) -> None:
+        """As ``RayRole.wait_ready``; processes that are lost while their state is being built are replaced."""
+        try:
+            super().wait_ready()
+        except RoleLostError as lost:
+            if lost.role != self.name:
+                raise
+            self.loop.run.say(str(lost))
+            self.restart()
+
     def restart(self) -> None:
         """Replaces all processes and waits until they have built their state anew; again if these are lost, too.
 
@@ -41,7 +51,7 @@ class RayGroup(RayRole):
         self._failure = None
         self._start(ranks)
         try:
-            self.wait_ready()
+            super().wait_ready()
         except RoleLostError as lost:
             if lost.role != self.name:
                 raise
