@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 GRACE_S = 5.0
 """Seconds in which ranks must follow one that has raised; those that then still wait for it are killed."""
@@ -96,8 +97,25 @@ class RankPool:
                 self._workers.append((process, inbox, outbox))
 
 
+def _share_one_loop() -> None:
+    """All gloo groups of this process use one device: each has a thread that wakes a hundred times a second, and the
+    mesh of a run has some twenty groups."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class SharedGloo(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads = [device], 2
+            if timeout is not None:
+                options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedGloo
+
+
 def _serve(inbox: Any, outbox: Any, port: int) -> None:
     torch.set_num_threads(1)
+    _share_one_loop()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         name, rank, num_ranks, function, args = inbox.get()

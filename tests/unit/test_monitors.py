@@ -63,7 +63,7 @@ def test_norms_of_micro_batches_belong_to_their_samples() -> None:
 
 def test_a_run_logs_what_its_samples_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups over several micro-batches; before the first update every ratio is that of a policy to itself."""
-    monkeypatch.setattr(Run, "write_report", lambda run: None)
+    monkeypatch.setattr(Run, "write_report", lambda run, **_: None)
     config = tiny_rl_config(
         tmp_path,
         rollout={"micro_batch_size": 3},

@@ -33,7 +33,7 @@ FAMILY, OBJECTIVE = "pixel_mixer:PixelMixerFamily", "reinforce:Reinforce"
 def on_the_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        patch.setattr(Run, "write_report", lambda run: None)
+        patch.setattr(Run, "write_report", lambda run, **_: None)
         yield
 
 

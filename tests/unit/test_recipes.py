@@ -117,7 +117,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "write_report", lambda run: None)  # its curves would take most of the time
+    monkeypatch.setattr(Run, "write_report", lambda run, **_: None)  # its curves would take most of the time
 
 
 def config_of(recipe: str, family: Family, folder: Path, **overrides: Any) -> dict[str, Any]:
