@@ -123,6 +123,7 @@ class Checkpointer:
             self._finish(saving, must_succeed=False)
 
     def _finish(self, saving: Saving, must_succeed: bool) -> None:
+        self.run.sync()  # no checkpoint may outlive the metrics of its steps
         try:
             saving.finish(self.config.max_checkpoints)
         except CheckpointError as error:

@@ -32,8 +32,17 @@ def begin_checkpoint(root: Path, step: int) -> Path:
     """
     building = root / f"global_step_{step}.tmp"
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    make_folder(root)
+    building.mkdir()
     return building
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that it is still there after a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _flush(path.parent)
 
 
 def list_files(building: Path, paths: Iterable[Path]) -> Listing:

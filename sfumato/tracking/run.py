@@ -122,6 +122,12 @@ class Run:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
 
+    def sync(self) -> None:
+        """Makes sure that a power failure does not take lines of metrics and timings that were written."""
+        if self._enabled and self.is_open:
+            self._metrics.sync()
+            self._times.sync()
+
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if self._enabled and records:

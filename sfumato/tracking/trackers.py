@@ -142,6 +142,15 @@ class JsonLines:
         self._file.write(strict_json(record) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Makes sure that a power failure does not take the lines that were written."""
+        os.fsync(self._file.fileno())
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
     def close(self) -> None:
         self._file.close()
 
