@@ -48,6 +48,12 @@ fi
 devices=${NPROC_PER_NODE:-$(count_devices)}
 [ "${devices:-0}" -ge 1 ] || devices=1
 
+# The configuration is read before anything heavy is imported or any process is started.
+ranks=$((nnodes * devices))
+[ "$ranks" -gt 1 ] || ranks=${WORLD_SIZE:-1}
+WORLD_SIZE=$ranks "$python" -m sfumato.config "$@" || exit $?
+case " $* " in *" --help "* | *" -h "*) exit 0 ;; esac
+
 if [ "$nnodes" -eq 1 ] && [ "$devices" -eq 1 ]; then
   exec "$python" "$@"
 elif [ "$nnodes" -eq 1 ]; then

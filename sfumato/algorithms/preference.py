@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 LOSSES = ("sigmoid", "ipo", "hinge")
 
@@ -45,4 +44,5 @@ def preference_loss(
         return torch.relu(1 - margin)
     if kind != "sigmoid":
         raise ValueError(f"unknown loss {kind!r}; known: {', '.join(LOSSES)}")
-    return -(1 - label_smoothing) * functional.logsigmoid(margin) - label_smoothing * functional.logsigmoid(-margin)
+    right, wrong = torch.nn.functional.logsigmoid(margin), torch.nn.functional.logsigmoid(-margin)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong

@@ -239,6 +239,13 @@ class AlgorithmConfig(Section):
         """Guidance of the reference's prediction, where the penalty gives it one of its own."""
         return getattr(self.kl, "reference_guidance_scale", None)
 
+    def check_schedule(self, num_steps: int) -> None:
+        """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
+        if self.objective.kind == "sample":
+            self.timesteps.num_levels(num_steps)
+        else:
+            self.window.check(num_steps)
+
     def rows_per_sample(self, num_steps: int) -> int:
         """Trained steps or noise levels of a sample in the first of all iterations.
 
@@ -413,7 +420,7 @@ class DiffusionRLConfig(Section):
         algorithm, group_size = self.algorithm, self.rollout.n
         part = "window" if algorithm.objective.kind == "trajectory" else "timesteps"
         try:
-            algorithm.rows_per_sample(self.rollout.num_inference_steps)
+            algorithm.check_schedule(self.rollout.num_inference_steps)
         except ValueError as error:
             raise ValueError(f"algorithm.{part} and rollout.num_inference_steps: {error}") from error
         if part == "window":

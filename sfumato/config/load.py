@@ -151,13 +151,18 @@ def load_config(
         raise ConfigError("\n".join(lines)) from error
 
 
+def asks_for_help(arguments: list[str]) -> bool:
+    """Whether the arguments of a task ask for the list of all fields."""
+    return "--help" in arguments or "-h" in arguments
+
+
 def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:
     """Reads ``CONFIG.yaml [--a.b value ...]`` from the command line; ``--help`` prints every field and exits.
 
     Raises ConfigError for a wrong command line, file or value.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--help" in arguments or "-h" in arguments:
+    if asks_for_help(arguments):
         print(format_help(schema))
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("--"):

@@ -1,5 +1,7 @@
 """The launcher, and the exit codes of tasks for what a user can do wrong."""
 
+import ast
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
+from sfumato.commands.find_task import TASKS
+from sfumato.config.__main__ import schema_of_script
 
 ROOT = Path(__file__).parents[2]
 USAGE = "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]"
@@ -65,9 +70,9 @@ def launch(*arguments, **environment):
 
 @pytest.fixture
 def fake_python(tmp_path):
-    """Stands for Python and prints how it was called."""
+    """Stands for Python and prints how it was called, but for the reading of the configuration."""
     path = tmp_path / "fake python"
-    path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    path.write_text('#!/bin/sh\n[ "$2" = sfumato.config ] || printf "%s\\n" "$@"\n')
     path.chmod(0o755)
     return str(path)
 
@@ -238,3 +243,81 @@ def test_an_ocr_engine_that_is_not_installed_exits_with_2(folder):
     (folder / "fakes" / "rapidocr" / "__init__.py").write_text("raise ImportError('not here')")
     done = launch(ROOT / "tasks/rl_diffusion.py", folder / "rl.yaml", PYTHONPATH=str(folder / "fakes"))
     assert_refused(done, "rapidocr", "pip install rapidocr onnxruntime")
+
+
+# The configuration is read before the task starts
+
+
+def read_first(*arguments):
+    """Runs ``python -m sfumato.config`` as ``train.sh`` does; also returns which packages it has loaded."""
+    code = (
+        "import runpy, sys\nsys.argv[0] = 'x'\n"
+        "try:\n    runpy.run_module('sfumato.config', run_name='__main__')\n"
+        "finally:\n    print({name.partition('.')[0] for name in sys.modules if '.' in name}, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done, set(ast.literal_eval(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "code"),
+    [
+        ("rl_diffusion", ["--help"], 0),
+        ("rl_diffusion", ["configs/quickstart/rl.yaml"], 0),
+        ("rl_diffusion", ["configs/quickstart/rl.yaml", "--train.sead", "1"], 2),
+        ("train_text", ["configs/quickstart/text_sft.yaml", "--train.sead", "1"], 2),
+    ],
+)
+def test_a_configuration_is_read_without_the_frameworks(task, arguments, code):
+    done, loaded = read_first(f"tasks/{task}.py", *arguments)
+    assert done.returncode == code, done.stderr
+    assert "sfumato" in loaded and not loaded & {"torch", "diffusers", "transformers", "peft", "matplotlib"}
+    assert ("--train.seed int" in done.stdout) == ("--help" in arguments)
+    assert ("error: --train.sead: unknown key; did you mean 'seed'?" in done.stderr) == (code == 2)
+
+
+def test_every_task_says_which_configuration_it_reads():
+    for task, (module, name) in TASKS.items():
+        found = schema_of_script(ROOT / "tasks" / f"{task}.py")
+        assert found is getattr(importlib.import_module(module), name), task
+
+
+def test_a_class_of_your_own_beside_the_task_is_found_and_may_use_torch(tmp_path, folder):
+    (tmp_path / "task.py").write_text((ROOT / "tasks/rl_diffusion.py").read_text())
+    (tmp_path / "beside.py").write_text(
+        "from dataclasses import dataclass\nimport torch\nfrom torch import nn\n"
+        "from sfumato.rewards.base import Reward\n"
+        "SIZE = torch.zeros(2).numel() + nn.Identity()(torch.ones(1)).numel()\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Beside(Reward):\n    size: int = SIZE\n"
+        "    def score(self, samples):\n        return [0.0] * len(samples)\n"
+    )
+    arguments = [tmp_path / "task.py", folder / "rl.yaml", "--reward.rewards.0.type", "beside:Beside"]
+    done, loaded = read_first(*arguments)
+    assert done.returncode == 0 and "torch" in loaded, done.stderr
+    done, _ = read_first(*arguments, "--reward.rewards.0.size", "big")
+    assert done.returncode == 2 and "error: --reward.rewards.0.size: " in done.stderr
+
+
+def test_several_processes_give_one_message(folder):
+    done = launch(
+        ROOT / "tasks/train_dit.py", folder / "dit.yaml", "--train.global_batch_size", "6", NPROC_PER_NODE="2"
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "2 x 2 data-parallel processes = 4" in done.stderr
+
+
+def test_help_of_a_task_that_defines_its_configuration_itself(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from sfumato.config.base import Section\nfrom sfumato.config.load import parse_config\n"
+        "class Own(Section):\n    size: int = 3\n    'How large.'\nparse_config(Own)\n"
+    )
+    done = launch(path, "--help", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and done.stdout.count("--size int") == 1, done.stderr

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch.nn import functional
 
 from sfumato.algorithms.dynamics.step import mean_over_sample
 from sfumato.algorithms.objectives.sample import Loss, NoisedSamples, distance, reward_probability
@@ -75,7 +74,9 @@ class CRD:
     def _fit(self, r: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         implicit, wanted = self.beta * (r - weights @ r.detach()), q - weights @ q
         if self.form == "bce":
-            return functional.binary_cross_entropy_with_logits(implicit, torch.sigmoid(wanted), reduction="none")
+            return torch.nn.functional.binary_cross_entropy_with_logits(
+                implicit, torch.sigmoid(wanted), reduction="none"
+            )
         return (implicit - wanted) ** 2
 
 

@@ -6,14 +6,14 @@ Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
 from sfumato.algorithms.dynamics.step import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
 
-Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 SMALLEST_WEIGHT = 1e-5
 """Least distance that an error is divided by."""

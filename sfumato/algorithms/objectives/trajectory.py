@@ -6,13 +6,13 @@ Shapes: R rows, each a (sample, trained step) pair; ... latent dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
 from sfumato.algorithms.dynamics.step import GaussianStep
 
-Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ class Mismatch:
         self.largest = 0.0
         """Of which the maximum over ranks is to be taken."""
 
-    @torch.no_grad()
     def add(
         self,
         log_ratio: torch.Tensor,
@@ -42,27 +41,28 @@ class Mismatch:
                 (objective guard).
             kl: ``[R]``: KL(behaviour, proximal) of each row, where it is known exactly.
         """
-        rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
-        weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
-        found = torch.stack(
-            [
-                torch.ones_like(rows).sum(),
-                -rows.sum(),
-                (torch.expm1(rows) - rows).sum(),
-                weights.sum(),
-                weights.square().sum(),
-                correction.weights.double().sum(),
-                correction.truncated.double().sum(),
-                correction.rejected.double().sum(),
-            ]
-        ).tolist()
-        if kl is not None:
-            self.sums["kl"] = self.sums.get("kl", 0.0) + float(kl.double().sum())
-        names = ("rows", "k1", "k3", "w", "w2", "weight", "truncated", "rejected")
-        for name, value in zip(names, found, strict=True):
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        if len(log_ratio):
-            self.largest = max(self.largest, float(log_ratio.abs().max()))
+        with torch.no_grad():
+            rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
+            weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
+            found = torch.stack(
+                [
+                    torch.ones_like(rows).sum(),
+                    -rows.sum(),
+                    (torch.expm1(rows) - rows).sum(),
+                    weights.sum(),
+                    weights.square().sum(),
+                    correction.weights.double().sum(),
+                    correction.truncated.double().sum(),
+                    correction.rejected.double().sum(),
+                ]
+            ).tolist()
+            if kl is not None:
+                self.sums["kl"] = self.sums.get("kl", 0.0) + float(kl.double().sum())
+            names = ("rows", "k1", "k3", "w", "w2", "weight", "truncated", "rejected")
+            for name, value in zip(names, found, strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + value
+            if len(log_ratio):
+                self.largest = max(self.largest, float(log_ratio.abs().max()))
 
 
 def mismatch_metrics(sums: Mapping[str, float], largest: float) -> dict[str, float]:
