@@ -22,7 +22,7 @@ quickstart: setup
 	$(LAUNCH) tasks/rl_diffusion.py configs/quickstart/rl.yaml --train.seed $(SEED)
 
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 slow-test: setup
 	$(BIN)/python -m pytest -m slow

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-RANKS = Path(__file__).parent / "dist"
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file stay together, so that each module's fixtures are made once; and so do all of ``tests/dist``,
+    whose ranks talk to each other: two such tests at once take far longer than one after the other, as each message
+    waits until both its ends have been given a core."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file stay together, and those whose ranks talk to each other: two such tests at once take far
-    longer than one after the other, as each message waits until both its ends have been given a core."""
-    for item in items:
-        name = "ranks" if RANKS in item.path.parents else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+    class FilesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith("tests/dist/") else nodeid.partition("::")[0]
+
+    return FilesTogether(config, log)
