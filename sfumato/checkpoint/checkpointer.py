@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
 from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.replacing import restore_folder
 from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig
@@ -33,6 +34,8 @@ class Checkpointer:
         self._saved_step = -1
         self._staging = Staging() if config.save_async else None
         self._pending: tuple[Saving, threading.Thread] | None = None
+        if mesh.is_first:
+            restore_folder(self.root.parent / "hf_ckpt")
 
     def resume(self, state: TrainState) -> None:
         """Loads what ``train.load_checkpoint_path`` asks for into the state, if anything.

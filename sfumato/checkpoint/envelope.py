@@ -42,7 +42,7 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def list_files(building: Path, paths: Iterable[Path]) -> Listing:
@@ -53,7 +53,7 @@ def list_files(building: Path, paths: Iterable[Path]) -> Listing:
     """
     listing: Listing = {}
     for path in sorted(paths):
-        _flush(path)
+        flush(path)
         listing[str(path.relative_to(building))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     return listing
 
@@ -83,9 +83,9 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
     path = building / MANIFEST
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
     path.write_text(text, encoding="utf-8")
-    _flush(path)
+    flush(path)
     for folder in (building, *(each for each in building.rglob("*") if each.is_dir())):
-        _flush(folder)
+        flush(folder)
     if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
         stale = root / f"{final.name}.old.tmp"
         shutil.rmtree(stale, ignore_errors=True)
@@ -94,7 +94,7 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
         shutil.rmtree(stale, ignore_errors=True)
     else:
         building.rename(final)
-    _flush(root)
+    flush(root)
     return final
 
 
@@ -189,7 +189,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Sees to it that a file, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from sfumato.checkpoint.replacing import replace_folder
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import whole_weights
@@ -48,22 +46,14 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
     with averaged_weights(ema):
         weights = whole_weights(model.trained, mesh, only_adapters, share=True)
         if mesh.is_first:
-            _replace(folder, lambda building: model.save_export(building, weights, merge))
+            replace_folder(folder, lambda building: _write(model, building, weights, merge))
     mesh.barrier()
 
 
-def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    building, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    write(building)
-    for path in building.rglob("*.safetensors"):
+def _write(model: Exportable, folder: Path, weights: dict[str, torch.Tensor], merge: bool) -> None:
+    model.save_export(folder, weights, merge)
+    for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)  # safetensors writes files that only their owner can read
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(building, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def has_adapters(module: nn.Module) -> bool:

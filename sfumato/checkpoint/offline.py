@@ -11,6 +11,7 @@ import torch
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
 from sfumato.checkpoint.export import Exportable, export_model
 from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.replacing import restore_folder
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.load import load_config
 from sfumato.errors import CheckpointError, ConfigError
@@ -37,6 +38,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
         raise ConfigError(f"{out} exists and is not empty: name another folder")
     passed_over: list[str] = []
     run, folder = _find(checkpoint, passed_over)
+    restore_folder(run / "hf_ckpt")
     model = _build(run)
     averaged = load_trained(model.trained, Stored(folder), mesh := Mesh(Layout(), torch.device("cpu")))
     export_model(model, None, out, mesh, merge)
