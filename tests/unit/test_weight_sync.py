@@ -29,10 +29,18 @@ from sfumato.runtime.weight_sync.checksum import (
     piece_checksum,
     tensor_checksum,
 )
-from sfumato.runtime.weight_sync.places import Place, meet, open_store, reach_store
+from sfumato.runtime.weight_sync.places import (
+    ADDRESS_VARIABLE,
+    Place,
+    check_reachable,
+    meet,
+    open_store,
+    own_address,
+    reach_store,
+)
 from sfumato.runtime.weight_sync.sender import Sent
 from sfumato.runtime.weight_sync.sync import WeightSync
-from sfumato.runtime.weight_sync.transports import Ends, choose
+from sfumato.runtime.weight_sync.transports import Ends, Settings, broadcast, choose, ipc
 from sfumato.runtime.weight_sync.transports.ipc import match
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -371,6 +379,30 @@ def test_who_does_not_come_is_named():
     del store, other
     with pytest.raises(WeightSyncError, match=rf"the actor cannot be reached at 127.0.0.1:{port} within 0.5 s"):
         reach_store(("127.0.0.1", port), 0.5)
+
+
+def test_the_address_is_the_one_that_the_runtime_knows_of_the_node(monkeypatch: pytest.MonkeyPatch):
+    """A group within one machine meets at 127.0.0.1, which is no address for the sampler's machine."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv(ADDRESS_VARIABLE, "10.77.0.9")
+    assert open_store(5.0)[1][0] == "10.77.0.9"
+    monkeypatch.delenv(ADDRESS_VARIABLE)
+    assert open_store(5.0)[1][0] == own_address()
+
+
+@pytest.mark.parametrize("kind", [broadcast.Sending, ipc.Sending])
+def test_an_address_that_leads_another_machine_to_itself_is_refused_at_once(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1")
+    places = [Place("alfa/1", 1, None), Place("bravo/1", 2, None)]
+    senders = places if kind is ipc.Sending else places[:1]  # whose receivers are on the machines of its senders
+    mesh = Mesh(Layout(), torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"alfa has told 127\.0\.0\.1 as its address, under which bravo cannot.*NODE_IP"
+    ):
+        kind(Settings(timeout_s=5.0), mesh, [], Ends(senders, places[1:]))
+    check_reachable("127.0.0.1", [places[0], Place("alfa/1", 3, None)])
+    check_reachable("10.77.0.1", places)
 
 
 def test_tensors_see_the_dtype_that_the_sampler_has():

@@ -275,11 +275,14 @@ def build_state(
         address = "127.0.0.1" if len(on_node) == len(members) else members[0].address
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}  # open_store opened it
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    import ray
 
     from sfumato.parallel.mesh import build_mesh
+    from sfumato.runtime.weight_sync.places import ADDRESS_VARIABLE
     from sfumato.tracking.run import quiet_libraries, seed_generators
 
+    variables[ADDRESS_VARIABLE] = ray.util.get_node_ip_address()
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         quiet_libraries()
         seed_generators(train.seed)

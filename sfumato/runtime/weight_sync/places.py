@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sfumato.errors import WeightSyncError
+from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -26,6 +27,14 @@ GIVEN_UP = "given up"
 LONGEST_PAUSE_S = 0.01
 """Between two looks into a store."""
 
+ADDRESS_VARIABLE = "SFUMATO_NODE_ADDRESS"
+"""Environment variable with the address under which other machines reach this one, set by whoever knows it."""
+
+ADDRESS_REMEDY = (
+    "start its Ray node with the address of its network (NODE_IP=ADDRESS bash cluster/start_head.sh, or "
+    "start_worker.sh; ray start --node-ip-address ADDRESS)"
+)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -35,6 +44,11 @@ class Place:
     process: int
     gpu: str | None
     """UUID; None on a CPU."""
+
+    @property
+    def host(self) -> str:
+        """Name of the machine."""
+        return self.machine.partition("/")[0]
 
     def __str__(self) -> str:
         return f"{self.machine}, process {self.process}" + (f", GPU {self.gpu}" if self.gpu else "")
@@ -48,16 +62,43 @@ def places_of(mesh: Mesh) -> list[Place]:
 
 
 def own_address() -> str:
-    """An address of this machine that others reach: what torchrun or the runtime has told, or that of the network."""
-    told = os.environ.get("MASTER_ADDR")
-    if told and os.environ.get("RANK", "0") == "0":
+    """The address of this machine that others reach: what the runtime has told, or that of the network."""
+    if told := os.environ.get(ADDRESS_VARIABLE):
         return told
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # nothing is sent: it asks which of the networks would be taken
         except OSError:
-            return "127.0.0.1"  # no network at all: nobody else is there
+            return "127.0.0.1"  # no way out of this machine is known
         return probe.getsockname()[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine reach the address, or name."""
+    if address.partition("%")[0] in ("localhost", "::1"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def check_reachable(address: str, places: Sequence[Place]) -> None:
+    """Refuses an address that leads every other machine to itself.
+
+    Args:
+        address: of the machine of the first place.
+        places: of processes that are to talk to each other.
+
+    Raises:
+        ConfigError: names the machine and the remedy.
+    """
+    others = {each.machine: each.host for each in places if each.machine != places[0].machine}
+    if others and is_loopback(address):
+        raise ConfigError(
+            f"{places[0].host} has told {address} as its address, under which {', '.join(others.values())} cannot "
+            f"reach it: {ADDRESS_REMEDY}"
+        )
 
 
 def open_store(timeout_s: float) -> tuple[dist.TCPStore, tuple[str, int]]:

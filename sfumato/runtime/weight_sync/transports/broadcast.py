@@ -17,7 +17,7 @@ from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
-from sfumato.runtime.weight_sync.places import meet, open_store, reach_store
+from sfumato.runtime.weight_sync.places import check_reachable, meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
 
 
@@ -97,6 +97,7 @@ class Sending:
         if not mesh.is_first:
             return
         store, address = open_store(settings.timeout_s)
+        check_reachable(address[0], [ends.senders[0], *ends.receivers])
         gpus = [each.gpu for each in (ends.senders[0], *ends.receivers)]
         backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"  # NCCL wants a GPU for each rank
         self.group = _Group(store, 0, Access(address, len(ends.receivers), backend), mesh, buckets)

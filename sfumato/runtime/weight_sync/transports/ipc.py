@@ -24,7 +24,7 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
-from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
+from sfumato.runtime.weight_sync.places import GIVEN_UP, check_reachable, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
 
 NUM_SLOTS = 2
@@ -80,6 +80,7 @@ class Sending:
         self.num_receivers = len(sources)
         self.store, address = open_store(settings.timeout_s) if mesh.is_first else (None, None)
         address = mesh.first(address, among="world")
+        check_reachable(address[0], [*ends.senders, *ends.receivers])
         if self.store is None:
             self.store = reach_store(address, settings.timeout_s)
         self.stop = threading.Event()
