@@ -175,7 +175,12 @@ def _mean_reading(reader: Any, algorithm: Algorithm, step: int) -> float:
     rows = [row for row in read_samples(algorithm.folder)[step] if row["kind"] == "eval"]
     folder = step_folder(algorithm.folder, step)
     samples = [
-        Sample(image=np.asarray(Image.open(folder / row["file"])), prompt=row["prompt"], metadata={}, group_id=0)
+        Sample(
+            image=np.asarray(Image.open(folder / row["file"], formats=["PNG"])),
+            prompt=row["prompt"],
+            metadata={},
+            group_id=0,
+        )
         for row in rows
     ]
     return statistics.mean(reader.score(samples))

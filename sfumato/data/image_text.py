@@ -15,6 +15,7 @@ from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.pictures import (
     ANIMATION_ENDINGS,
     IMAGE_ENDINGS,
+    VERSION,
     VIDEO_ENDINGS,
     find_file,
     find_frames,
@@ -22,7 +23,7 @@ from sfumato.data.pictures import (
     read_frames,
     read_image,
 )
-from sfumato.data.rows import FiledRows, file_fingerprint, open_rows, read_text, text_field
+from sfumato.data.rows import MAX_LINE, FiledRows, file_fingerprint, open_rows, read_text, text_field
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ class FolderRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         caption = self._files[index].with_suffix(".txt")
-        if not caption.is_file():
+        if not caption.exists():
             raise DataError(
                 f"{self.describe(index)}: no caption: {caption} does not exist (and there is no metadata.jsonl)"
             )
         image = str(self._files[index].relative_to(self.root))
-        return {self.image_key: image, self.text_key: read_text(caption).strip()}
+        return {self.image_key: image, self.text_key: read_text(caption, MAX_LINE).strip()}
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
@@ -147,7 +148,7 @@ class ImageTextDataset:
         """
         path = Path(str(self.config.train_path)).resolve()
         settings = self.config.model_dump(include={*KEYS, "height", "width", "num_frames", "crop"})
-        return json.dumps([str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
+        return json.dumps([VERSION, str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
 
     def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
         found: list[Item] = []

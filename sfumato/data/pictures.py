@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sfumato.config.files import file_problem
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL import Image
+
+VERSION = 2
+"""Raise it when the same files become other pixels, so that stored latents are not used any more."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""What Pillow may take a file for. Its other formats include some that start a program, as EPS does."""
 
 IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png"}
 """What Pillow reads several frames of."""
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """What OpenCV reads."""
+
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+"""What Pillow raises for files that are damaged, or made to break it."""
 
 File = Path | bytes
 """Where a picture comes from: a path, or what such a file holds."""
@@ -45,8 +55,11 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str) -> File:
         return bytes(value)
     if isinstance(value, str) and value:
         path = root / value
-        if not path.exists():
+        problem = file_problem(path, or_folder=True)  # which may hold the frames of a video
+        if problem == "does not exist":
             raise DataError(f"{where}: image file not found: {path}")
+        if problem is not None:
+            raise DataError(f"{where}: {path} {problem}")
         return path
     raise DataError(f"{where}: column {key!r} holds no image path or bytes; its columns are {', '.join(map(str, row))}")
 
@@ -63,7 +76,10 @@ def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File |
 
 
 def read_image(source: File, where: str) -> Image.Image:
-    """An image, turned as EXIF says, of 8 bits per channel, red green blue. Raises DataError when it is broken."""
+    """An image, turned as EXIF says, of 8 bits per channel, red green blue; what is transparent shows white.
+
+    Raises DataError when it is broken.
+    """
     from PIL import ImageOps
 
     with _opened(source, where) as opened:
@@ -119,15 +135,26 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
 @contextmanager
 def _opened(source: File, where: str) -> Iterator[Image.Image]:
     """The image as Pillow opens it; what goes wrong inside becomes a DataError."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as opened:
             yield opened
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise DataError(f"{where}: broken image ({_shown(source)}): it is no {kinds}") from error
+    except MemoryError as error:
+        raise DataError(f"{where}: broken image ({_shown(source)}): it does not fit into memory") from error
+    except BROKEN as error:
         raise DataError(f"{where}: broken image ({_shown(source)}): {error}") from error
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"{where}: image ({_shown(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
+        ) from error
 
 
 def _shown(source: File) -> str:
@@ -142,6 +169,11 @@ def _to_rgb(image: Any) -> Any:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in {"I", "F"}:
         raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
+    if image.has_transparency_data:  # the colours below it are not what anybody sees
+        image = image.convert("RGBA")
+        shown = Image.new("RGB", image.size, "white")
+        shown.paste(image, mask=image.getchannel("A"))
+        return shown
     return image.convert("RGB")
 
 
@@ -157,8 +189,10 @@ def _is_picture(content: bytes) -> bool:
     from PIL import Image
 
     try:
-        Image.open(io.BytesIO(content)).close()
-    except (OSError, ValueError, SyntaxError, struct.error):
+        Image.open(io.BytesIO(content), formats=FORMATS).close()
+    except Image.DecompressionBombError:
+        return True
+    except BROKEN:
         return False
     return True
 
@@ -176,6 +210,8 @@ def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
     """Two passes: the number of frames that a file states is often not that which can be read."""
     from PIL import Image
 
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
     open_video = _video_opener(source, where)
     video, total = open_video(), 0
     while video.grab():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import csv
 import difflib
+import functools
 import itertools
 import json
 import sys
@@ -17,7 +18,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from sfumato.config.files import file_problem
+from sfumato.data.json_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.errors import DataError
+
+MAX_LINE = 64 * 2**20
+"""Bytes of the longest line of a .jsonl file, and of the longest caption, that is read."""
+
+MAX_LOADED = 2 * 2**30
+"""Bytes of the largest file that is held in memory as a whole."""
 
 NOT_DATA = {"dataset_info.json", "dataset_dict.json", "state.json"}  # what datasets' save_to_disk adds
 
@@ -77,13 +86,16 @@ class JsonlRows(FileRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._starts, self._lines = array("Q"), array("I")
-        position = 0
+        position, number, continues = 0, 0, False
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(position)
-                    self._lines.append(number)
+            for line in iter(functools.partial(file.readline, MAX_LINE), b""):  # a longer one comes in parts
+                if not continues:
+                    number += 1
+                    if len(line) == MAX_LINE or line.strip():
+                        self._starts.append(position)
+                        self._lines.append(number)
                 position += len(line)
+                continues = not line.endswith(b"\n")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -91,12 +103,10 @@ class JsonlRows(FileRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.describe(index)}: not valid JSON: {error}") from error
-        return _json_object(row, self.describe(index))
+            line = file.readline(MAX_LINE)
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            raise DataError(f"{self.describe(index)}: is longer than the {MAX_LINE:,} bytes that are read")
+        return _json_object(parse_json(line, self.describe(index)), self.describe(index))
 
     def describe(self, index: int) -> str:
         return f"{self.path}, line {self._lines[index]}"
@@ -112,23 +122,17 @@ class ParquetRows(FileRows):
     @cached_property
     def _table(self) -> Any:
         import datasets
-        import pyarrow
 
         try:
             return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
-        except (pyarrow.ArrowInvalid, datasets.exceptions.DatasetGenerationError, OSError) as error:
-            raise DataError(f"{self.path} cannot be read as parquet: {error}") from error
+        except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
+            raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        import pyarrow
-
-        try:
-            return self._table[index].to_pylist()[0]
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.describe(index)}: {error}") from error
+        return _arrow_row(self._table[index], self.describe(index))
 
     def column(self, key: str) -> list[Any]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
@@ -166,13 +170,8 @@ class ArrowRows(FileRows):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        import pyarrow
-
         number, offset = _locate(self._ends, index)
-        try:
-            return self._batches[number].slice(offset, 1).to_pylist()[0]
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-            raise DataError(f"{self.describe(index)}: {error}") from error
+        return _arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}  # the other process maps the file itself
@@ -190,7 +189,9 @@ class LoadedRows(FileRows):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _json_object(self._rows[index][1], self.describe(index))
+        row = self._rows[index][1]
+        check_value(row, self.describe(index))
+        return _json_object(row, self.describe(index))
 
     def describe(self, index: int) -> str:
         return f"{self.path}, {self._rows[index][0]}"
@@ -238,9 +239,12 @@ def read_text_rows(path: Path, column: str) -> LoadedRows:
 
 def read_json_rows(path: Path) -> LoadedRows:
     """A .json file that holds a list of objects. Raises DataError when it holds something else."""
+    text = read_text(path)
     try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise DataError(f"{path}: nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
         raise DataError(f"{path}: not valid JSON: {error} (one object a line is a .jsonl file)") from error
     if not isinstance(content, list):
         raise DataError(f"{path} must hold a list of JSON objects, not {type(content).__name__}")
@@ -280,6 +284,7 @@ KINDS: dict[str, Callable[[Path], Rows]] = {
     ".csv": read_csv_rows,
 }
 ENDINGS = [*KINDS, ".txt"]
+OPENED = {".jsonl", ".parquet", ".arrow"}  # of which rows are read when they are asked for
 
 
 def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
@@ -302,8 +307,10 @@ def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     return opened[0] if len(opened) == 1 else JoinedRows(opened)
 
 
-def read_text(path: Path) -> str:
-    """A text file. Raises DataError that names it when it is not UTF-8."""
+def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
+    """A text file. Raises DataError that names it when it is no file, too large, or not UTF-8."""
+    if problem := file_problem(path, most_bytes):
+        raise DataError(f"{path} {problem}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -333,9 +340,9 @@ def _find_files(part: str, option: str) -> list[Path]:
         near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
-    if path.is_file():
+    if not path.is_dir():
         return [path]
-    inside = sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
+    inside = sorted(each for each in path.rglob("*") if not each.is_dir() and not _is_hidden(each.relative_to(path)))
     files = [each for each in inside if each.suffix.lower() in ENDINGS and each.name not in NOT_DATA]
     if not files:
         endings = ", ".join(sorted({each.suffix or each.name for each in inside})) or "nothing"
@@ -351,6 +358,9 @@ def _open_file(path: Path, text_column: str, option: str) -> Rows:
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise DataError(f"{option}: {path} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if problem := file_problem(path, None if ending in OPENED else MAX_LOADED):
+        hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
+        raise DataError(f"{option}: {path} {problem}{hint}")
     rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
     if len(rows) == 0:
         raise DataError(f"{option}: {path} has no rows")
@@ -361,6 +371,17 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
+
+
+def _arrow_row(table: Any, where: str) -> dict[str, Any]:
+    """The only row of a table or batch, whose offsets are checked first: wrong ones would end the process."""
+    import pyarrow
+
+    try:
+        table.validate(full=True)
+        return table.to_pylist()[0]
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _value_or_error(rows: Rows, index: int, key: str) -> Any:

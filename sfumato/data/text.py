@@ -11,6 +11,7 @@ import numpy as np
 
 from sfumato.config.text import TextDataConfig
 from sfumato.data.chat import ChatTemplate, Encoded, build_chat_template, check_fast
+from sfumato.data.json_rows import parse_json
 from sfumato.data.rows import text_field
 from sfumato.errors import ConfigError, DataError, OverlongError
 
@@ -270,10 +271,7 @@ def _parsed(value: Any, where: str) -> Any:
     """What JSON text stands for (tables without nested columns hold such texts); anything else as it is."""
     if not isinstance(value, str):
         return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: neither a list nor its JSON text: {error}") from error
+    return parse_json(value, f"{where}: neither a list nor its JSON text")
 
 
 def _fingerprint(config: TextDataConfig, tokenizer: Any, templates: list[str]) -> str:

@@ -23,6 +23,9 @@ FRAME_MS = 1000 // 16
 WEBP = {"quality": 90, "method": 0}
 """Of 33 frames of 480 x 832 pixels: a seventh of lossless PNG or WebP in size, and a third of PNG's time."""
 
+FORMATS = ("PNG", "WEBP")
+"""What samples are written as, and all that is read."""
+
 EMBEDDED_BYTES = 600_000
 """Most bytes of one animation in a page; larger ones are made smaller."""
 
@@ -158,7 +161,7 @@ def _still(frames: np.ndarray) -> np.ndarray:
 
 
 def _read_frames(path: Path) -> np.ndarray:
-    with Image.open(path) as opened:
+    with Image.open(path, formats=FORMATS) as opened:
         frames = []
         for index in range(getattr(opened, "n_frames", 1)):
             opened.seek(index)
@@ -262,7 +265,7 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     where it would exceed ``EMBEDDED_BYTES``: as PNG, a page with a hundred photographs would be too large for a phone.
     """
     content, mime = path.read_bytes(), path.suffix.removeprefix(".")
-    with Image.open(io.BytesIO(content)) as opened:
+    with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
         size, num_frames = opened.size, getattr(opened, "n_frames", 1)
         if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
             scale = min(max_pixels / max(size), 1.0)

@@ -61,7 +61,7 @@ def test_jsonl_with_a_byte_order_mark(tmp_path):
     [
         (b'{"prompt": "b"', "not valid JSON"),
         (b"prompt: b", "not valid JSON"),
-        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text"),
         (b'["b"]', "must be a JSON object, not list"),
         (b'"b"', "must be a JSON object, not str"),
         (b"null", "must be a JSON object, not NoneType"),

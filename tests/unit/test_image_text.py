@@ -222,7 +222,7 @@ def test_broken_exif_is_a_broken_image(tmp_path, monkeypatch):
 def test_an_image_that_is_too_large_to_be_true_is_a_broken_row(tmp_path, monkeypatch):
     path = write_rows(tmp_path, 1)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
-    assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: broken image")
+    assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: image ({tmp_path / '0.png'}) of more")
 
 
 def test_a_missing_image_file_is_named_with_file_and_row(tmp_path):

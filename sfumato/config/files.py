@@ -1,0 +1,38 @@
+"""What may be read as a file: a pipe would be waited for without end, and a device never ends."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = False) -> str | None:
+    """What keeps a path from being read as a file, to be said after the path; None where nothing does.
+
+    Args:
+        path: links are followed.
+        most_bytes: size of the largest file that is read.
+        or_folder: a folder is as good as a file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR and or_folder:
+        return None
+    if kind != stat.S_IFREG:
+        return f"is {KINDS.get(kind, 'something else')}, not a file"
+    if most_bytes is not None and found.st_size > most_bytes:
+        return f"has {found.st_size:,} bytes, more than the {most_bytes:,} that are read"
+    return None
