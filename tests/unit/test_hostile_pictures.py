@@ -37,7 +37,7 @@ def test_a_file_that_would_start_ghostscript_starts_nothing(tmp_path: Path, ghos
     path = tmp_path / "a.png"
     path.write_bytes(EPS)
     for source in (path, EPS):
-        with pytest.raises(DataError, match="row 1: broken image .*: it is no PNG, JPEG, WEBP, BMP, GIF or TIFF"):
+        with pytest.raises(DataError, match=r"row 1: broken image .*: it is no PNG, JPEG, WEBP, BMP, GIF or TIFF"):
             read_image(source, "row 1")
         with pytest.raises(DataError, match="row 1"):
             read_frames(source, 2, "row 1")
@@ -64,12 +64,12 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(DataError, match=f"row 1: .*{Path(name).name} is {what}, not a file"):
                 read_image(tmp_path / name, "row 1")
     folder = find_file({"image": "folder.png"}, "image", tmp_path, "row 1")
-    with pytest.raises(DataError, match="row 1: .*folder.png is a folder, not a file"):
+    with pytest.raises(DataError, match=r"row 1: .*folder\.png is a folder, not a file"):
         read_image(folder, "row 1")
     os.mkfifo(tmp_path / "film.mp4")
-    with pytest.raises(DataError, match="row 1: .*film.mp4 is a named pipe, not a file"):
+    with pytest.raises(DataError, match=r"row 1: .*film\.mp4 is a named pipe, not a file"):
         read_frames(tmp_path / "film.mp4", 2, "row 1")
-    with pytest.raises(DataError, match="row 1: .*File name too long"):
+    with pytest.raises(DataError, match=r"row 1: .*File name too long"):
         find_file({"image": "x" * 300}, "image", tmp_path, "row 1")
 
 

@@ -22,9 +22,7 @@ from sfumato.models.byte_tokenizer import build_byte_tokenizer
 def refusal(path: Path, index: int | None = None) -> str:
     """The one line with which a file, or a row of it, is refused."""
     with pytest.raises(DataError) as caught:
-        rows = open_rows(path, "text", "data.train_path")
-        assert index is not None, "the file was opened"
-        rows[index]
+        open_rows(path, "text", "data.train_path")[index or 0]
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
