@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Launches a task: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]
-# One process on one device; torchrun where there are more devices (NPROC_PER_NODE) or nodes
-# (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT).
+# One process on one device; where there are more devices (NPROC_PER_NODE) or nodes (NNODES, NODE_RANK, MASTER_ADDR,
+# MASTER_PORT), one per device, started by sfumato/launcher.py.
 set -euo pipefail
 
 if [ $# -lt 1 ] || [ ! -f "$1" ]; then
@@ -57,9 +57,9 @@ case " $* " in *" --help "* | *" -h "*) exit 0 ;; esac
 if [ "$nnodes" -eq 1 ] && [ "$devices" -eq 1 ]; then
   exec "$python" "$@"
 elif [ "$nnodes" -eq 1 ]; then
-  exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$devices" "$@"
+  exec "$python" -m sfumato.launcher --nproc-per-node "$devices" "$@"
 else
-  exec "$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "${NODE_RANK:-0}" \
-    --nproc-per-node "$devices" --rdzv-backend c10d --rdzv-id sfumato \
-    --rdzv-endpoint "${MASTER_ADDR:?set MASTER_ADDR to the first node}:${MASTER_PORT:-29500}" "$@"
+  exec "$python" -m sfumato.launcher --nproc-per-node "$devices" --nnodes "$nnodes" \
+    --node-rank "${NODE_RANK:?set NODE_RANK to the number of this node, from 0 on}" \
+    --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first node}" --master-port "${MASTER_PORT:-29500}" "$@"
 fi

@@ -84,3 +84,12 @@ class PreemptedError(RuntimeError):
     """The run was asked to stop and has saved its state."""
 
     exit_code = 143  # 128 + SIGTERM, what schedulers expect of a process that obeyed
+
+
+class StoppedError(KeyboardInterrupt):
+    """The run was asked to stop before its first step, and nothing has to be finished or saved.
+
+    Like the interrupt that it is, code that makes the best of errors lets it through.
+    """
+
+    exit_code = 143

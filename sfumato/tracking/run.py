@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.metadata
 import json
 import os
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,16 +22,9 @@ import torch
 
 from sfumato.config.base import Section
 from sfumato.config.load import dump_config, parse_config
-from sfumato.errors import (
-    NonFiniteError,
-    PreemptedError,
-    RewardError,
-    RoleLostError,
-    SelfCheckError,
-    UserError,
-    WeightSyncError,
-)
+from sfumato.errors import PreemptedError, RoleLostError
 from sfumato.parallel.mesh import Mesh, close_mesh
+from sfumato.tracking.ending import ending_of, keep_stacks
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
@@ -301,32 +292,17 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
 
     A user's mistake prints its message without a stack trace; anything else keeps its trace.
     """
-    faulthandler.enable()
-    code = 0
+    keep_stacks()
     try:
         _run_again_when_lost(main, parse_config(schema))
-    except PreemptedError as stop:
-        print(stop, file=sys.stderr)
-        code = stop.exit_code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError) as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    finally:
-        if code == 0:
-            close_mesh()
+        close_mesh()
+        return
+    except (Exception, KeyboardInterrupt) as error:
+        ending = ending_of(error)
+    ending.tell()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
+    os._exit(ending.code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
 
 
 def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:

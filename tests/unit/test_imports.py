@@ -18,6 +18,7 @@ FLOORS = {
     "tasks": 7,
     "cli": 7,
     "commands": 7,
+    "launcher": 7,
     "quickstart": 7,
     "runtime": 6,
     "rollout": 5,

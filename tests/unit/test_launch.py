@@ -127,7 +127,7 @@ def test_the_exit_code_is_the_tasks(tmp_path):
     assert launch(path).returncode == 143
 
 
-def test_two_processes_run_under_torchrun(echo, tmp_path):
+def test_two_processes_know_their_places(echo, tmp_path):
     done = launch(echo, "a config.yaml", "--train.lr", "1e-4", NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -146,8 +146,8 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_pyth
     program.chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     called = launch(echo, "c.yaml", NPROC_PER_NODE="", PATH=path, PYTHON=fake_python).stdout.splitlines()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"] if gpus == 3 else []
-    assert called == [*torchrun, str(echo), "c.yaml"]
+    launcher = ["-m", "sfumato.launcher", "--nproc-per-node", "3"] if gpus == 3 else []
+    assert called == [*launcher, str(echo), "c.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -170,21 +170,23 @@ def test_with_roles_on_ray_there_is_one_driver(echo, tmp_path, fake_python, yaml
     environment = {"NPROC_PER_NODE": "", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": fake_python}
     called = launch(echo, str(config), *arguments, **environment).stdout.splitlines()
     assert called[-2 - len(arguments) :] == [str(echo), str(config), *arguments]
-    assert ("torch.distributed.run" in called) != is_driver
+    assert ("sfumato.launcher" in called) != is_driver
 
 
 def test_several_nodes(echo, fake_python):
     environment = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "4", "PYTHON": fake_python}
     called = launch(echo, "c.yaml", **environment, MASTER_ADDR="node0").stdout.splitlines()
     options = dict(zip(called[2:-2:2], called[3:-2:2], strict=True))
-    assert called[:2] == ["-m", "torch.distributed.run"] and called[-2:] == [str(echo), "c.yaml"]
+    assert called[:2] == ["-m", "sfumato.launcher"] and called[-2:] == [str(echo), "c.yaml"]
     assert (options["--nnodes"], options["--node-rank"], options["--nproc-per-node"]) == ("2", "1", "4")
-    assert options["--rdzv-endpoint"] == "node0:29500"
+    assert (options["--master-addr"], options["--master-port"]) == ("node0", "29500")
 
 
-def test_several_nodes_need_the_address_of_the_first(echo, fake_python):
-    done = launch(echo, "c.yaml", NNODES="2", PYTHON=fake_python)
-    assert done.returncode != 0 and "MASTER_ADDR" in done.stderr and not done.stdout
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
+def test_several_nodes_need_the_address_of_the_first_and_their_numbers(echo, fake_python, missing):
+    environment = {"NNODES": "2", "MASTER_ADDR": "node0", "NODE_RANK": "0", "PYTHON": fake_python}
+    done = launch(echo, "c.yaml", **{**environment, missing: ""})
+    assert done.returncode != 0 and missing in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(("name", "value"), [("NPROC_PER_NODE", "gpu"), ("NPROC_PER_NODE", "0"), ("NNODES", "two")])

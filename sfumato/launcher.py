@@ -1,0 +1,213 @@
+"""Starts the ranks of a task on this node, passes signals on to them, and answers for them.
+
+    python -m sfumato.launcher --nproc-per-node 2 tasks/train_dit.py my.yaml
+
+Ranks find each other through the variables that torchrun sets, too. What differs is how a run ends: a rank that was
+asked to stop gets as long as its step takes, the exit code is that of the rank that ended first, and what ranks say
+when they end is said once, without what only followed from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 10.0
+"""Seconds that the other ranks have when one has ended with an error; they notice by themselves, unless they hang."""
+
+DUMP_S = 1.0
+"""Seconds in which a rank that hangs writes its stacks."""
+
+LOST = 8
+"""Exit code where processes died or hang."""
+
+
+@dataclass
+class End:
+    """How a rank ended."""
+
+    rank: int
+    code: int
+    text: str = ""
+    kind: str = "own"
+    """own; lost: of what another rank did; hang: it has waited for another rank for too long."""
+    at: float = 0.0
+    """Wall-clock seconds."""
+    stacks: str = ""
+
+
+class Ranks:
+    """The ranks of a task on this node."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], folder: Path) -> None:
+        """Starts them; each may write into the folder how it ended."""
+        self.folder = folder
+        self.ranks = [int(each["RANK"]) for each in environments]
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **each, "SFUMATO_ENDS": str(folder)},
+                start_new_session=True,  # Ctrl-C reaches the launcher, and each rank once
+                preexec_fn=_end_with_parent,
+            )
+            for each in environments
+        ]
+        self.ends: dict[int, End] = {}
+        self.was_asked = False
+
+    def forward(self, number: int, _frame: Any) -> None:
+        """Passes a signal on."""
+        self.was_asked = True
+        self.send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the ranks that have not ended."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> list[End]:
+        """Until all have ended; those that do not follow one that failed are killed, with their stacks taken."""
+        deadline = None
+        while self._look():
+            if deadline is None and any(each.code for each in self.ends.values()):
+                deadline = time.monotonic() + GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill()
+                break
+            time.sleep(0.05)
+        return [self.ends[rank] for rank in self.ranks]
+
+    def _look(self) -> bool:
+        """Takes note of ranks that have ended; whether some have not."""
+        for rank, process in zip(self.ranks, self.processes, strict=True):
+            code = process.poll()
+            if code is not None and rank not in self.ends:
+                self.ends[rank] = self._end(rank, code)
+        return len(self.ends) < len(self.processes)
+
+    def _end(self, rank: int, code: int) -> End:
+        stacks = _text(self.folder / f"{rank}.stacks")
+        said = _text(self.folder / f"{rank}.json")
+        if said:
+            return End(rank, code, **{"stacks": stacks, **json.loads(said)})
+        if code >= 0:
+            return End(rank, code, at=time.time())
+        if code == -signal.SIGTERM and self.was_asked:
+            text = "stopped by signal before the run began; nothing was trained"
+            return End(rank, 128 + signal.SIGTERM, text, at=time.time())
+        name = signal.Signals(-code).name
+        hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        text = f"stopped: rank {rank} was ended by {name}{hint}; to go on, add --train.load_checkpoint_path auto"
+        return End(rank, LOST, text, at=time.time(), stacks=stacks)
+
+    def _kill(self) -> None:
+        self.send(signal.SIGQUIT)  # faulthandler writes stacks
+        time.sleep(DUMP_S)
+        for rank, process in zip(self.ranks, self.processes, strict=True):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                self.ends[rank] = End(rank, LOST, kind="killed", stacks=_text(self.folder / f"{rank}.stacks"))
+        self._look()
+
+
+def verdict(ends: Sequence[End]) -> tuple[int, str]:
+    """The exit code of the rank that ended first by itself, and what is to be said."""
+    failed = sorted((each for each in ends if each.code and each.kind != "killed"), key=lambda each: each.at)
+    if not failed:
+        return 0, ""
+    order = {"own": 0, "hang": 1, "lost": 2}
+    first = min(failed, key=lambda each: order[each.kind])
+    text = first.text
+    if text and first.rank and f"rank {first.rank}" not in text and any(each.text != text for each in ends):
+        text = f"rank {first.rank}: {text}"
+    silent = [each.rank for each in ends if each.kind == "killed"]
+    with_stacks = [each for each in ends if each.stacks and (first.kind == "hang" or each is first)]
+    if first.kind == "hang" and silent:
+        text += f"; {'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))} did not answer"
+    parts = [text, *(f"stacks of rank {each.rank}:\n{each.stacks.rstrip()}" for each in with_stacks)]
+    return first.code, "\n".join(part for part in parts if part)
+
+
+def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, command: Sequence[str]) -> int:
+    """Runs the ranks of a node to their end and returns the exit code of the run."""
+    environment = {
+        "WORLD_SIZE": str(nnodes * nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # all cores in each rank would be too many threads
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # no C++ stacks when a rank has ended
+    }
+    places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
+    folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
+    try:
+        ranks = Ranks([sys.executable, *command], [environment | place for place in places], folder)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, ranks.forward)
+        code, text = verdict(ranks.wait())
+        if text:
+            print(text, file=sys.stderr, flush=True)
+            _append(folder / "log", text)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _append(pointer: Path, text: str) -> None:
+    """Writes the text into the log of the run, too, where the ranks have said which that is."""
+    log = Path(_text(pointer))
+    try:
+        if log.name and log.parent.is_dir():
+            with log.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+    except OSError as error:
+        print(f"{log}: {error.strerror}", file=sys.stderr)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _end_with_parent() -> None:
+    """Ranks do not outlive a launcher that is killed (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line of ``train.sh``."""
+    parser = argparse.ArgumentParser("sfumato.launcher", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("--master-addr", default="127.0.0.1")
+    parser.add_argument("--master-port", type=int, default=0, help="0 takes one that is free")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="task with its arguments")
+    given = parser.parse_args(arguments)
+    with socket.socket() as kept:  # bound, so that nobody else is given the port before rank 0 listens at it
+        port = given.master_port
+        if port == 0:
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            kept.bind(("", 0))
+            port = kept.getsockname()[1]
+        return launch(given.nnodes, given.node_rank, given.nproc_per_node, given.master_addr, port, given.command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

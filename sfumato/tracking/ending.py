@@ -1,0 +1,96 @@
+"""How a process of a run ends: what it says, its exit code, and its stacks when it hangs."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sfumato.errors import (
+    NonFiniteError,
+    PreemptedError,
+    RewardError,
+    RoleLostError,
+    SelfCheckError,
+    StoppedError,
+    UserError,
+    WeightSyncError,
+)
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+RESUME = "to go on, add --train.load_checkpoint_path auto"
+STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a process says at its end, and its exit code."""
+
+    text: str
+    code: int
+    kind: str = "own"
+    """lost: another rank has ended; hang: another rank does not come; own: everything else."""
+    stacks: str = ""
+
+    def tell(self) -> None:
+        """Says it: to the launcher, which knows how the other ranks ended, or where there is none on stderr."""
+        folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+        if folder is not None:
+            record = {"text": self.text, "kind": self.kind, "at": time.time(), "stacks": self.stacks}
+            path = Path(folder) / f"{rank}.json"
+            try:
+                path.with_suffix(".tmp").write_text(json.dumps(record), encoding="utf-8")
+                path.with_suffix(".tmp").rename(path)
+            except OSError:  # the disk of the temporary files is full: say it here
+                path.with_suffix(".tmp").unlink(missing_ok=True)
+            else:
+                return
+        print("\n".join(part for part in (self.text, self.stacks) if part), file=sys.stderr)
+
+
+def ending_of(error: BaseException) -> Ending:
+    """What an error that nobody has caught means for the process."""
+    if isinstance(error, (PreemptedError, StoppedError)):
+        return Ending(str(error), error.exit_code)
+    if isinstance(error, UserError):
+        return Ending(f"error: {error}", error.exit_code)
+    if isinstance(error, STOPS):
+        return Ending(f"stopped: {error}", error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return Ending("stopped at once", 128 + signal.SIGINT)
+    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
+        return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    text, rank = str(error), os.environ.get("RANK", "0")
+    if _is_of_ranks(error) and ("Timed out" in text or "timeout" in text.lower()):
+        waited = f"stopped: rank {rank} has waited for another rank for longer than train.timeout_s allows; {RESUME}"
+        return Ending(waited, RoleLostError.exit_code, "hang", trace)
+    if _is_of_ranks(error):
+        lost = f"stopped: rank {rank} has lost the connection to another rank, whose node says why; {RESUME}"
+        return Ending(lost, RoleLostError.exit_code, "lost", trace)
+    return Ending(trace, 1)
+
+
+def _is_of_ranks(error: BaseException) -> bool:
+    """Whether ranks could not reach each other. Gloo says so with a RuntimeError that names its source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def keep_stacks() -> None:
+    """A crash shows the stacks of all threads; under the launcher SIGQUIT does, too, whatever the process is doing."""
+    folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+    if folder is None:
+        faulthandler.enable()
+        return
+    file = (Path(folder) / f"{rank}.stacks").open("w")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGQUIT, file)
