@@ -7,7 +7,9 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import pkgutil
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -15,12 +17,14 @@ from pydantic_core import PydanticCustomError, core_schema
 
 
 class Section(BaseModel):
-    """A section of the configuration: typed, frozen, and strict about unknown keys.
+    """A section of the configuration: typed, frozen, and strict about unknown keys and numbers that are not finite.
 
     The string below a field is its help text.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     usage: ClassVar[str] = "bash train.sh TASK.py CONFIG.yaml [--section.field VALUE ...]"
     """The command that a configuration of this kind is for."""
@@ -36,6 +40,18 @@ class Section(BaseModel):
         """Values laid under ``data``, the file with its overrides, such as those of a recipe that it names."""
         del data
         return {}
+
+
+NOT_FINITE = "Input should be a finite number"
+
+
+def _not_finite(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Numbers that are not finite, with their places."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from _not_finite(each, (*place, key))
 
 
 @functools.cache
@@ -115,13 +131,15 @@ class Variant:
         unknown = [
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
         ]
+        odd = dict(_not_finite(given))
+        unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
         try:
             built = TypeAdapter(cls).validate_json(
                 json.dumps({key: each for key, each in given.items() if key in names}, default=str), strict=True
             )
             errors = unknown
         except ValidationError as error:
-            errors = unknown + error.errors()
+            errors = unknown + [each for each in error.errors() if not odd]
         if errors:
             raise PydanticCustomError(
                 "variant", "wrong fields of {cls}", {"cls": cls.__name__, "errors": errors, "names": ["type", *names]}

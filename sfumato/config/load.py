@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import sys
 import typing
 from pathlib import Path
@@ -14,47 +13,28 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sfumato.config.base import Section
+from sfumato.config.files import file_problem
 from sfumato.config.help import format_help
+from sfumato.config.yaml_text import MAX_BYTES, parse_yaml
 from sfumato.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: ``1e-5`` is a number, a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        key_nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=True) for key in key_nodes]
-        for position, (key, key_node) in enumerate(zip(keys, key_nodes, strict=True)):
-            if key in keys[:position]:
-                raise ConfigError(
-                    f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: key {key!r} stands twice"
-                )
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the float of YAML 1.2
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a YAML file that holds a mapping. Raises ConfigError that names the file and the line."""
     path = Path(path)
+    problem = file_problem(path, MAX_BYTES)
+    if problem not in (None, "does not exist"):
+        raise ConfigError(f"configuration file {path} {problem}")
     try:
-        with path.open(encoding="utf-8") as file:
-            loaded = yaml.load(file, Loader=_Loader)
+        loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"configuration file not found: {path}{hint}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read configuration file {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -80,10 +60,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"override --{name} has no value: write --{name} VALUE (true or false for a switch)")
             value = rest.pop(0)
-        try:
-            parsed = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"the value of --{name} is not valid YAML: {value!r}") from error
+        parsed = parse_yaml(value, f"the value of --{name}")
         target = overrides
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents, start=1):

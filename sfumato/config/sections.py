@@ -117,8 +117,8 @@ class TrainConfig(ParallelConfig):
     """AdamW's epsilon; RL gradients can be as small as 1e-9, then lower it."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay on matrices; norms and biases have none."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this total norm."""
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Gradients are scaled down to this total norm; .inf leaves them alone."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Upper limit of the decay of the exponential moving average of the weights; 0 keeps none."""
     ema_interval: int = Field(1, ge=1)
