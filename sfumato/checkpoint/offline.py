@@ -48,6 +48,11 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
 
 def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
     """The run folder and an intact checkpoint in it."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} {'is no folder' if checkpoint.exists() else 'does not exist'}: give the folder of a run "
+            "(train.output_dir), or one of its checkpoints/global_step_N"
+        )
     if not (checkpoint / "checkpoints").is_dir():
         verify_checkpoint(checkpoint)
         return checkpoint.absolute().parent.parent, checkpoint

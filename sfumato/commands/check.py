@@ -22,6 +22,7 @@ from sfumato.commands.check_model import ModelFindings, check_model, made_model,
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.launched import world_size
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
@@ -94,7 +95,7 @@ def check_config(
     quiet_libraries()
     overrides = overrides or {}
     name, config = load_for_task(path, overrides, task, num_ranks)
-    ranks = num_ranks or int(os.environ.get("WORLD_SIZE", "0")) or smallest_number_of_ranks(config.train)
+    ranks = num_ranks or (world_size() if "WORLD_SIZE" in os.environ else 0) or smallest_number_of_ranks(config.train)
     name, config = load_for_task(path, overrides, name, ranks)
     layout = Layout.of(config.train, ranks)
     found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))

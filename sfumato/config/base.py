@@ -41,6 +41,15 @@ class Section(BaseModel):
         del data
         return {}
 
+    @classmethod
+    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
+        """Why values of the file may not go together with the overrides: the reason by the dotted place of a section.
+
+        It is said instead of what is wrong with each of the section's fields.
+        """
+        del data, overrides
+        return {}
+
 
 NOT_FINITE = "Input should be a finite number"
 

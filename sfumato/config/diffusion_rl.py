@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant
+from sfumato.config.paths import FilePath
 from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
 from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
@@ -21,9 +22,9 @@ class PromptDataConfig(Section):
 
     data_type: Literal["prompts", "glyphs"] = "prompts"
     """prompts reads files; glyphs makes captions of words, training on some and evaluating on held-out ones."""
-    train_path: str | None = None
+    train_path: FilePath | None = None
     """Prompts: a .txt file with one a line, or .jsonl / .parquet with a column `prompt`; other columns are metadata."""
-    eval_path: str | None = None
+    eval_path: FilePath | None = None
     """Prompts of the evaluation, in the same format."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
@@ -54,7 +55,7 @@ class RolloutConfig(Section):
     """Width of the images in pixels."""
     num_frames: int = Field(1, ge=1)
     """Frames of a video; 1 makes images."""
-    num_inference_steps: int = Field(10, ge=2)
+    num_inference_steps: int = Field(10, ge=2, le=1000)
     """Denoising steps during training."""
     guidance_scale: float = Field(4.5, ge=0)
     """Classifier-free guidance in rollout and replay; 1 is none and halves the cost."""
@@ -278,7 +279,7 @@ class EvalConfig(Section):
     """Iterations between evaluations; there is one before the first and one after the last."""
     num_prompts: int = Field(64, ge=1)
     """Prompts evaluated, the first of the evaluation set."""
-    num_inference_steps: int = Field(40, ge=1)
+    num_inference_steps: int = Field(40, ge=1, le=1000)
     """Denoising steps of the evaluation."""
     guidance_scale: float | None = Field(None, ge=0)
     """Guidance of the evaluation; null takes the rollout's."""
@@ -287,7 +288,7 @@ class EvalConfig(Section):
     step_cache: float = Field(0.0, ge=0)
     """Threshold of MagCache (arXiv 2506.09045), which leaves out denoising steps that change little, here and not in
     training; its authors take 0.06 to 0.24, and 0 computes every step."""
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of the evaluation's latents."""
 
 
@@ -318,6 +319,22 @@ class DiffusionRLConfig(Section):
         recipe = algorithm.get("recipe", DEFAULT_RECIPE) if isinstance(algorithm, dict) else DEFAULT_RECIPE
         known = isinstance(recipe, str) and recipe in DIFFUSION_RECIPES
         return {"algorithm": DIFFUSION_RECIPES[recipe]} if known else {}
+
+    @classmethod
+    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
+        """Parts that the file sets for its own recipe do not fit the parts of another one."""
+        given, over = data.get("algorithm"), overrides.get("algorithm")
+        if not isinstance(given, dict) or not isinstance(over, dict):
+            return {}
+        before, recipe = given.get("recipe", DEFAULT_RECIPE), over.get("recipe")
+        parts = [part for part in given if part in AlgorithmConfig.model_fields and part not in {"recipe", *over}]
+        if recipe not in list(DIFFUSION_RECIPES) or recipe == before or not parts:
+            return {}
+        reason = (
+            f"--algorithm.recipe {recipe}: the file sets {', '.join(parts)} of algorithm for its own recipe, {before}, "
+            f"and what it sets lies over the parts of {recipe}: remove these lines from the file"
+        )
+        return {"algorithm": reason, **{f"algorithm.{part}": reason for part in parts}}
 
     @model_validator(mode="after")
     def _fits(self) -> DiffusionRLConfig:
@@ -352,6 +369,11 @@ class DiffusionRLConfig(Section):
             raise ValueError(
                 f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
                 f"itself, so {what} would mean nothing: leave it out"
+            )
+        if self.train.cfg_parallel_size > 1 and self.rollout.guidance_scale == 1.0:
+            raise ValueError(
+                "train.cfg_parallel_size shares the two branches of classifier-free guidance, but with "
+                "rollout.guidance_scale 1 there is one, and both ranks would compute the same: leave it out"
             )
         if self.model.lora is not None and self.model.lora.dropout > 0:
             raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.launched import world_size
+from sfumato.config.paths import FilePath
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
 
@@ -16,7 +17,7 @@ class ImageDataConfig(Section):
 
     data_type: Literal["image_text", "glyphs"] = "image_text"
     """image_text reads train_path; glyphs renders words in code."""
-    train_path: str | None = None
+    train_path: FilePath | None = None
     """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
     source_image_key: str = "source_image"
     """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
@@ -34,7 +35,7 @@ class ImageDataConfig(Section):
     """center scales the shorter side and cuts the rest; none stretches the image."""
     max_bad_rows: int = Field(0, ge=0)
     """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
-    cache_dir: str | None = None
+    cache_dir: FilePath | None = None
     """Folder for latents and text embeddings, computed once before training; null encodes online."""
 
     @model_validator(mode="after")
@@ -90,8 +91,17 @@ class DitTrainConfig(TrainConfig):
     """Passes over the data when max_steps is null."""
 
     @model_validator(mode="after")
+    def _has_no_guidance(self) -> DitTrainConfig:
+        if self.cfg_parallel_size > 1:
+            raise ValueError(
+                "train.cfg_parallel_size shares the two branches of classifier-free guidance, which training has not: "
+                "both ranks would compute the same; leave it out (it is for tasks/rl_diffusion.py)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_fits(self) -> DitTrainConfig:
-        num_ranks = max(int(os.environ.get("WORLD_SIZE", "1")) // self.ranks_per_sample, 1)
+        num_ranks = max(world_size() // self.ranks_per_sample, 1)
         per_pass = self.micro_batch_size * num_ranks
         if self.global_batch_size is not None and self.global_batch_size % per_pass:
             raise ValueError(

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.dit import ImageDataConfig, TrainDitConfig
+from sfumato.config.paths import FilePath
 
 
 class PairDataConfig(ImageDataConfig):
@@ -15,9 +16,9 @@ class PairDataConfig(ImageDataConfig):
 
     data_type: Literal["pairs", "glyphs"] = "pairs"
     """pairs reads train_path; glyphs renders words in code: the right one, and another one as the worse image."""
-    train_path: str | None = None
+    train_path: FilePath | None = None
     """A .jsonl or .parquet file, a folder of them, or a folder with metadata.jsonl."""
-    eval_path: str | None = None
+    eval_path: FilePath | None = None
     """Held-out pairs, like train_path; null evaluates nothing (glyphs: pairs of held-out words)."""
     text_key: str = "prompt"
     """Column of the prompt."""

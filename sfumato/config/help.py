@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
+import types
 import typing
 from typing import Any
 
@@ -115,8 +116,17 @@ def _type_name(annotation: Any, variant: Variant | None) -> str:
         return f"list of {{type: {known}}}" if typing.get_origin(annotation) is list else f"{{type: {known}}}"
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
-    return (
-        getattr(annotation, "__name__", str(annotation))
-        if isinstance(annotation, type)
-        else str(annotation).replace("typing.", "")
-    )
+    return _plain_name(annotation)
+
+
+def _plain_name(annotation: Any) -> str:
+    """A type without the conditions that are noted with it."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _plain_name(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_plain_name, parts))
+    if parts:
+        return f"{_plain_name(origin)}[{', '.join(map(_plain_name, parts))}]"
+    known = {type(None): "None", Ellipsis: "...", Any: "Any"}
+    return known.get(annotation) or getattr(annotation, "__name__", str(annotation))

@@ -20,6 +20,9 @@ from sfumato.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
+LONGEST_SHOWN = 80
+"""Characters of a given value that a message repeats."""
+
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a YAML file that holds a mapping. Raises ConfigError that names the file and the line."""
@@ -124,8 +127,12 @@ def load_config(
     try:
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
-        lines = [_describe(each, schema, path, overrides) for each in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+        reasons = schema.reasons(data, overrides)
+        lines = [
+            reasons.get(".".join(map(str, each["loc"][:2])) or "-") or _describe(each, schema, path, overrides)
+            for each in error.errors()
+        ]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def asks_for_help(arguments: list[str]) -> bool:
@@ -180,8 +187,14 @@ def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | No
         return f"{where}: required, but not set"
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
-    shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    shown = f" (given: {shorten(given)})" if isinstance(given, (str, int, float, bool, type(None))) else ""
     return f"{where}: {message}{shown}"
+
+
+def shorten(value: Any) -> str:
+    """A value as a message shows it, its middle left out where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
 
 
 def suggest(name: str, names: list[str]) -> str:

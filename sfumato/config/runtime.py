@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.launched import world_size
 from sfumato.config.parallel import ParallelConfig
 
 Train = TypeVar("Train", bound=ParallelConfig)
@@ -80,7 +80,7 @@ class RuntimeConfig(Section):
     @property
     def actor_processes(self) -> int:
         """Processes that train."""
-        return self.pools.actor.processes if self.backend == "ray" else int(os.environ.get("WORLD_SIZE", "1"))
+        return self.pools.actor.processes if self.backend == "ray" else world_size()
 
     @model_validator(mode="after")
     def _fits(self) -> RuntimeConfig:
@@ -88,7 +88,7 @@ class RuntimeConfig(Section):
             given = [name for name in ("address", "pools", "weight_sync", "object_store_gb") if name in self.given]
             if given:
                 raise ValueError(f"runtime.{given[0]} is for roles on Ray: set runtime.backend to ray, or remove it")
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        elif world_size() > 1:
             raise ValueError(
                 "runtime.backend ray starts its processes itself: start the task once, not with torchrun, and give "
                 "their number in runtime.pools.actor.processes"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.parallel import ParallelConfig
+from sfumato.config.paths import FilePath
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(Section):
@@ -33,9 +36,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model: which folder or which description it comes from, and what of it is trained."""
 
-    model_path: str | None = None
+    model_path: FilePath | None = None
     """Folder of a diffusers pipeline (with model_index.json)."""
-    config_path: str | None = None
+    config_path: FilePath | None = None
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
     family: str | None = None
     """Class of a model family that is not part of sfumato, my_module:MyFamily; null goes by the pipeline's class."""
@@ -88,7 +91,7 @@ class ParamGroupConfig(Section):
 class TrainConfig(ParallelConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
 
-    output_dir: str
+    output_dir: FilePath
     """Run folder. A finished or broken-off run that stands there is moved aside unless it is resumed."""
     micro_batch_size: int = Field(1, ge=1)
     """Samples in one forward and backward pass of one process."""
@@ -111,8 +114,8 @@ class TrainConfig(ParallelConfig):
     keeps AdamW's state in 8 bits."""
     param_groups: list[ParamGroupConfig] = []
     """Rates and decay of some parameters; each parameter follows the first entry that matches its name."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's averaging factors."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's averaging factors, from 0 to below 1."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon; RL gradients can be as small as 1e-9, then lower it."""
     weight_decay: float = Field(0.0, ge=0)
@@ -129,9 +132,9 @@ class TrainConfig(ParallelConfig):
     """Where to run; auto takes a GPU if there is one."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of each process; null leaves torch's choice (one per core, or 1 under torchrun)."""
-    seed: int = Field(42, ge=0)
+    seed: int = Field(42, ge=0, lt=2**63)
     """Seed of everything that is random."""
-    load_checkpoint_path: str | None = None
+    load_checkpoint_path: FilePath | None = None
     """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir."""
     ckpt_manager: Literal["dcp"] = "dcp"
     """Format of checkpoints: torch.distributed.checkpoint, which other numbers of processes can load."""

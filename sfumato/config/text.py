@@ -7,20 +7,21 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import LoraConfig, TrainConfig
 
 
 class LanguageModelConfig(Section):
     """The model: which folder or which description it comes from, and what of it is trained."""
 
-    model_path: str | None = None
+    model_path: FilePath | None = None
     """Folder of a transformers model (config.json, safetensors files, tokenizer)."""
-    config_path: str | None = None
+    config_path: FilePath | None = None
     """YAML file with the fields of a transformers configuration (model_type, hidden_size, ...): a model made from
     scratch with random weights; instead of model_path."""
-    made_by: str | None = None
+    made_by: FilePath | None = None
     """YAML file of this task that makes model_path; it is run first when that folder is missing."""
-    tokenizer_path: str | None = None
+    tokenizer_path: FilePath | None = None
     """Folder of the tokenizer; null takes model_path. `bytes` is one of 259 tokens that needs no folder."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights."""
@@ -69,10 +70,10 @@ class SyntheticTextConfig(Section):
 class TextDataConfig(Section):
     """Text, conversations, or pairs of a better and a worse answer."""
 
-    train_path: str | None = None
+    train_path: FilePaths | None = None
     """A .jsonl, .json, .parquet, .arrow, .csv or .txt file, a folder of them, several of these with commas between, or
     a .yaml file with weighted sources."""
-    eval_path: str | None = None
+    eval_path: FilePaths | None = None
     """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""
     synthetic: SyntheticTextConfig | None = None
     """Problems made in code instead of train_path and eval_path."""
@@ -83,7 +84,7 @@ class TextDataConfig(Section):
     text_keys: list[str] = []
     """Columns of the text or messages, the first that a row has; empty takes content_split, text, content; messages,
     conversations; prompt, chosen and rejected."""
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     """A Jinja file, or `chatml`; null takes the tokenizer's own."""
     max_seq_len: int = Field(2048, ge=3)
     """Most tokens of a sample, and of a row under dynamic batching. Longer plain text is cut into several samples."""
@@ -100,7 +101,7 @@ class TextDataConfig(Section):
     """iterable: rows that are read together and shuffled among themselves."""
     num_workers: int = Field(1, ge=1)
     """Processes that tokenise a mapping dataset."""
-    cache_dir: str | None = None
+    cache_dir: FilePath | None = None
     """Folder for the tokens of mapping datasets, used again when nothing has changed; null is output_dir/tokens."""
 
     @model_validator(mode="after")

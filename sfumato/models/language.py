@@ -19,7 +19,7 @@ from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.models.scores import TokenScores
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.data import accumulate
-from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
+from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
@@ -97,6 +97,7 @@ class LanguageModel:
             self.module = self._pipeline.module
         else:
             self.module = parallelize(self.module, mesh, config, plan, dtype)
+        check_dropout_is_whole(self.module)
         device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
         if any(each.is_meta for each in self.module.parameters()):
             if self._source is not None:

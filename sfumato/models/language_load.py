@@ -17,7 +17,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.byte_tokenizer import BYTES, build_byte_tokenizer
 from sfumato.models.language import LanguageModel
-from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.lora import add_lora, language_targets, refuse_adapter
 from sfumato.models.packed_attention import register_packed_attention
 from sfumato.parallel.weights import build_on_meta
 
@@ -84,6 +84,7 @@ def read_model_config(config: LanguageModelConfig) -> Any:
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
+            refuse_adapter(folder)
             raise ConfigError(
                 f"model.model_path {folder} is not a model folder: {folder / 'config.json'} does not exist. Give a "
                 "folder that transformers' save_pretrained wrote"
@@ -151,10 +152,19 @@ def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trus
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with names and shapes
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: transformers cannot load it: {error}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    shapes = sorted(report.get("mismatched_keys") or ())
+    if shapes:
+        name, stored, wanted = shapes[0]
+        more = f", and {len(shapes) - 1} more weights differ" if len(shapes) > 1 else ""
+        raise ConfigError(
+            f"model.model_path {folder}: {name} is {list(stored)} in the safetensors files, but {list(wanted)} by "
+            f"config.json{more}: the two are not of one model; copy both from the same place"
+        )
+    for kind in ("missing_keys", "unexpected_keys"):
         wrong = sorted(map(str, report.get(kind) or ()))
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

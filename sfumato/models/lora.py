@@ -24,6 +24,9 @@ ADAPTER = "default"
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers that weigh experts."""
 
+FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
+"""What diffusers and peft call the files of adapters."""
+
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names by which peft means the experts of a mixture-of-experts model, not its dense layers and shared experts."""
 
@@ -73,6 +76,15 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
     start_magnitudes(module)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises ConfigError when a folder that should hold a model holds adapters alone."""
+    if any((folder / name).is_file() for name in FILES):
+        raise ConfigError(
+            f"model.model_path {folder} holds adapters (LoRA), not the model that they belong to: write a whole model "
+            "with `sfumato export RUN OUT --merge`, RUN being the folder of the run that made them, and give OUT"
+        )
 
 
 def language_targets(module: nn.Module) -> list[str]:

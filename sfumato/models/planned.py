@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.load import DTYPES, component_class, family_of
+from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings
 from sfumato.models.language_load import read_model_config
@@ -248,7 +247,7 @@ def num_bytes(module: nn.Module) -> int:
 
 def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
     pipeline_type = family.pipeline_type()
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_index(folder)
     given: dict[str, Any] = {}
     for name, value in index.items():
         if value == [None, None]:

@@ -64,6 +64,33 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
     return DropoutKeys(module, found, seed) if found else None
 
 
+def check_dropout_is_whole(module: nn.Module) -> None:
+    """Looks at what ``parallelize`` made of a model with dropout.
+
+    Raises:
+        ConfigError: when tensor parallelism has cut the input of an adapter's dropout, whose masks would then depend on
+            the ranks.
+    """
+    for name, each in module.named_modules():
+        adapters = getattr(each, "lora_dropout", None)
+        if not isinstance(adapters, nn.ModuleDict):
+            continue
+        weights = [each.lora_A[key].weight for key, dropout in adapters.items() if isinstance(dropout, KeyedDropout)]
+        if any(_is_cut_along_input(weight) for weight in weights):
+            raise ConfigError(
+                f"model.lora.dropout and train.tensor_parallel_size: {name} gets a part of its input on each rank, and "
+                "what is dropped would depend on the ranks: set the dropout to 0, train.tensor_parallel_size to 1, or "
+                "leave such layers out of model.lora.target_modules"
+            )
+
+
+def _is_cut_along_input(weight: torch.Tensor) -> bool:
+    if not isinstance(weight, DTensor):
+        return False
+    names = weight.device_mesh.mesh_dim_names or ()
+    return any(name == "tp" and each.is_shard(1) for name, each in zip(names, weight.placements, strict=True))
+
+
 class DropoutKeys:
     """The keyed dropout modules of a model, and the keys of the batch that goes through it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sfumato.config.launched import read_launched
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
@@ -165,17 +165,18 @@ def build_mesh(config: TrainConfig) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
 
     Raises:
-        ConfigError: when a GPU is asked for and there is none, or the sizes do not fit the number of processes.
+        ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, or the
+            environment does not say how these find each other.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    launched = read_launched()
+    size, rank = launched.world_size, launched.rank
     layout = Layout.of(config, size)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "train.device is cuda, but torch finds no GPU: install a CUDA build of torch, or set it to auto"
         )
     use_gpu = torch.cuda.is_available() and config.device != "cpu"
-    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
     if config.num_threads is not None:

@@ -114,6 +114,12 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
             f"train.sequence_parallel is for language models; in {type(module).__name__} text and image parts of a "
             "sequence are cut apart: set it to false, or share the sequence by train.ulysses_parallel_size"
         )
+    lists = {name.rpartition(".")[0] for name in find_blocks(module, plan)}
+    if sequence_parallel and len(lists) > 1:
+        raise ConfigError(
+            f"train.sequence_parallel is for models whose blocks are one list of layers; {type(module).__name__} has "
+            f"{len(lists)}: set it to false"
+        )
     cutter = Cutter(module, mesh.device_mesh("tp"))
     found = match_plan(module, plan.tensor)
     _match_tied_embeddings(module, found)
@@ -452,11 +458,6 @@ def _share_sequence(
     module: nn.Module, blocks: Mapping[str, nn.Module], groups: dict[str, bool], handled: set[nn.Module], ranks: Ranks
 ) -> None:
     """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
-    if len({name.rpartition(".")[0] for name in blocks}) > 1:
-        raise ConfigError(
-            "train.sequence_parallel: the blocks must be one list of layers, but they stand in "
-            f"{', '.join(sorted({name.rpartition('.')[0] for name in blocks}))}: set it to false"
-        )
     sequence = Sequence(ranks)
     for name, block in blocks.items():
         for child, each in block.named_children():

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sfumato.config.paths import FilePath
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward, Sample
 
@@ -20,7 +21,7 @@ class PretrainedReward(Reward):
     A subclass defines ``load`` and ``score_batch``. Raises ConfigError when ``device`` or ``batch_size`` is wrong.
     """
 
-    model_path: str
+    model_path: FilePath
     """Folder of the model; docs/rewards.md says for each reward what must lie in it."""
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1 and so on; auto is this process's GPU, else the CPU."""

@@ -22,7 +22,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
-from sfumato.parallel.dropout import DropoutKeys, keyed_dropout
+from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
@@ -45,6 +45,8 @@ class DiffusionModel(FrozenParts):
     """Name of the trained component in the pipeline."""
     further_denoisers: ClassVar[tuple[str, ...]] = ()
     """Names of components that a pipeline may have for other noise levels: parts of ``denoiser`` then."""
+    shortest_prompt: ClassVar[int] = 1
+    """Least ``model.max_sequence_length``."""
     caches_steps: ClassVar[bool] = False
     """diffusers' MagCache fits the denoiser."""
 
@@ -176,12 +178,14 @@ class DiffusionModel(FrozenParts):
         Raises:
             ConfigError: when it cannot be cut so.
         """
-        if mesh.layout.pp > 1 or config.expert_bias_rate > 0:
-            field = "expert_bias_rate" if mesh.layout.pp == 1 else "pipeline_parallel_size"
+        name = type(self.denoiser).__name__
+        if mesh.layout.pp > 1:
             raise ConfigError(
-                f"train.{field} is for language models; {type(self.denoiser).__name__} has no experts and cannot be "
-                "cut into pipeline stages: leave it out, and share the model by fsdp2, tensor or sequence parallelism"
+                f"train.pipeline_parallel_size is for language models; {name} cannot be cut into pipeline stages: "
+                "leave it out, and share the model by fsdp2, tensor or sequence parallelism"
             )
+        if config.expert_bias_rate > 0:
+            raise ConfigError(f"train.expert_bias_rate is for language models; {name} has no experts: leave it out")
         self.mesh = mesh
         self._dropout = keyed_dropout(self.denoiser, config.seed)
         if self._dropout is not None and mesh.layout.cp > 1:
@@ -191,6 +195,7 @@ class DiffusionModel(FrozenParts):
             )
         self._plain_class = type(self.denoiser)
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
+        check_dropout_is_whole(parallel)
         self.set_denoiser(parallel)
         device = torch.device("cpu") if config.enable_fsdp_offload else self.device
         if any(each.is_meta for each in self.denoiser.parameters()):
@@ -336,7 +341,7 @@ class DiffusionModel(FrozenParts):
 def read_pipeline_class(folder: Path) -> str:
     """The pipeline class name in a folder's model_index.json. Raises FileNotFoundError or ValueError."""
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    name = index.get("_class_name")
+    name = index.get("_class_name") if isinstance(index, dict) else None
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'model_index.json'} has no _class_name")
     return name

@@ -19,10 +19,14 @@ from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
-from sfumato.models.lora import add_lora
+from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
+
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
+"""Ends of the names of files with a tokenizer's vocabulary."""
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
@@ -55,14 +59,23 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
                 f"{where}: model.family {config.family} is for pipeline class {family.pipeline_class!r}, not "
                 f"{pipeline_class!r}"
             )
-        return family
+        return _with_prompts(family, config)
     known = find_families()
     if pipeline_class not in known:
         raise ConfigError(
             f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your own "
             "is named by model.family: my_module:MyFamily"
         )
-    return known[pipeline_class]
+    return _with_prompts(known[pipeline_class], config)
+
+
+def _with_prompts(family: type[DiffusionModel], config: ModelConfig) -> type[DiffusionModel]:
+    if config.max_sequence_length < family.shortest_prompt:
+        raise ConfigError(
+            f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "
+            f"through an encoder of that length: set it to at least {family.shortest_prompt}"
+        )
+    return family
 
 
 def component_class(library: str, name: str) -> Any:
@@ -88,6 +101,7 @@ def _pipeline_class_of(folder: Path) -> str:
     try:
         return read_pipeline_class(folder)
     except FileNotFoundError as error:
+        refuse_adapter(folder)
         raise ConfigError(
             f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
             "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
@@ -95,6 +109,39 @@ def _pipeline_class_of(folder: Path) -> str:
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.model_path {folder}: {error}") from error
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The parts of a pipeline folder, as its model_index.json names them.
+
+    Raises:
+        ConfigError: when the file is broken, or a part that it names is missing.
+    """
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        parts = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.model_path {folder}: cannot read model_index.json: {error}") from error
+    here = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
+    missing = [name for name, value in parts.items() if any(value) and name not in here]
+    if missing:
+        raise ConfigError(
+            f"model.model_path {folder}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
+            "model_index.json names each part, and it must lie in a folder of that name; copy or download it again"
+        )
+    for name, value in parts.items():
+        files = [each.name for each in (folder / name).iterdir()] if any(value) else []
+        if "Tokenizer" in str(value[-1]) and files and not any(each.endswith(VOCABULARIES) for each in files):
+            raise ConfigError(
+                f"model.model_path {folder}: {name} has no vocabulary ({', '.join(VOCABULARIES)}), so every prompt "
+                "would be the same: copy or download the folder again"
+            )
+    return index
+
+
+def has_part(index: dict[str, Any], name: str) -> bool:
+    """Whether a pipeline folder has a part of that name, by its model_index.json."""
+    return isinstance(index.get(name), list) and any(index[name])
 
 
 def build_diffusion_model(
@@ -157,21 +204,46 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     folder = Path(str(config.model_path))
     pipeline_type = family.pipeline_type()
     dtype = frozen if config.lora else torch.float32
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_index(folder)
     given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
-    denoisers = [each for each in (family.denoiser_name, *family.further_denoisers) if index.get(each, [None])[0]]
+    if not has_part(index, family.denoiser_name):
+        raise ConfigError(f"model.model_path {folder}: it has no {family.denoiser_name}, by model_index.json")
+    denoisers = [name for name in (family.denoiser_name, *family.further_denoisers) if has_part(index, name)]
     dtypes = {"default": frozen, **dict.fromkeys(denoisers, dtype)}
     for name in denoisers if on_meta else ():
         given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
     try:
         pipeline = pipeline_type.from_pretrained(folder, local_files_only=True, dtype=dtypes, **given)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.model_path {folder}: diffusers cannot load it: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        said = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
+        why = _other_shapes(folder, index) or f"diffusers cannot load it: {said}"
+        raise ConfigError(f"model.model_path {folder}: {why}") from error
     except ImportError as error:
         raise MissingDependencyError(
             f"model.model_path {folder}: {family.pipeline_class} needs a package that is not installed: {error}"
         ) from error
     return family, pipeline
+
+
+def _other_shapes(folder: Path, index: dict[str, Any]) -> str:
+    """Which weight of a part from transformers has another shape than its configuration says; empty for none."""
+    import transformers
+
+    for name, value in index.items():
+        cls = component_class(*value) if isinstance(value, list) and all(value) else None
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            continue
+        settings = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            _, report = cls.from_pretrained(folder / name, **settings)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
+            continue  # what diffusers said is the reason
+        for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):
+            return (
+                f"{name}: {weight} is {list(stored)} in the safetensors files, but {list(wanted)} by config.json: the "
+                "two are not of one model; copy both from the same place"
+            )
+    return ""
 
 
 def _from_config(cls: Any, folder: Path) -> torch.nn.Module:

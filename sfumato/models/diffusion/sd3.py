@@ -28,6 +28,7 @@ class StableDiffusion3(DiffusionModel):
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.SD3
+    shortest_prompt: ClassVar[int] = 0
     lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_sd3.py
         "attn.add_k_proj",
         "attn.add_q_proj",
@@ -93,7 +94,11 @@ class StableDiffusion3(DiffusionModel):
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
-        prompt_embeds, _, pooled, _ = self.pipeline.encode_prompt(
+        pipeline = self.pipeline
+        if self.max_sequence_length == 0 and pipeline.text_encoder_3 is not None:
+            pipeline = copy.copy(pipeline)
+            pipeline.text_encoder_3 = None  # without T5 there are no tokens in its place
+        prompt_embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
             prompt_3=None,

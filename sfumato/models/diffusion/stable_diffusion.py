@@ -49,6 +49,7 @@ class StableDiffusion(DiffusionModel):
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.UNET
+    shortest_prompt: ClassVar[int] = 0  # CLIP's length is its own
     lora_targets: ClassVar[tuple[str, ...]] = (  # diffusers examples/text_to_image/train_text_to_image_lora.py
         "to_k",
         "to_out.0",

@@ -110,7 +110,7 @@ def _find(source: str) -> tuple[str, str]:
     if "{{" in source or "{%" in source:
         return "the judge's template", source
     shipped = _SHIPPED / f"{source}.jinja"
-    path = shipped if shipped.is_file() else Path(source)
+    path = shipped if shipped.is_file() else Path(source).expanduser()
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.jinja")))
         raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")

@@ -29,7 +29,7 @@ def import_function(path: str) -> Callable[..., Any]:
         raise ConfigError(f"{path!r} is no function: write my_module:my_function or folder/file.py:my_function")
     try:
         with _lock:
-            module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = _load_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
         function = getattr(module, name)
     except FileNotFoundError as error:
         raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error

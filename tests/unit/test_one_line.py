@@ -1,0 +1,305 @@
+"""A user's mistake is one line that names the thing and the remedy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+
+from sfumato.checkpoint.offline import export_checkpoint
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.launched import read_launched
+from sfumato.config.load import parse_config
+from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
+from sfumato.config.text import LanguageModelConfig, TextTrainConfig, TrainTextConfig
+from sfumato.errors import CheckpointError, ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.language_load import build_language_model
+from sfumato.models.lora import add_lora
+from sfumato.parallel.dropout import check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.pretend import pretended_mesh
+from tests import tiny_families
+from tests.tiny import tiny_language_description, tiny_pipeline_description
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart"
+
+
+def refusal(kind: type[Exception], call: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """The message of a refusal, which is one line."""
+    with pytest.raises(kind) as caught:
+        call(*arguments, **settings)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600, message
+    return message
+
+
+def dit(*overrides: str) -> TrainDitConfig:
+    return parse_config(TrainDitConfig, [str(QUICKSTART / "pretrain.yaml"), *overrides])
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--train.betas", "[1.5, 0.9]"], "--train.betas.0: Input should be less than 1 (given: 1.5)"),
+        (["--train.seed", str(2**64)], "--train.seed: Input should be less than 9223372036854775808"),
+        (["--train.output_dir", "a" * 300], "--train.output_dir: a path of 300 bytes with a name of 300"),
+        (["--train.output_dir", "''"], "--train.output_dir: a path must not be empty"),
+        (["--data.cache_dir", '"a\\0b"'], "--data.cache_dir: a path must not hold control characters"),
+        (["--train.cfg_parallel_size", "2"], "both ranks would compute the same; leave it out"),
+    ],
+)
+def test_values_that_no_run_can_have(overrides: list[str], said: str) -> None:
+    assert said in refusal(ConfigError, dit, *overrides)
+
+
+def test_guidance_on_two_ranks_needs_guidance() -> None:
+    arguments = [str(QUICKSTART / "rl.yaml"), "--train.cfg_parallel_size", "2"]
+    assert "rollout.guidance_scale 1" in refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
+    parse_config(DiffusionRLConfig, [*arguments, "--rollout.guidance_scale", "3"])
+
+
+def test_a_long_value_is_not_repeated_in_full() -> None:
+    message = refusal(ConfigError, dit, "--train.lr", "x" * 10_000)
+    assert message.startswith("--train.lr: ") and "xxx...xxx" in message
+
+
+def test_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = "{config_path: ~/m.yaml, model_path: null}"
+    found = dit("--train.output_dir", "~/a", "--data.cache_dir", "'~'", "--model", model)
+    assert found.train.output_dir == f"{tmp_path}/a" and found.data.cache_dir == str(tmp_path)
+    assert found.model.config_path == f"{tmp_path}/m.yaml"
+    overrides = ["--data.synthetic", "null", "--data.train_path", "~/a.jsonl, ~/b.jsonl,c~d"]
+    text = parse_config(TrainTextConfig, [str(QUICKSTART / "text_sft.yaml"), *overrides])
+    assert text.data.train_path == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl,c~d"
+    overrides = ["--reward.rewards.0", "{type: pickscore, model_path: ~/pick}"]
+    rl = parse_config(DiffusionRLConfig, [str(QUICKSTART / "rl.yaml"), *overrides])
+    assert rl.reward.rewards[0].model_path == f"{tmp_path}/pick"
+
+
+@pytest.mark.parametrize("recipe", ["awm", "flow_grpo", "dppo", "ddpo", "diffusion_nft", "flow_dpo"])
+def test_another_recipe_over_a_file_with_parts_of_its_own(recipe: str) -> None:
+    arguments = [str(QUICKSTART / "rl.yaml"), "--algorithm.recipe", recipe]
+    message = refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
+    for part in (f"--algorithm.recipe {recipe}", "dynamics, window, advantage, objective", "flow_grpo_fast", "remove"):
+        assert part in message
+
+
+def test_without_these_lines_every_recipe_starts(tmp_path: Path) -> None:
+    settings = yaml.safe_load((QUICKSTART / "rl.yaml").read_text())
+    settings["algorithm"] = {"recipe": "flow_grpo_fast"}
+    settings["rollout"]["num_inference_steps"] = 12
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(settings))
+    for recipe in DIFFUSION_RECIPES:
+        parse_config(DiffusionRLConfig, [str(tmp_path / "rl.yaml"), "--algorithm.recipe", recipe])
+
+
+def test_a_typo_beside_another_recipe_is_still_named() -> None:
+    arguments = [str(QUICKSTART / "rl.yaml"), "--algorithm.recipe", "flow_cps", "--algorithm.window.sise", "2"]
+    message = refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
+    assert message.startswith("--algorithm.window.sise: unknown key; did you mean 'size'?")
+
+
+# The environment
+
+START = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set: start several processes with train.sh"),
+        ({"MASTER_ADDR": "", "RANK": ""}, "RANK and MASTER_ADDR are not set"),
+        ({"RANK": "x"}, "the environment variable RANK must be a whole number from 0, not 'x'"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number from 1, not '0'"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number from 1"),
+        ({"WORLD_SIZE": "٣"}, "WORLD_SIZE must be a whole number from 1"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK must be a whole number"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT must be a whole number"),
+    ],
+)
+def test_an_environment_that_contradicts_itself(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], said: str
+) -> None:
+    for name, value in {**START, **changes}.items():
+        monkeypatch.setenv(name, value)
+    assert said in refusal(ConfigError, read_launched)
+    assert said in refusal(ConfigError, build_mesh, TrainConfig(output_dir="out"))
+
+
+@pytest.mark.parametrize("value", ["x", "0", "1.5"])
+def test_a_wrong_number_of_processes_is_named_while_the_configuration_is_read(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    assert f"WORLD_SIZE must be a whole number from 1, not '{value}'" in refusal(ConfigError, dit)
+
+
+# Folders of models
+
+
+@pytest.fixture(scope="module")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    (folder / "model.yaml").write_text(yaml.safe_dump(tiny_pipeline_description()))
+    model = build_diffusion_model(ModelConfig(config_path=str(folder / "model.yaml")))
+    model.pipeline.save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a part is gone": (lambda folder: shutil.rmtree(folder / "vae"), "vae is missing: model_index.json names each"),
+    "a part is empty": (
+        lambda folder: [path.unlink() for path in (folder / "tokenizer").iterdir()],
+        "tokenizer is missing",
+    ),
+    "no vocabulary": (
+        lambda folder: (folder / "tokenizer_3" / "tokenizer.json").unlink(),
+        "tokenizer_3 has no vocabulary",
+    ),
+    "another encoder": (
+        lambda folder: edit(folder / "text_encoder" / "config.json", intermediate_size=80),
+        "text_encoder: text_model.encoder.layers.0.mlp.fc1.bias is [64] in the safetensors files, but [80] by config",
+    ),
+    "another transformer": (
+        lambda folder: edit(folder / "transformer" / "config.json", num_attention_heads=4),
+        "expected shape torch.Size(",
+    ),
+    "no mapping": (lambda folder: (folder / "model_index.json").write_text("[]"), "has no _class_name"),
+    "an odd index": (lambda folder: edit(folder / "model_index.json", vae=3), "diffusers cannot load it"),
+    "nothing to train": (
+        lambda folder: edit(folder / "model_index.json", transformer=[None, None]),
+        "it has no transformer",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_pipeline_folder(pipeline_folder: Path, tmp_path: Path, damage: str) -> None:
+    change, said = DAMAGE[damage]
+    folder = Path(shutil.copytree(pipeline_folder, tmp_path / "pipeline"))
+    change(folder)
+    message = refusal(ConfigError, build_diffusion_model, ModelConfig(model_path=str(folder)))
+    assert f"model.model_path {folder}: " in message and said in message
+    assert "above" not in message and "ignore_mismatched_sizes" not in message
+
+
+def test_a_language_model_of_other_shapes(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    description = tiny_language_description()
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**description))
+    module.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", hidden_size=2 * description["hidden_size"])
+    config = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    message = refusal(ConfigError, build_language_model, config, TextTrainConfig(output_dir="out"))
+    assert "more weights differ" in message and "by config.json" in message and "above" not in message
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_lora_weights.safetensors"])
+def test_adapters_in_the_place_of_a_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    text = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    for call in (
+        lambda: build_diffusion_model(ModelConfig(model_path=str(tmp_path))),
+        lambda: build_language_model(text, TextTrainConfig(output_dir="out")),
+    ):
+        assert "`sfumato export RUN OUT --merge`" in refusal(ConfigError, call)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_export_of_what_is_no_run(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "run").write_text("")
+    message = refusal(CheckpointError, export_checkpoint, tmp_path / "run", tmp_path / "out")
+    assert f"{tmp_path / 'run'} {'is no folder' if exists else 'does not exist'}" in message
+    assert "train.output_dir" in message
+
+
+def test_prompts_of_no_length(tmp_path: Path, pipeline_folder: Path) -> None:
+    (tmp_path / "flux.yaml").write_text(yaml.safe_dump(tiny_families.tiny_flux()))
+    config = ModelConfig(config_path=str(tmp_path / "flux.yaml"), max_sequence_length=0)
+    assert "FluxPipeline" in (message := refusal(ConfigError, build_diffusion_model, config))
+    assert "model.max_sequence_length 0" in message and "at least 1" in message
+    without, with_one = (
+        build_diffusion_model(ModelConfig(model_path=str(pipeline_folder), max_sequence_length=length))
+        for length in (0, 1)
+    )
+    shorter, longer = (each.embed_prompts(["a"])["prompt_embeds"] for each in (without, with_one))
+    assert shorter.shape[1] == longer.shape[1] - 1  # Stable Diffusion 3 does without T5, and CLIP's part stays
+    assert torch.equal(shorter, longer[:, :-1])
+
+
+# What does not go together
+
+
+def small_sd3() -> torch.nn.Module:
+    return diffusers.SD3Transformer2DModel(
+        sample_size=4, patch_size=2, in_channels=2, out_channels=2, num_layers=2, num_attention_heads=2,
+        attention_head_dim=8, joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16,
+        pos_embed_max_size=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "shards"), [("ddp", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("targets", "is_refused"), [(["to_q", "to_out.0"], True), (["to_q", "to_k"], False)])
+def test_dropout_of_adapters_whose_input_is_cut(mode: str, shards: int, targets: list[str], is_refused: bool) -> None:
+    module = small_sd3()
+    add_lora(module, LoraConfig(rank=2, dropout=0.1), targets, seed=0)
+    keyed_dropout(module, seed=0)
+    train = TrainConfig(output_dir="out", tensor_parallel_size=2, data_parallel_mode=mode)
+    with pretended_mesh(Layout(tp=2, dp_shard=shards)) as mesh:
+        module = parallelize(module, mesh, train, plans.SD3)
+    if not is_refused:
+        return check_dropout_is_whole(module)
+    message = refusal(ConfigError, check_dropout_is_whole, module)
+    for part in ("model.lora.dropout", "train.tensor_parallel_size", "attn.to_out.0", "set the dropout to 0"):
+        assert part in message
+
+
+def test_stages_and_biases_of_a_diffusion_model(pipeline_folder: Path) -> None:
+    model = build_diffusion_model(ModelConfig(model_path=str(pipeline_folder)))
+    train = TrainConfig(output_dir="out", pipeline_parallel_size=2)
+    message = refusal(ConfigError, model.parallelize, Mesh(Layout(pp=2), torch.device("cpu")), train)
+    assert "train.pipeline_parallel_size" in message and "experts" not in message
+    train = TrainConfig(output_dir="out", expert_bias_rate=0.1)
+    assert "has no experts" in refusal(ConfigError, model.parallelize, Mesh(Layout(), torch.device("cpu")), train)
+
+
+def test_dropout_is_looked_at_when_a_model_is_put_on_a_mesh(pipeline_folder: Path) -> None:
+    lora = LoraConfig(rank=2, dropout=0.1, target_modules=["attn.to_out.0"])
+    model = build_diffusion_model(ModelConfig(model_path=str(pipeline_folder), lora=lora))
+    train = TrainConfig(output_dir="out", tensor_parallel_size=2)
+    with pretended_mesh(Layout(tp=2)) as mesh:
+        assert "set the dropout to 0" in refusal(ConfigError, model.parallelize, mesh, train)
+
+
+def test_a_unet_whose_activations_would_be_shared() -> None:
+    module = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=16, attention_head_dim=8,
+    )  # fmt: skip
+    train = TrainConfig(output_dir="out", tensor_parallel_size=2, sequence_parallel=True)
+    with pretended_mesh(Layout(tp=2)) as mesh:
+        message = refusal(ConfigError, parallelize, module, mesh, train, plans.UNET)
+    assert "train.sequence_parallel" in message and "set it to false" in message and "down_blocks" not in message
