@@ -14,6 +14,7 @@ from torch import nn
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
+from sfumato.config.weight_folders import check_weights
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.byte_tokenizer import BYTES, build_byte_tokenizer
 from sfumato.models.language import LanguageModel
@@ -89,6 +90,7 @@ def read_model_config(config: LanguageModelConfig) -> Any:
                 f"model.model_path {folder} is not a model folder: {folder / 'config.json'} does not exist. Give a "
                 "folder that transformers' save_pretrained wrote"
             )
+        check_weights(folder)
         try:
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -255,7 +255,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
         elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
             given[name] = build_on_meta(make)
     try:
-        return pipeline_type.from_pretrained(folder, local_files_only=True, **given)
+        return pipeline_type.from_pretrained(folder, local_files_only=True, use_safetensors=True, **given)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 

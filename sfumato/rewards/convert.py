@@ -3,6 +3,7 @@
 Nothing is executed from the files: pickled weights are read with ``weights_only``, Python sources are parsed.
 
     python -m sfumato.rewards.convert weights pytorch_model.bin model.safetensors
+    python -m sfumato.rewards.convert weights pytorch_model.bin.index.json model.safetensors
     python -m sfumato.rewards.convert open_clip HPS_v2.1_compressed.pt FOLDER/model.safetensors
     python -m sfumato.rewards.convert instruction data_collator_qwen.py FOLDER/instruction.txt
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -41,14 +43,18 @@ OPEN_CLIP_NAMES = (
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
-    """The tensors of a ``torch.save`` file, without executing anything of it. Raises DataError."""
-    import pickle
-
+    """The tensors of a ``torch.save`` file, or all files of an index; nothing is executed. Raises DataError."""
     import torch
 
+    if path.name.endswith(".index.json"):
+        try:
+            names = sorted({str(each) for each in json.loads(path.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} is not an index of weights: {error!r}") from error
+        return {key: tensor for name in names for key, tensor in read_pickled(path.parent / Path(name).name).items()}
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a pickle that is made up raises whatever it comes upon
         raise DataError(f"{path} is damaged, or holds more than weights, which is not executed") from error
     for wrapper in WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(wrapper), dict):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
+from sfumato.config.weight_folders import check_pipeline
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora, refuse_adapter
@@ -44,14 +45,16 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     """The family that ``config.family`` names, else the one here for the pipeline class of the folder or description.
 
     Raises:
-        ConfigError: when the folder or description is missing, or no family goes with it.
+        ConfigError: when the folder or description is missing, no family goes with it, or something in the folder
+            could run a program.
     """
     if config.config_path is not None:
         where = f"{config.config_path}: pipeline"
         pipeline_class = str(read_yaml(config.config_path).get("pipeline"))
     else:
         where = f"model.model_path {config.model_path}"
-        pipeline_class = _pipeline_class_of(Path(str(config.model_path)))
+        pipeline_class = _pipeline_class_of(folder := Path(str(config.model_path)))
+        check_pipeline(folder, json.loads((folder / "model_index.json").read_text(encoding="utf-8")))
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
@@ -213,7 +216,9 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     for name in denoisers if on_meta else ():
         given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
     try:
-        pipeline = pipeline_type.from_pretrained(folder, local_files_only=True, dtype=dtypes, **given)
+        pipeline = pipeline_type.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, dtype=dtypes, **given
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         said = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
         why = _other_shapes(folder, index) or f"diffusers cannot load it: {said}"

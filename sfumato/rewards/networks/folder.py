@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from sfumato.config.weight_folders import check_weights
 from sfumato.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,6 +104,7 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
     Raises:
         ConfigError: no or broken files, or weights of another model.
     """
+    check_weights(folder, "model_path")
     check_folder(folder, "config.json", "*.safetensors")
     try:
         model, report = auto_class.from_pretrained(
