@@ -54,7 +54,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     else:
         where = f"model.model_path {config.model_path}"
         pipeline_class = _pipeline_class_of(folder := Path(str(config.model_path)))
-        check_pipeline(folder, json.loads((folder / "model_index.json").read_text(encoding="utf-8")))
+        check_pipeline(folder, read_index(folder))
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
