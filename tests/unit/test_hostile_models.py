@@ -104,6 +104,7 @@ def test_code_that_a_pipeline_brings_does_not_run(pipeline: Path, tmp_path: Path
 
 def test_a_part_outside_of_the_folder_is_refused(pipeline: Path, tmp_path: Path) -> None:
     path = pipeline / "model_index.json"
+    shutil.copytree(pipeline / "text_encoder", tmp_path / "elsewhere")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"../elsewhere": ["transformers", "CLIPTextModel"]}))
     with pytest.raises(ConfigError, match=r"names '\.\./elsewhere', which lies outside of it"):
         family_of(ModelConfig(model_path=str(pipeline)))
