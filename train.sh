@@ -12,6 +12,7 @@ fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH="$root:$PWD${PYTHONPATH:+:$PYTHONPATH}"   # the folder of the call may hold rewards of your own
+export MKL_CBWR="${MKL_CBWR-AUTO,STRICT}"   # a row of a matrix product does not depend on the number of rows
 python=${PYTHON:-python}
 if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$root/.venv/bin/python" ]; then
   python="$root/.venv/bin/python"

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.config.parallel import ParallelConfig
+from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion import plans
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
@@ -102,6 +103,7 @@ class Side:
 
 
 def main() -> None:
+    choose_kernels()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"width": 512, "layers": 8, "side": 32, "batch": 4, "repeats": 7, "steps": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)

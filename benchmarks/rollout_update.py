@@ -30,6 +30,7 @@ from sfumato.algorithms.dynamics.sde import FlowSDE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.config.sections import TrainConfig
+from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.flops import denoiser_flops
 from sfumato.parallel.layout import Layout
@@ -282,6 +283,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    choose_kernels()
     arguments = parse()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

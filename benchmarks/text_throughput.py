@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sfumato.kernels import choose_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 ROW, ROWS, MEDIAN = 512, 8, 100
 
@@ -200,6 +202,7 @@ def measure(name: str, kind: str, steps: int) -> tuple[int, float]:
 
 
 def main() -> None:
+    choose_kernels()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)

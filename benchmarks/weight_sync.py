@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion import plans
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.shards import all_parameters, trainable_parameters
@@ -142,6 +143,7 @@ def row(layout: str, what: str, numbers: tuple[SyncReport, float, float, float],
 
 
 def main() -> None:
+    choose_kernels()
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=4)

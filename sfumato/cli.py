@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sfumato
 from sfumato.errors import DataError, UserError
+from sfumato.kernels import choose_kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and given.run is not _check:
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     given.overrides = rest
+    choose_kernels()
     try:
         return given.run(given)
     except UserError as error:

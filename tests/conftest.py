@@ -1,10 +1,14 @@
-"""How tests are shared out among the processes of a test run."""
+"""How tests are shared out among the processes of a test run, and what all of them compute with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+from sfumato.kernels import choose_kernels
+
+choose_kernels()  # before a test computes anything; processes that tests start inherit it
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -23,6 +23,7 @@ import torch
 from sfumato.config.base import Section
 from sfumato.config.load import dump_config, parse_config
 from sfumato.errors import PreemptedError, RoleLostError
+from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.tracking.ending import ending_of, keep_stacks
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
@@ -293,6 +294,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     A user's mistake prints its message without a stack trace; anything else keeps its trace.
     """
     keep_stacks()
+    choose_kernels()
     try:
         _run_again_when_lost(main, parse_config(schema))
         close_mesh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,5 +24,6 @@ def run_in(folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = RuntimeConfig(backend="ray", object_store_gb=0.5, heartbeat_s=5.0, call_timeout_s=120.0)
+    os.environ.pop("MKL_CBWR", None)  # processes get it whatever the driver was started with
     with start_cluster(config, run_in(tmp_path_factory.mktemp("run")), num_cpus=4) as started:
         yield started

@@ -55,7 +55,7 @@ def sum_over_ranks(state: State, value: float) -> float:
 
 
 def environment(state: State) -> dict[str, str | None]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MKL_CBWR")
     return {name: os.environ.get(name) for name in names} | {"threads": str(torch.get_num_threads())}
 
 

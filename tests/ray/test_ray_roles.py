@@ -58,6 +58,7 @@ def test_a_group_has_a_process_group_of_its_own(group: RayGroup, pool: RayPool) 
     assert group.call(functions.sum_over_ranks, 1.5).result() == 1.5 + 3.0
     seen = group.call(functions.environment).result()
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["OMP_NUM_THREADS"], seen["threads"]) == ("0", "2", "1", "1")
+    assert seen["MKL_CBWR"] == "AUTO,STRICT"
     alone = pool.call(functions.environment).result()
     assert (alone["RANK"], alone["WORLD_SIZE"]) == ("0", "1")
     assert group.call(functions.sum_over_ranks, 2.0).result() == 6.0, "the function is known by now"

@@ -20,7 +20,7 @@ USAGE = "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE .
 
 ECHO = """
 import json, os, sys
-names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR")
+names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MKL_CBWR")
 line = json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}})
 open(os.path.join(os.path.dirname(__file__), f"rank{os.environ.get('RANK', '')}.json"), "w").write(line)
 """
@@ -57,6 +57,7 @@ eval: {num_prompts: 2, num_inference_steps: 1}
 def launch(*arguments, **environment):
     """Runs train.sh in a clean environment of one process."""
     removed = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONPATH")
+    removed += ("MKL_CBWR",)
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
     return subprocess.run(
         ["bash", str(ROOT / "train.sh"), *map(str, arguments)],
@@ -118,7 +119,13 @@ def test_one_process_is_plain_python_and_arguments_pass_through(echo, tmp_path):
     done = launch(echo, *arguments)
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "rank.json").read_text())
-    assert seen == {"argv": arguments, "WORLD_SIZE": None, "RANK": None, "LOCAL_RANK": None, "MASTER_ADDR": None}
+    place = {"WORLD_SIZE": None, "RANK": None, "LOCAL_RANK": None, "MASTER_ADDR": None}
+    assert seen == {"argv": arguments, **place, "MKL_CBWR": "AUTO,STRICT"}
+
+
+def test_a_choice_of_kernels_that_is_set_stays(echo, tmp_path):
+    launch(echo, "c.yaml", MKL_CBWR="COMPATIBLE")
+    assert json.loads((tmp_path / "rank.json").read_text())["MKL_CBWR"] == "COMPATIBLE"
 
 
 def test_the_exit_code_is_the_tasks(tmp_path):

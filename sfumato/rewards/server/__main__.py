@@ -8,11 +8,13 @@ import sys
 from sfumato.config.load import parse_config
 from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import UserError
+from sfumato.kernels import choose_kernels
 from sfumato.rewards.server.app import serve
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a server and returns its exit code; a user's mistake prints its message and gives 2."""
+    choose_kernels()
     try:
         asyncio.run(serve(parse_config(RewardServerConfig, arguments)))
     except UserError as error:

@@ -20,6 +20,7 @@ from typing import Any
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
+from sfumato.kernels import choose_kernels
 from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
@@ -201,10 +202,10 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
-            with _environment({**_WORKER_ENVIRONMENT, **_import_path()}):
+            with _environment({**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}):
                 _start_here(run, num_cpus=num_cpus, object_store_memory=store, **options)
         else:
-            variables = {**_WORKER_ENVIRONMENT, **_import_path()}
+            variables = {**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}
             try:
                 ray.init(address=address, runtime_env={"env_vars": variables}, **options)
             except (ConnectionError, ValueError, RuntimeError) as error:
