@@ -54,7 +54,7 @@ def main(config: TrainDitConfig) -> None:
     loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
-    sample_flops = denoiser_flops(model, config.data.height, config.data.width)
+    sample_flops = denoiser_flops(model, config.data.height, config.data.width).training
     if not config.model.keep_encoders:
         model.free_encoders()
 

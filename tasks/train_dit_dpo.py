@@ -70,8 +70,7 @@ def main(config: TrainDitDpoConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
-    size = (config.data.height, config.data.width)
-    pair_flops = 2 * (denoiser_flops(model, *size) + denoiser_flops(model, *size, backward=False))
+    pair_flops = 2 * sum(denoiser_flops(model, config.data.height, config.data.width))  # and the reference's forward
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and eval_encoder is not None:
         run.log(0, evaluate(policies, eval_encoder, eval_batches, objective, config, mesh), show={})

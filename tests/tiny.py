@@ -12,6 +12,7 @@ One CPU thread is used throughout, so that runs in this process and in others ag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -23,6 +24,7 @@ import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -30,7 +32,10 @@ from safetensors.torch import load_file
 
 from sfumato.config.load import load_config, merge, parse_overrides
 from sfumato.config.sections import ModelConfig
+from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.flops import DenoiserFlops, denoiser_flops
+from sfumato.rollout import costs
 from sfumato.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,12 +229,31 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
     module = load_task(task) if isinstance(task, str) else task
     schema = typing.get_type_hints(module.main)["config"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    counting = [each for each in (module, costs) if hasattr(each, "denoiser_flops")]
     try:
-        module.main(load_config(schema, overrides=config))
+        with contextlib.ExitStack() as stack:
+            for each in counting:
+                stack.enter_context(mock.patch.object(each, "denoiser_flops", flops_counted_once))
+            module.main(load_config(schema, overrides=config))
     finally:  # a run listens to signals for as long as its process lives
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return Path(config["train"]["output_dir"])
+
+
+def flops_counted_once(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
+    """``denoiser_flops``, which takes as long as the rest of a tiny run, once for each kind of model in a process."""
+    sizes = {name: tuple(each.shape) for name, each in model.example_embeddings(height, width).items()}
+    latents = model.latent_shape(height, width, model.frames)
+    configs = [str(each.config) for each in model.denoiser.modules() if hasattr(each, "config")]
+    weights = [(name, tuple(each.shape), each.requires_grad) for name, each in model.denoiser.named_parameters()]
+    key = str((type(model), latents, sizes, configs, weights))
+    if key not in _FLOPS:
+        _FLOPS[key] = denoiser_flops(model, height, width)
+    return _FLOPS[key]
+
+
+_FLOPS: dict[str, DenoiserFlops] = {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -80,8 +81,17 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def denoiser_flops(model: DiffusionModel, height: int, width: int, backward: bool = True) -> int:
-    """Operations of a forward and a backward pass of a denoiser for one image or video, without guidance.
+class DenoiserFlops(NamedTuple):
+    """Operations of a denoiser for one image or video, without guidance."""
+
+    forward: int
+    """Of a forward pass."""
+    training: int
+    """Of a forward and a backward pass."""
+
+
+def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
+    """Operations of a denoiser for one image or video, without guidance.
 
     Counted by torch on meta tensors, in which nothing is computed. Of the backward pass only what is needed counts:
     frozen weights (LoRA) have no gradient, and before the first adapter there is none at all.
@@ -89,16 +99,15 @@ def denoiser_flops(model: DiffusionModel, height: int, width: int, backward: boo
     Args:
         model: before or after ``parallelize``.
         height, width: of the image in pixels; a video has ``model.frames`` of them.
-        backward: count the backward pass, too.
     """
     shadow = with_denoiser(model, meta_denoiser(model))
     embeddings = {name: each.to("meta") for name, each in model.example_embeddings(height, width).items()}
     latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
-    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
-        if backward:
-            velocity.sum().backward()
-    return counter.get_total_flops()
+        forward = counter.get_total_flops()
+        velocity.sum().backward()
+    return DenoiserFlops(forward, counter.get_total_flops())
 
 
 def meta_denoiser(model: DiffusionModel) -> nn.Module:

@@ -31,7 +31,7 @@ def count_costs(model: DiffusionModel, config: DiffusionRLConfig) -> Costs:
     trained one's weights, and the adapter (about 1 %) where the reference is the model without it.
     """
     rollout, algorithm = config.rollout, config.algorithm
-    forward, training = (denoiser_flops(model, rollout.height, rollout.width, backward) for backward in (False, True))
+    forward, training = denoiser_flops(model, rollout.height, rollout.width)
 
     def branches(scale: float) -> int:
         return 1 if scale == 1.0 or model.embeds_guidance else 2
