@@ -143,6 +143,25 @@ def test_pixels_to_latents_and_back_as_the_pipeline_does(built: Built) -> None:
     assert model.encode_pixels(pixels[:1, :, :side, :side]).shape[1:] == model.latent_shape(side, side)
 
 
+def test_a_picture_does_not_depend_on_its_batch(built: Built) -> None:
+    """What the decoder gives before pixels are rounded has the same bits alone, and anywhere among others."""
+    generator, decoded = torch.Generator().manual_seed(4), []
+    latents = torch.randn(9, *built.row.latent_shape, generator=generator)
+    hook = built.model.pipeline.vae.decoder.register_forward_hook(lambda *given: decoded.append(given[2]))
+    try:
+        pixels, outputs = built.model.decode(latents), list(decoded)
+        decoded.clear()
+        built.model.decode(latents[:1])
+        calls = len(decoded)  # of the decoder for what is decoded at a time: several for a video
+        for rows in ([0], [4, 0], [0, 8, 7, 6, 5, 4, 3]):
+            decoded.clear()
+            assert torch.equal(built.model.decode(latents[rows]), pixels[rows])
+            for ours, wanted in zip(decoded[:calls], outputs, strict=False):
+                assert torch.equal(ours[rows.index(0)], wanted[0]), rows
+    finally:
+        hook.remove()
+
+
 def test_a_saved_pipeline_loads_again_with_the_same_velocity(built: Built) -> None:
     loaded = built.load()
     assert list(loaded.components) == list(built.model.components)

@@ -20,6 +20,12 @@ from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 EMBED_BATCH = 8
 """Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
 
+DECODE_BATCH = 8
+"""Small pictures are always decoded so many at a time: the bits of a convolution depend on the size of the batch."""
+
+DECODE_POSITIONS = 1024
+"""Of latents: what is decoded at a time has no more, so that larger pictures and videos are decoded one by one."""
+
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
 
@@ -111,9 +117,18 @@ class FrozenParts(ABC):
             return self.pixels_to_latents(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``."""
+        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``.
+
+        What is decoded at a time always has the size that belongs to the shape of a latent, so that a picture does not
+        depend on how micro-batches and ranks share the work.
+        """
+        together = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
+        pixels = []
         with self.at_work(*self.autoencoder_names):
-            return self.latents_to_pixels(latents)
+            for part in latents.split(together):
+                filling = part[-1:].expand(together - len(part), *part.shape[1:])
+                pixels.append(self.latents_to_pixels(torch.cat([part, filling]))[: len(part)])
+        return torch.cat(pixels)
 
     def encode_prompts(
         self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None
