@@ -36,7 +36,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Part, RolloutBatch, SampleRequest, join, requests_of, sample_of
-from sfumato.rollout.diffusion import check_replay, replay_trajectories, sample_trajectories, to_images
+from sfumato.rollout.diffusion import check_replay, decode_samples, replay_trajectories, sample_trajectories
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
 from sfumato.rollout.monitors import group_diversity, velocity_norms
@@ -242,12 +242,13 @@ def generate(
                 **settings,
             )
             latents = kept.latents
-    images = to_images(model.decode(latents))
+    pictures = decode_samples(model, latents, kept)
     samples = [
-        sample_of(prompts[each.group_id], image, each.group_id, sources and sources[row])
-        for each, image, row in zip(requests, images, rows, strict=True)
+        sample_of(prompts[each.group_id], image, each.group_id, sources and sources[row], damage)
+        for each, (image, damage), row in zip(requests, pictures, rows, strict=True)
     ]
-    return RolloutBatch.made(requests, kept, conditioning, list(prompts), latents, version), samples
+    damage = [each.damage for each in samples]
+    return RolloutBatch.made(requests, kept, conditioning, list(prompts), latents, version, damage), samples
 
 
 def score(scorer: Scorer, samples: list[Sample]) -> Scores:

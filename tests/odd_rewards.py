@@ -48,3 +48,48 @@ class Rank(Reward):
 def redness(sample: Sample) -> np.float32:
     """A reward of one's own: a float32 that no short decimal equals."""
     return np.float32(sample.image[..., 0].mean() / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoiler(Reward):
+    """Changes all that it is given, in every way that needs no ill will, and gives 1."""
+
+    groupwise: ClassVar[bool] = True
+    takes_video: ClassVar[bool] = True
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        metadata.clear()
+
+    def score(self, samples):
+        import torch
+
+        values = [1.0] * len(samples)
+        for each in samples:
+            each.image[:] = 0
+            torch.from_numpy(each.image).add_(7)
+            if each.source is not None:
+                each.source.fill(0)
+            each.metadata["target"] = "spoiled"
+            each.metadata["list"].append("spoiled")
+            object.__setattr__(each, "prompt", "spoiled")
+        samples.clear()
+        return values
+
+
+def spoil(values: dict[str, np.ndarray], metadata: list[dict[str, Any]]) -> np.ndarray:
+    """A combination of one's own that changes what it is given."""
+    for each in values.values():
+        each += 100
+    for row in metadata:
+        row["list"].append("spoiled")
+    return np.ones(len(metadata))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blackener(Reward):
+    """Writes into the pictures of any prompt."""
+
+    def score(self, samples):
+        for each in samples:
+            each.image[:] = 0
+        return [0.0] * len(samples)

@@ -16,7 +16,7 @@ from diffusers.loaders import CogVideoXLoraLoaderMixin, PeftAdapterMixin
 from torch import nn
 
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import check_size, flow_shift, flow_sigmas, to_uint8
+from sfumato.models.diffusion.latents import check_size, flow_shift, flow_sigmas
 from sfumato.models.diffusion.scratch import section_of, unknown_keys
 from sfumato.parallel.plan import ParallelPlan
 
@@ -107,7 +107,7 @@ class PixelMixerFamily(DiffusionModel):
         return pixels.to(torch.float32) / 127.5 - 1
 
     def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        return to_uint8(latents)
+        return latents
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)

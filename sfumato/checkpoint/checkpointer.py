@@ -12,8 +12,10 @@ from sfumato.checkpoint.replacing import restore_folder
 from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import CheckpointError, PreemptedError
+from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError
+from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.run import Run
 
 
@@ -41,7 +43,8 @@ class Checkpointer:
         """Loads what ``train.load_checkpoint_path`` asks for into the state, if anything.
 
         Raises:
-            CheckpointError: when a named checkpoint is missing or damaged or of another model, or all are.
+            CheckpointError: when a named checkpoint is missing or damaged or of another model, or all are; or its
+                weights are not finite.
         """
         wanted = self.config.load_checkpoint_path
         if wanted is None:
@@ -59,6 +62,11 @@ class Checkpointer:
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)
         load_state(state, Stored(folder), self.mesh)
+        if bad := self._not_finite(state):
+            raise CheckpointError(
+                f"{folder} holds weights that are NaN or infinite: {listed(bad)}: its run had diverged. Name an "
+                "earlier checkpoint in train.load_checkpoint_path"
+            )
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
         later = [each.name for step, each in present.items() if step > state.step]
@@ -95,11 +103,19 @@ class Checkpointer:
         Args:
             state: what is saved.
             must_succeed: wait until it is written, and raise CheckpointError when it cannot be.
+
+        Raises:
+            NonFiniteError: when weights are not finite: their checkpoint would replace good ones.
         """
         self._settle()
         if self._saved_step == state.step:
             return
         self.before_save()
+        if bad := self._not_finite(state):
+            raise NonFiniteError(
+                f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; the "
+                f"newest is of step {max(list_checkpoints(self.root), default=0)}"
+            )
         in_background = self._staging is not None and not must_succeed
         with self.run.timed("save"):
             try:
@@ -114,6 +130,14 @@ class Checkpointer:
                 return
             saving.write()
             self._finish(saving, must_succeed)
+
+    def _not_finite(self, state: TrainState) -> list[str]:
+        """Names of weights, and of averages of them, that are not finite on any rank. Every rank must call it."""
+        found = not_finite(trainable_parameters(state.model))
+        averages = {"ema": state.ema, **state.policies}
+        for name, each in averages.items():
+            found += [f"{name} of {key}" for key in not_finite({} if each is None else each.averages)]
+        return together(found, self.mesh)
 
     def _settle(self) -> None:
         """Waits for the save that is on its way, if there is one."""

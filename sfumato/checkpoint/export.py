@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from sfumato.checkpoint.replacing import replace_folder
+from sfumato.errors import NonFiniteError
 from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.weights import whole_weights
+from sfumato.parallel.weights import weights_not_finite, whole_weights
 
 
 class Exportable(Protocol):
@@ -41,9 +43,15 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
         folder: target, such as ``output_dir/hf_ckpt``.
         mesh: every rank gathers, the first one writes.
         merge: write a whole model also when adapters were trained.
+
+    Raises:
+        NonFiniteError: on every rank, when a weight is not finite; an earlier export stays.
     """
     only_adapters = has_adapters(model.trained) and not merge
     with averaged_weights(ema):
+        bad = weights_not_finite(model.trained, mesh)
+        if bad:
+            raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
         weights = whole_weights(model.trained, mesh, only_adapters, share=True)
         if mesh.is_first:
             replace_folder(folder, lambda building: _write(model, building, weights, merge))

@@ -22,6 +22,7 @@ from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning, image_digest
+from sfumato.parallel.finite import finite_rows
 
 Dataset = ImageTextDataset | GlyphDataset | PairDataset
 
@@ -102,7 +103,34 @@ class OnlineEncoder:
         pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(captions, images=sources)
         latents = encode_rows(self.dataset, self.model, pixels)
+        is_finite = finite_rows(latents, *conditioning.tensors.values())
+        if not is_finite.all():
+            return self._without(EncodedBatch(latents, conditioning, sample_ids, 0), index_batch, is_finite.tolist())
         return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids))
+
+    def _without(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
+        """The rows that are finite; where none is, the first as a placeholder of zeros."""
+        index_of = dict(zip(index_batch.sample_ids, index_batch.indices, strict=True))
+        for sample_id, good in zip(batch.sample_ids, is_finite, strict=True):
+            if not good:
+                index = index_of[sample_id]
+                self.bad_rows.add(index, not_finite_error(self.dataset, index))
+        rows = [row for row, good in enumerate(is_finite) if good]
+        kept = rows or [0]
+        return EncodedBatch(
+            batch.latents[kept] if rows else torch.zeros_like(batch.latents[:1]),
+            batch.conditioning.rows(kept).blanked(),
+            [batch.sample_ids[row] for row in kept],
+            len(rows),
+        )
+
+
+def not_finite_error(dataset: Dataset, index: int) -> DataError:
+    """What is wrong with a row whose latents or embeddings are NaN or infinite."""
+    return DataError(
+        f"{dataset.describe(index)}: its latents or its caption's embeddings are NaN or infinite: the autoencoder or a "
+        "text encoder overflows on it (model.dtype fp32 may mend that)"
+    )
 
 
 def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
@@ -121,7 +149,7 @@ class LatentCache:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Opens a finished cache. Raises DataError when a file is missing, damaged or of the wrong size."""
-        self.device = device
+        self.folder, self.device = folder, device
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         except ValueError as error:
@@ -130,7 +158,7 @@ class LatentCache:
         self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
-        """The rows that could be read when the cache was made."""
+        """The rows that could be read when the cache was made. Raises DataError when they are not finite."""
         captions = self._tensors["captions"][torch.tensor(index_batch.indices)]
         kept = captions >= 0
         num_images = int(kept.sum())
@@ -148,6 +176,8 @@ class LatentCache:
         )
         sample_ids = [each for each, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
         latents = self._tensors["latents"][rows].to(self.device)
+        if not finite_rows(latents, *conditioning.tensors.values()).all():
+            raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
         return EncodedBatch(latents, conditioning.to(self.device), sample_ids, num_images)
 
 
@@ -197,7 +227,7 @@ def _build(
     writer = _Writer(folder)
     model.forget_prompts()
     writer.add({name: each[0] for name, each in embed_nothing(model, dataset.size).tensors.items()})
-    number_of = {("", ""): 0}
+    number_of = {("", ""): 0}  # -1 where an embedding is not finite
     starts = range(0, len(dataset), batch_size)
     broken = []
     for start in watch(starts, len(starts)):
@@ -218,12 +248,19 @@ def _build(
         if new:
             given = list(new.values()) if model.takes_image else None
             embedded = model.encode_prompts([caption for caption, _ in new], False, given).tensors
+            is_finite = finite_rows(*embedded.values()).tolist()
             for row, key in enumerate(new):
-                number_of[key] = len(number_of)
+                number_of[key] = len(number_of) if is_finite[row] else -1
                 writer.add({name: each[row] for name, each in embedded.items()})
             model.forget_prompts()
         latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
+        is_finite = [] if latents is None else finite_rows(latents).tolist()
         position = {index: row for row, index in enumerate(images)}
+        for row, index in enumerate(images):
+            if not is_finite[row] or min(number_of[text, digests[index]] for text in (captions[index], "")) < 0:
+                bad_rows.add(index, error := not_finite_error(dataset, index))
+                broken.append((index, str(error)))
+                del position[index]
         for index in indices:
             row = position.get(index)
             number = -1 if row is None else number_of[captions[index], digests[index]]

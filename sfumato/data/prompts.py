@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, A
     for prompt in prompts:
         for check in checks:
             try:
-                check(prompt.text, prompt.metadata)
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # what a reward does to it is its own matter
             except DataError as error:
                 raise DataError(f"{prompt.where}: {error}") from error
 

@@ -20,7 +20,7 @@ from sfumato.models.byte_tokenizer import BYTES, build_byte_tokenizer
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter
 from sfumato.models.packed_attention import register_packed_attention
-from sfumato.parallel.weights import build_on_meta
+from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
@@ -171,6 +171,7 @@ def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trus
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{more}")
+    refuse_not_finite(module, folder)
     return module
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sfumato.errors import NonFiniteError
+from sfumato.parallel.finite import not_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local, trainable_parameters
 
@@ -46,7 +47,7 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
         if each.grad is None:  # a rank without samples in this step still takes part in the sum
             each.grad = torch.zeros_like(each)
     gradients = {name: local(each.grad) for name, each in parameters.items()}
-    bad = _not_finite(gradients) if mesh.size > 1 else []
+    bad = not_finite(gradients) if mesh.size > 1 else []
     if flat:  # its reduction is a mean
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
@@ -64,7 +65,7 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
         norm = torch.tensor(math.sqrt(mesh.sum(float(norm.double() ** 2), over="world")), device=norms.device)
     if not torch.isfinite(norm):
         if mesh.size == 1:
-            bad = _not_finite(gradients)
+            bad = not_finite(gradients)
         ranks = [rank for rank, names in enumerate(mesh.gather(bad, over="world")) if names]
         names = ", ".join(bad[:3]) or "none on this rank"
         raise NonFiniteError(
@@ -94,10 +95,6 @@ def check_finite(loss: torch.Tensor, where: str) -> None:
     """Raises NonFiniteError when a loss is NaN or infinite. ``where`` names step, rank and samples."""
     if not torch.isfinite(loss.detach()).all():
         raise NonFiniteError(f"{where}: the loss is {float(loss.detach().sum())}. Nothing was updated")
-
-
-def _not_finite(gradients: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, each in gradients.items() if not torch.isfinite(each).all()]
 
 
 def _is_reduced(parameter: torch.Tensor) -> bool:

@@ -196,7 +196,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
     """
     found: dict[str, Source] = {}
     with ExitStack() as stack:
-        for path in _weight_files(files):
+        for path in _files(files):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -211,7 +211,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
         yield found
 
 
-def _weight_files(files: Path | Sequence[Path]) -> list[Path]:
+def _files(files: Path | Sequence[Path]) -> list[Path]:
     if not isinstance(files, str | Path):
         return list(files)
     files = Path(files)
@@ -229,6 +229,19 @@ def _weight_files(files: Path | Sequence[Path]) -> list[Path]:
             return [files / each for each in sorted(set(names))]
     wanted = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
     raise ConfigError(f"{files} has neither {wanted}: give a folder that save_pretrained wrote")
+
+
+def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
+    """The file that holds a tensor of that name, for a message; where none has it under that name, all of them."""
+    try:
+        paths = sorted(files.glob("*.safetensors")) if isinstance(files, Path) and files.is_dir() else _files(files)
+        for path in paths if len(paths) > 1 else ():
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118
+                    return path
+    except (OSError, SafetensorError, ConfigError):  # whoever reads them says so
+        paths = []
+    return paths[0] if len(paths) == 1 else files if isinstance(files, Path) else ", ".join(map(str, files))
 
 
 def converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.shards import all_parameters, local, plain_name, trainable_parameters
@@ -30,6 +31,7 @@ from sfumato.parallel.weight_files import (
     Held,
     Source,
     converted,
+    file_of,
     open_weights,
     read_piece,
 )
@@ -75,6 +77,7 @@ def load_weights(
     Raises:
         ConfigError: on every rank and before anything changes, when tensors are missing, left over, of another shape
             or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
+            Afterwards, when a weight is not finite.
     """
     wanted = _over_stages(
         {name: Wanted(tuple(each.shape), each.dtype, each.is_meta) for name, each in _loadable(module).items()}, mesh
@@ -96,6 +99,7 @@ def load_weights(
             source = _from_first(found.get(name), mesh) if shared else found[name]
             if name in targets:
                 _copy(read_piece(source, targets[name]), targets[name])
+    refuse_not_finite(targets, files, mesh)
 
 
 def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh, from_rank0: bool = False) -> None:
@@ -179,6 +183,39 @@ def whole_weights(
             if mesh.is_first:
                 found.setdefault(name, whole.detach().to("cpu", copy=not share))
     return found
+
+
+def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]:
+    """Names of a module's parameters and persistent buffers that hold NaN or infinite values, on any rank.
+
+    Args:
+        module: plain or as ``parallelize`` returned it; what is on meta is passed over.
+        mesh: the ranks, all of which must call it; None looks at this process alone.
+    """
+    found = not_finite(all_parameters(module) | persistent_buffers(module))
+    return found if mesh is None else together(found, mesh)
+
+
+def refuse_not_finite(
+    loaded: nn.Module | Mapping[str, torch.Tensor], files: Path | Sequence[Path], mesh: Mesh | None = None
+) -> None:
+    """Looks at weights that were just loaded.
+
+    Args:
+        loaded: a module, or some of its weights by name.
+        files: where they come from, for the message.
+        mesh: the ranks, all of which must call it; None looks at this process alone.
+
+    Raises:
+        ConfigError: when some are NaN or infinite; it names the file and the first of them.
+    """
+    bad = weights_not_finite(loaded) if isinstance(loaded, nn.Module) else not_finite(loaded)
+    bad = bad if mesh is None else together(bad, mesh)
+    if bad:
+        raise ConfigError(
+            f"{file_of(files, bad[0])}: weights are NaN or infinite: {listed(bad)}. The file is damaged, or the run "
+            "that wrote it had diverged: fetch it again, or take an earlier one"
+        )
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -32,6 +33,8 @@ class Sample:
     """Samples of the same prompt in the same step share this number."""
     text: str | None = None
     """What a language model answered; None for an image."""
+    damage: str = ""
+    """Why it is not to be scored, such as a picture that was not finite before it was rounded; rewards never see it."""
 
     def __post_init__(self) -> None:
         assert (self.image is None) != (self.text is None), "a sample is either an image or a text"
@@ -39,6 +42,10 @@ class Sample:
             assert image is None or (image.dtype == np.uint8 and image.ndim in dimensions and image.shape[-1] == 3), (
                 f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
             )
+
+    def copy(self) -> Sample:
+        """The same with pictures and metadata of its own, for somebody who may write into them."""
+        return copy.deepcopy(self)
 
     @property
     def frames(self) -> np.ndarray:
@@ -166,7 +173,7 @@ class Reward(ABC):
         """Scores a batch, or one whole group when ``groupwise`` is true. Called from another thread.
 
         Args:
-            samples: at least one sample.
+            samples: at least one sample; copies, which may be changed.
 
         Returns:
             One finite number per sample in the same order; NaN, or a Failure that says why, for a sample that

@@ -14,7 +14,7 @@ from sfumato.models.diffusion.base import Conditioning
 from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.diffusion import Trajectories
+from sfumato.rollout.diffusion import Trajectories, blanked
 from sfumato.rollout.final_samples import FinalSamples
 from sfumato.tracking.samples import SampleRecord
 
@@ -43,9 +43,10 @@ def requests_of(prompts: PromptLoader, iteration: int, share: int, num_shares: i
     ]
 
 
-def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None) -> Sample:
+def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
     """A sample as rewards see it."""
-    return Sample(image=image, prompt=prompt.text, metadata=prompt.metadata, group_id=group_id, source=source)
+    about = {"prompt": prompt.text, "metadata": prompt.metadata, "group_id": group_id, "source": source}
+    return Sample(image=image, damage=damage, **about)
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,24 @@ class RolloutBatch:
         groups: list[int],
         latents: torch.Tensor,
         version: int,
+        damage: Sequence[str],
     ) -> RolloutBatch:
         """A micro-batch of one version, with the embeddings of the groups that begin in it.
+
+        What is damaged becomes zeros: it is never learned from, but a row that only keeps other ranks company is
+        multiplied by 0, which NaN survives.
 
         Args:
             requests, kept, latents: of B samples.
             conditioning: one row for each of ``groups``.
             groups: those that the samples belong to.
             version: of the policy.
+            damage: what is wrong with each sample, empty where nothing is.
         """
+        if any(damage):
+            is_whole = torch.tensor([not each for each in damage], device=latents.device)
+            kept, latents = kept.blanked(is_whole), blanked(latents, is_whole)
+            conditioning = conditioning.blanked()
         begun = [each.group_id for each in requests if each.is_first]
         carried = conditioning.rows([groups.index(each) for each in begun]) if begun else None
         return cls(requests, kept, carried, begun, latents, [version] * len(requests))

@@ -7,7 +7,7 @@ sides; latents, sigmas and noise are float32 in it, and the latent that is score
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,9 +16,15 @@ from sfumato.algorithms.dynamics import Dynamics, GaussianStep
 from sfumato.algorithms.dynamics.ode import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives.trajectory import SampledSteps
-from sfumato.errors import SelfCheckError
+from sfumato.errors import NonFiniteError, SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.parallel.finite import finite_rows
 from sfumato.rollout.step_cache import StepCache
+
+LATENTS_NOT_FINITE = "its latents are NaN or infinite"
+PICTURE_NOT_FINITE = (
+    "its latents decode to NaN or infinite values (where the autoencoder overflows, set model.dtype fp32)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,15 @@ class Trajectories:
             self.log_probs[index],
             None if self.proximal_means is None else self.proximal_means[index],
         )
+
+    def is_finite(self) -> torch.Tensor:
+        """Which samples are: bool ``[B]``."""
+        return finite_rows(self.latents, self.next_latents, self.means, self.log_probs)
+
+    def blanked(self, is_whole: torch.Tensor) -> Trajectories:
+        """Zeros in the place of what is kept of the samples that are not whole, bool ``[B]``."""
+        names = ("latents", "next_latents", "means", "log_probs")
+        return replace(self, **{name: blanked(getattr(self, name), is_whole) for name in names})
 
     def to(self, device: torch.device) -> Trajectories:
         """The same on another device."""
@@ -219,14 +234,19 @@ def sample_images(
     micro_batch_size: int,
     observe: Callable[[torch.Tensor], object] | None = None,
     cache: StepCache | None = None,
+    damage: list[str] | None = None,
 ) -> list[np.ndarray]:
     """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
     Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together. With a ``cache``
-    denoising steps are left out, and the first image is also made without it, to compare.
+    denoising steps are left out, and the first image is also made without it, to compare. To ``damage`` is appended
+    what is wrong with each image, empty where nothing is.
+
+    Raises:
+        NonFiniteError: when an image is not finite before it is rounded, and ``damage`` is not given.
     """
 
-    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[np.ndarray]:
+    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[tuple[np.ndarray, str]]:
         with model.evaluating():
             latents, _ = sample_trajectories(
                 model,
@@ -241,16 +261,48 @@ def sample_images(
                 iteration=0,
                 observe=observe,
             )
-        return to_images(model.decode(latents))
+        return decode_samples(model, latents)
 
     parts = [slice(start, start + micro_batch_size) for start in range(0, len(sample_ids), micro_batch_size)]
     if cache is None:
-        return [image for part in parts for image in draw(part)]
-    exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0])
-    with cache.active():
-        images = [image for part in parts for image in draw(part)]
-    cache.compare(exact, images[0])
-    return images
+        drawn = [each for part in parts for each in draw(part)]
+    else:
+        exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0][0])
+        with cache.active():
+            drawn = [each for part in parts for each in draw(part)]
+        cache.compare(exact, drawn[0][0])
+    wrong = [each for _, each in drawn]
+    if damage is None and any(wrong):
+        raise NonFiniteError(f"{sum(map(bool, wrong))} of {len(wrong)} samples: {next(filter(None, wrong))}")
+    if damage is not None:
+        damage.extend(wrong)
+    return [image for image, _ in drawn]
+
+
+def decode_samples(
+    model: DiffusionModel, latents: torch.Tensor, kept: Trajectories | None = None
+) -> list[tuple[np.ndarray, str]]:
+    """The pictures of samples, and what is wrong with each; empty where nothing is.
+
+    Args:
+        model: with the autoencoder.
+        latents: ``[B, ...]``.
+        kept: what else an update needs of them.
+    """
+    pixels, has_picture = model.decode_marked(latents)
+    has_latents = finite_rows(latents)
+    if kept is not None:
+        has_latents &= kept.is_finite()
+    wrong = [
+        "" if sampled and decoded else PICTURE_NOT_FINITE if sampled else LATENTS_NOT_FINITE
+        for sampled, decoded in zip(has_latents.tolist(), has_picture.tolist(), strict=True)
+    ]
+    return list(zip(to_images(pixels), wrong, strict=True))
+
+
+def blanked(tensor: torch.Tensor, is_whole: torch.Tensor) -> torch.Tensor:
+    """``[B, ...]`` with zeros in the rows that are not whole, bool ``[B]``."""
+    return torch.where(is_whole.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
 def to_images(pixels: torch.Tensor) -> list[np.ndarray]:

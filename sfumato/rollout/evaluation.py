@@ -38,6 +38,7 @@ def sample_evaluation(
     norms, cache = VelocityNorms(evaluation.num_inference_steps), None
     if evaluation.step_cache > 0:
         cache = StepCache(model, evaluation.step_cache, evaluation.num_inference_steps)
+    damage: list[str] = []
     images = sample_images(
         model,
         conditioning,
@@ -49,6 +50,7 @@ def sample_evaluation(
         micro_batch_size=rollout.micro_batch_size,
         observe=norms,
         cache=cache,
+        damage=damage,
     )
-    drawn = zip(prompts, images, ids, sources or [None] * len(images), strict=True)
+    drawn = zip(prompts, images, ids, sources or [None] * len(images), damage, strict=True)
     return [sample_of(*each) for each in drawn], norms.per_sample(), {} if cache is None else cache.metrics()

@@ -6,7 +6,7 @@ Shapes: B samples, L noise levels of each, ... latent dimensions, T denoising st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,8 @@ from sfumato.algorithms.solvers import Solver
 from sfumato.algorithms.timesteps import Timesteps
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.policies import Policies
-from sfumato.rollout.diffusion import start_latents
+from sfumato.parallel.finite import finite_rows
+from sfumato.rollout.diffusion import blanked, start_latents
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class FinalSamples:
     def rows(self, index: torch.Tensor) -> FinalSamples:
         """The samples at ``index``."""
         return FinalSamples(self.latents[index], self.sigmas[index], self.noise_ids[index], self.group_ids[index])
+
+    def is_finite(self) -> torch.Tensor:
+        """Which samples are: bool ``[B]``."""
+        return finite_rows(self.latents, self.sigmas)
+
+    def blanked(self, is_whole: torch.Tensor) -> FinalSamples:
+        """Zeros in the place of latents of the samples that are not whole, bool ``[B]``."""
+        return replace(self, latents=blanked(self.latents, is_whole))
 
     def to(self, device: torch.device) -> FinalSamples:
         """The same on another device."""

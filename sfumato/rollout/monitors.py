@@ -5,6 +5,7 @@ Shapes: n samples of a group, R rows, ... latent dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,20 +23,24 @@ LONGEST_SIDE, MOST_FRAMES = 32, 8
 def group_diversity(batch: RolloutBatch, mesh: Mesh) -> dict[str, float]:
     """Means over the groups of all ranks of ``pixel_distance`` and ``latent_distance``; all ranks call it.
 
+    Damaged samples do not count, nor groups of which less than two others are left.
+
     Args:
         batch: this rank's samples, whole groups.
         mesh: the ranks.
     """
     groups: dict[int, list[int]] = {}
-    for row, request in enumerate(batch.requests):
-        groups.setdefault(request.group_id, []).append(row)
+    for row, (request, sample) in enumerate(zip(batch.requests, batch.samples, strict=True)):
+        if not sample.damage:
+            groups.setdefault(request.group_id, []).append(row)
+    groups = {group: rows for group, rows in groups.items() if len(rows) > 1}
     sums = {"groups": float(len(groups)), "diversity/pixels": 0.0, "diversity/latents": 0.0}
     for rows in groups.values():
         sums["diversity/pixels"] += pixel_distance([batch.samples[row].image for row in rows])
         sums["diversity/latents"] += latent_distance(batch.latents[rows])
     sums = mesh.sum_dict(sums)
     count = sums.pop("groups")
-    return {name: value / count for name, value in sums.items()}
+    return {name: value / count if count else math.nan for name, value in sums.items()}
 
 
 def pixel_distance(images: Sequence[np.ndarray]) -> float:

@@ -23,6 +23,7 @@ def draw_grid(
     model: DiffusionModel, prompts: list[str], sources: list[np.ndarray] | None, config: TrainDitConfig, step: int
 ) -> list[SampleRecord]:
     """One sample per prompt, always from the same latents."""
+    damage: list[str] = []
     images = sample_images(
         model,
         model.encode_prompts(prompts, images=sources),
@@ -32,11 +33,12 @@ def draw_grid(
         guidance_scale=config.sample.guidance_scale,
         seed=config.train.seed,
         micro_batch_size=config.train.micro_batch_size,
+        damage=damage,
     )
     common = {"kind": "eval", "seed": config.train.seed, "policy_version": step}
     return [
-        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, **common)
-        for index, (image, prompt, source) in enumerate(
-            zip(images, prompts, sources or [None] * len(images), strict=True)
+        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, damage=wrong, **common)
+        for index, (image, prompt, source, wrong) in enumerate(
+            zip(images, prompts, sources or [None] * len(images), damage, strict=True)
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,8 @@ def evaluate(
     for text in all_scores.messages:
         run.say(f"evaluation at step {step}: reward {text}")
     metrics = all_scores.metrics("eval/") | about[0][1]
-    metrics["eval/velocity/rms"] = sum(norm for _, some in everyone for norm in some) / count
+    finite = [norm for _, some in everyone for norm in some if math.isfinite(norm)]
+    metrics["eval/velocity/rms"] = sum(finite) / len(finite) if finite else math.nan
     return metrics, [Evaluated(samples, scores) for (samples, _), scores in zip(made, scored, strict=True)]
 
 

@@ -123,6 +123,9 @@ class Run:
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if self._enabled and records:
+            damaged = [each.damage for each in records if each.damage]
+            if damaged:
+                self.say(f"samples of step {step}: {len(damaged)} of {len(records)} cannot be shown: {damaged[0]}")
             save_samples_and_grids(self.output_dir, step, records)
             self.show_samples(step)
 

@@ -43,6 +43,7 @@ class SampleRecord:
         total: the reward that training uses; NaN where scoring failed.
         advantage: None where there is none (evaluation).
         policy_version: number of finished optimisation steps of the weights that made the sample.
+        damage: why the content is not what was sampled, such as NaN that became black; empty where it is.
     """
 
     content: np.ndarray | str
@@ -55,6 +56,7 @@ class SampleRecord:
     advantage: float | None = None
     policy_version: int = 0
     source: np.ndarray | None = None
+    damage: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("eval", "train"):
@@ -314,6 +316,7 @@ def _row(name: str, sample: SampleRecord) -> dict[str, Any]:
     return {
         **content,
         **source,
+        **({"damage": sample.damage} if sample.damage else {}),
         "kind": sample.kind,
         "prompt": sample.prompt,
         "seed": sample.seed,

@@ -19,13 +19,14 @@ from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.diffusion import sample_trajectories
+from sfumato.rollout.batch import RolloutBatch, SampleRequest
+from sfumato.rollout.diffusion import Trajectories, sample_trajectories
 from sfumato.rollout.final_samples import FinalSamples, predict_noised, sample_final
 from sfumato.rollout.update_order import micro_batches, optimizer_batches
 from tests.tiny import run_task_here, tiny_rl_config, write_config, write_tiny_pipeline
@@ -270,3 +271,31 @@ def test_the_check_counts_noise_levels_and_other_policies(tmp_path: Path) -> Non
     assert found.problems == []
     parts = found.model.largest.parts
     assert parts["other policies"] == 3 * parts["gradients"] and parts["frozen reference"] == parts["gradients"]
+
+
+@pytest.mark.parametrize("kind", ["trajectory", "sample"])
+def test_what_is_damaged_becomes_zeros_and_nothing_else_changes(kind: str) -> None:
+    """A row that only keeps other ranks company is multiplied by 0, and 0 x NaN is NaN."""
+    nan, latents = float("nan"), torch.randn(3, 4, 2, 2)
+    latents[1] = nan
+    if kind == "sample":
+        kept = FinalSamples(latents, torch.rand(3, 2), torch.arange(3), torch.tensor([0, 1, 1]))
+    else:
+        steps = torch.randn(3, 2, 4, 2, 2)
+        means, log_probs = steps.clone(), torch.randn(3, 2)
+        means[1, 1, 0, 0, 0] = log_probs[1, 0] = float("inf")
+        kept = Trajectories([0, 1], torch.linspace(1, 0, 4), steps, steps + 1, means, log_probs)
+    assert kept.is_finite().tolist() == [True, False, True]
+    embedded = torch.randn(2, 5)
+    embedded[1] = nan
+    requests = [
+        SampleRequest(row, group, group, first) for row, group, first in ((0, 0, True), (1, 1, True), (2, 1, False))
+    ]
+    conditioning = Conditioning({"prompt": embedded, "mask": torch.ones(2, 5, dtype=torch.bool)})
+    made = RolloutBatch.made(requests, kept, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
+    assert made.kept.is_finite().all() and made.latents.isfinite().all()
+    for name in ("latents", "means") if kind == "trajectory" else ("latents",):
+        assert torch.equal(getattr(made.kept, name)[[0, 2]], getattr(kept, name)[[0, 2]])
+        assert not getattr(made.kept, name)[1].any()
+    assert torch.equal(made.conditioning.tensors["prompt"], torch.stack([embedded[0], torch.zeros(5)]))
+    assert made.conditioning.tensors["mask"].all()

@@ -51,7 +51,7 @@ def generate(log: Log, requests: list[Request], iteration: int, version: int) ->
 
 def scores_of(ids: list[int]) -> Scores:
     values = np.array([100.0 + each for each in ids])
-    return Scores(total=values, level=values, components={"r": values}, failures=[])
+    return Scores(total=values, level=values, components={"r": values})
 
 
 def score(log: Log, seen: tuple) -> Scores:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sfumato.checkpoint.parts import Box, boxes_of_range
-from sfumato.errors import ConfigError, RoleLostError, WeightSyncError
+from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyncError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.weight_sync.buckets import plan_buckets
@@ -278,6 +278,22 @@ def test_other_models_are_refused():
     actor.received_module.requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable parameter"):
         WeightSync(Here(actor), Here(Peer())).transfer(1)
+
+
+@pytest.mark.parametrize("transport", ["local", "files"])
+def test_weights_that_are_not_finite_are_not_sent(transport, tmp_path):
+    actor, sampler = Peer(), Peer()
+    sync = WeightSync(Here(actor), Here(sampler), transport, folder=tmp_path)
+    sync.publish(1)
+    before = {name: each.clone() for name, each in sampler.received_module.state_dict().items()}
+    change(actor, 0.1)
+    with actor.sent_weights(2) as module, torch.no_grad():
+        name, weight = next((name, each) for name, each in module.named_parameters() if each.requires_grad)
+        weight.view(-1)[-1] = float("nan")
+    with pytest.raises(NonFiniteError, match=rf"version 2 in the actor .*{name}.*not sent"):
+        sync.publish(2)
+    assert sampler.version == 1
+    assert all(torch.equal(each, before[name]) for name, each in sampler.received_module.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["2.weight", "1.running_mean"])

@@ -18,16 +18,17 @@ import torch
 from torch import nn
 
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.finite import listed
 from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
-from sfumato.parallel.weights import load_weights
+from sfumato.parallel.weights import load_weights, weights_not_finite
 
 
 class DiffusionModel(FrozenParts):
@@ -307,12 +308,19 @@ class DiffusionModel(FrozenParts):
         Args:
             folder: where to.
             weights: the denoiser's whole weights and buffers, by name; None takes them from a denoiser that is whole.
+
+        Raises:
+            NonFiniteError: when another part has weights that are not finite.
         """
         weights = self.denoiser.state_dict() if weights is None else weights
         if self._adapters:
             weights = merge_adapters(self.plain_denoiser(), weights)
         plain = self.plain_denoiser(adapters=False)
         plain.load_state_dict(weights, assign=True)
+        for name, component in self.components.items():
+            bad = [] if component is self.denoiser else weights_not_finite(component)
+            if bad:
+                raise NonFiniteError(f"{name}: weights are NaN or infinite: {listed(bad)}. Nothing was exported")
         pipeline = copy.copy(self.pipeline)
         pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)

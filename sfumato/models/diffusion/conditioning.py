@@ -56,6 +56,10 @@ class Conditioning:
             tensors[name] = torch.where(mask, self.negative[name].to(each.dtype), each)
         return replace(self, tensors=tensors)
 
+    def blanked(self) -> Conditioning:
+        """Zeros in the rows that are not finite."""
+        return self._changed(lambda each: torch.nan_to_num(each, 0.0, 0.0, 0.0) if each.is_floating_point() else each)
+
     def to(self, device: torch.device | str) -> Conditioning:
         """The same on another device."""
         negative = None if self.negative is None else {name: each.to(device) for name, each in self.negative.items()}

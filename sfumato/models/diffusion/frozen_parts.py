@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from sfumato.errors import DataError
+from sfumato.errors import DataError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning, image_digests
+from sfumato.parallel.finite import finite_rows
 
 EMBED_BATCH = 8
 """Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
@@ -83,7 +84,7 @@ class FrozenParts(ABC):
 
     @abstractmethod
     def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """What ``decode`` returns; the autoencoder is on ``device``."""
+        """What ``decode`` rounds: pixels of any floating dtype, about [-1, 1]; the autoencoder is on ``device``."""
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -121,14 +122,32 @@ class FrozenParts(ABC):
 
         What is decoded at a time always has the size that belongs to the shape of a latent, so that a picture does not
         depend on how micro-batches and ranks share the work.
+
+        Raises:
+            NonFiniteError: when a pixel is NaN or infinite.
+        """
+        pixels, is_finite = self.decode_marked(latents)
+        if not is_finite.all():
+            raise NonFiniteError(f"{int((~is_finite).sum())} of {len(pixels)} decoded pictures are not finite")
+        return pixels
+
+    def decode_marked(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``decode`` returns, and which pictures were finite before they were rounded: bool ``[B]``.
+
+        uint8 has no NaN: rounding makes it a black pixel like any other.
         """
         together = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
-        pixels = []
+        pixels, is_finite = [], []
         with self.at_work(*self.autoencoder_names):
             for part in latents.split(together):
                 filling = part[-1:].expand(together - len(part), *part.shape[1:])
-                pixels.append(self.latents_to_pixels(torch.cat([part, filling]))[: len(part)])
-        return torch.cat(pixels)
+                decoded = self.latents_to_pixels(torch.cat([part, filling]))[: len(part)]
+                if not decoded.is_floating_point():
+                    raise TypeError(f"{type(self).__name__}.latents_to_pixels must return pixels before rounding")
+                decoded = decoded.float()
+                pixels.append(((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8))
+                is_finite.append(finite_rows(decoded))
+        return torch.cat(pixels), torch.cat(is_finite)
 
     def encode_prompts(
         self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None

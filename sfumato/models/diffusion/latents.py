@@ -35,14 +35,9 @@ def encode_kl(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def decode_kl(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """The way back: latents ``[B, C, H, W]`` to uint8 pixels ``[B, 3, H, W]``."""
+    """The way back: latents ``[B, C, H, W]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
     unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
-    return to_uint8(vae.decode(unscaled.to(vae.dtype), return_dict=False)[0])
-
-
-def to_uint8(decoded: torch.Tensor) -> torch.Tensor:
-    """What an autoencoder returns, about [-1, 1], as uint8."""
-    return ((decoded.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

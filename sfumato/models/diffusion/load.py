@@ -21,7 +21,7 @@ from sfumato.config.weight_folders import check_pipeline
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora, refuse_adapter
-from sfumato.parallel.weights import build_on_meta
+from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
@@ -167,7 +167,7 @@ def build_diffusion_model(
             and "meta" nowhere: its weights are then read where they are needed.
 
     Raises:
-        ConfigError: when the folder or description is missing or of an unknown family.
+        ConfigError: when the folder or description is missing or of an unknown family, or a weight is not finite.
     """
     if init_device == "meta" and config.model_path is None:
         raise ConfigError("train.init_device meta reads weights from model.model_path; with model.config_path take cpu")
@@ -182,6 +182,8 @@ def build_diffusion_model(
             component.to(model.idle_device)
         elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
+    for name, component in model.components.items() if source is not None else ():
+        refuse_not_finite(component, source / name)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
     else:

@@ -22,7 +22,6 @@ from sfumato.models.diffusion.latents import (
     flow_sigmas,
     num_tokens,
     pack,
-    to_uint8,
     unpack,
 )
 from sfumato.models.diffusion.scratch import section_of, unknown_keys
@@ -153,7 +152,7 @@ class QwenImage(DiffusionModel):
         vae = self.pipeline.vae
         mean, std = self._statistics(latents)
         unscaled = (latents.float() * std + mean).to(vae.dtype)
-        return to_uint8(vae.decode(unscaled[:, :, None], return_dict=False)[0][:, :, 0])
+        return vae.decode(unscaled[:, :, None], return_dict=False)[0][:, :, 0]
 
     def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the autoencoder's channels: ``[C, 1, 1]`` each."""

@@ -146,8 +146,7 @@ class StableDiffusion(DiffusionModel):
     def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         mean, scale = self._latent_scale(latents)
-        decoded = vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0].float()
-        return ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        return vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0]
 
     def _latent_scale(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""

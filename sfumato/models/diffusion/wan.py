@@ -21,7 +21,6 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import to_uint8
 from sfumato.models.diffusion.scratch import build_t5_tokenizer, section_of, unknown_keys
 from sfumato.models.diffusion.scratch_video import (
     build_clip_vision_encoder,
@@ -188,7 +187,7 @@ class Wan(DiffusionModel):
     def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.pipeline.vae
         mean, std = self._latent_statistics(latents)
-        video = to_uint8(vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0])
+        video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
         return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
 
     def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

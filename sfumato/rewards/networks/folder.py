@@ -16,6 +16,7 @@ from torch import nn
 
 from sfumato.config.weight_folders import check_weights
 from sfumato.errors import ConfigError
+from sfumato.parallel.weights import refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,7 +103,7 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: no or broken files, or weights of another model.
+        ConfigError: no or broken files, weights of another model, or such that are not finite.
     """
     check_weights(folder, "model_path")
     check_folder(folder, "config.json", "*.safetensors")
@@ -113,6 +114,7 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load it: {error}") from error
     _refuse_keys(folder, {kind: report.get(kind) or () for kind in ("missing_keys", "mismatched_keys")})
+    refuse_not_finite(model, folder)
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -150,7 +152,7 @@ def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Gives a module exactly these weights. Raises ConfigError when names or shapes differ from the module's."""
+    """Gives a module exactly these weights. Raises ConfigError when names or shapes differ, or one is NaN."""
     own = {name: tensor.shape for name, tensor in module.state_dict().items()}
     _refuse_keys(
         folder,
@@ -161,6 +163,7 @@ def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folde
         },
     )
     module.load_state_dict(tensors, assign=True)
+    refuse_not_finite(module, folder)
 
 
 def _refuse_keys(folder: Path, kinds: dict[str, Any]) -> None:

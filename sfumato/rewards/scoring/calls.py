@@ -28,17 +28,18 @@ class Outcome:
 
 
 def score_batch(reward: Reward, samples: list[Sample]) -> Checked:
-    """Calls ``score`` here and now.
+    """Calls ``score`` here and now, on samples that it may change.
 
     Raises:
         UserError: what the reward raised as such; anything else that it raises is a reason.
     """
+    num_samples = len(samples)  # the list is the reward's, which may empty it
     try:
-        return check_values(reward.score(samples), len(samples))
+        return check_values(reward.score(samples), num_samples)
     except UserError:
         raise
     except BaseException as error:  # whatever a reward raises, sys.exit included, is an unscored batch
-        return failed(describe_error(error, reward.source_file), len(samples))
+        return failed(describe_error(error, reward.source_file), num_samples)
 
 
 def failed(reason: str, num_samples: int) -> Checked:

@@ -88,10 +88,11 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
     Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
     """
     found: dict[str, Any] = {}
+    own = [each.copy() for each in samples]  # it may write into them, also when it has been left behind
 
     def run() -> None:
         try:
-            found["values"] = score_batch(reward, samples)
+            found["values"] = score_batch(reward, own)
         except UserError as error:
             found["error"] = error
 

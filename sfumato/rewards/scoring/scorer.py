@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -86,7 +87,7 @@ class Scorer:
         """Scores a batch with every reward, one after the other. Several threads may call it.
 
         A reward that raises, hangs longer than its ``timeout_s``, or returns something other than one finite number
-        per sample leaves NaN for the samples concerned and a message in ``failures``.
+        per sample leaves NaN for the samples concerned and a reason in ``failed``. No reward sees damaged samples.
 
         Args:
             samples: B samples; those of one group need not stand together.
@@ -99,8 +100,10 @@ class Scorer:
         Raises:
             UserError: what a reward raised as such (missing dependency, bad data) is passed on.
         """
+        whole = [row for row, each in enumerate(samples) if not each.damage]
+        shown = [samples[row] for row in whole]
         components: dict[str, np.ndarray] = {}
-        failures: list[str] = []
+        failed = Counter(f"{_DAMAGED}{each.damage}" for each in samples if each.damage)
         notes: list[str] = []
         counts: dict[str, tuple[int, int]] = {}
         seconds: dict[str, float] = {}
@@ -109,12 +112,13 @@ class Scorer:
             started = time.perf_counter()
             if reward.label in self._caches:
                 cache = self._caches[reward.label]
-                values, reasons, remembered[reward.label] = score_remembering(reward, samples, cache)
+                values, reasons, remembered[reward.label] = score_remembering(reward, shown, cache)
             else:
-                values, reasons = score_with(reward, samples)
+                values, reasons = score_with(reward, shown)
             seconds[reward.label] = time.perf_counter() - started
-            components[reward.label] = values
-            failures += _messages(_failure_prefix(reward), reasons)
+            components[reward.label] = np.full(len(samples), math.nan)
+            components[reward.label][whole] = values
+            failed.update(f"{_failure_prefix(reward)}{each}" for each in reasons if each)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
         metadata = [each.metadata for each in samples] if self.combination.takes_metadata else None
@@ -123,7 +127,7 @@ class Scorer:
             total=level,
             level=level,
             components=components,
-            failures=failures + more,
+            failed=failed + more,
             notes=notes,
             counts=counts,
             metadata=metadata,
@@ -141,27 +145,30 @@ class Scorer:
         Returns:
             The scores with these totals, and with a message where one could not be made; ``check_budget`` comes next.
         """
-        total, messages = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        total, more = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
         is_new = any(each.normalise in ("group", "batch") for each in self.objective)  # else ``score`` said it already
-        return dataclasses.replace(scores, total=total, failures=scores.failures + (messages if is_new else []))
+        return dataclasses.replace(scores, total=total, failed=scores.failed + (more if is_new else Counter()))
 
     def _combine(
         self,
         components: dict[str, np.ndarray],
         metadata: list[dict[str, Any]] | None,
         group_ids: np.ndarray | None,
-    ) -> tuple[np.ndarray, list[str]]:
-        """Totals float64 [B], and messages about those that the combination left out."""
+    ) -> tuple[np.ndarray, Counter[str]]:
+        """Totals float64 [B], and how many the combination left out, by reason."""
         num_samples = len(next(iter(components.values()))) if components else 0
         if not (self.objective and num_samples):
-            return np.full(num_samples, math.nan), []
-        values = {each.label: normalised(components[each.label], each.normalise, group_ids) for each in self.objective}
-        total = self.combination.combine(values, {each.label: each.weight for each in self.objective}, metadata)
+            return np.full(num_samples, math.nan), Counter()
+        values = {
+            each.label: normalised(components[each.label].copy(), each.normalise, group_ids) for each in self.objective
+        }
+        total = self.combination.combine(
+            values, {each.label: each.weight for each in self.objective}, copy.deepcopy(metadata)
+        )
         has_all = np.all([np.isfinite(each) for each in values.values()], axis=0)
         left_out = has_all & ~np.isfinite(total)
-        reason = f"{self.combination.type} returned no finite number"
-        messages = _messages(_COMBINATION, [reason if each else "" for each in left_out])
-        return np.where(has_all & ~left_out, total, math.nan), messages
+        reason = f"{_COMBINATION}{self.combination.type} returned no finite number"
+        return np.where(has_all & ~left_out, total, math.nan), +Counter({reason: int(left_out.sum())})
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.
@@ -171,7 +178,7 @@ class Scorer:
         num_samples, num_failed = len(scores.total), int(np.isnan(scores.total).sum())
         if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
             return
-        prefixes = (_COMBINATION, *(_failure_prefix(reward) for reward in self.objective))
+        prefixes = (_DAMAGED, _COMBINATION, *(_failure_prefix(reward) for reward in self.objective))
         reasons = "; ".join(failure for failure in scores.failures if failure.startswith(prefixes))
         raise RewardError(
             f"{num_failed} of {num_samples} samples have no reward, more than max_failed_fraction "
@@ -197,13 +204,9 @@ def build_scorer(config: RewardConfig, with_engines: bool = True) -> Scorer:
     return scorer
 
 
+_DAMAGED = "not scored: "
 _COMBINATION = "combination: "
 
 
 def _failure_prefix(reward: Reward) -> str:
     return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "
-
-
-def _messages(prefix: str, reasons: list[str]) -> list[str]:
-    counts = Counter(reason for reason in reasons if reason)
-    return [f"{prefix}{reason} ({count} of {len(reasons)} samples)" for reason, count in counts.items()]

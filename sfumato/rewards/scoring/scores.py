@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,8 @@ class Scores:
     """The same without standardising within groups or the iteration, so that it can be compared over time."""
     components: dict[str, np.ndarray]
     """Values of every reward by label, as it gave them, float64 [B]; NaN where it failed."""
-    failures: list[str]
-    """One message per reward and reason, with the number of samples; empty when all went well."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Samples by reward and reason why they have no value, such as "ocr: returned NaN"; empty when all went well."""
     notes: list[str] = field(default_factory=list)
     """What else happened, such as requests that were tried again."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Scores:
             components={
                 name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
             },
-            failures=[failure for each in parts for failure in each.failures],
+            failed=sum((each.failed for each in parts), Counter()),
             notes=[note for each in parts for note in each.notes],
             counts={
                 name: (sum(each.counts[name][0] for each in parts), sum(each.counts[name][1] for each in parts))
@@ -67,6 +68,11 @@ class Scores:
             components={name: each[rows] for name, each in self.components.items()},
             metadata=None if self.metadata is None else [self.metadata[row] for row in rows],
         )
+
+    @property
+    def failures(self) -> list[str]:
+        """One message per reward and reason, with the number of samples."""
+        return [f"{reason} ({count} of {len(self.total)} samples)" for reason, count in self.failed.items()]
 
     @property
     def messages(self) -> list[str]:
@@ -102,6 +108,7 @@ class Scores:
         rewards = {name: float(each[row]) for name, each in self.components.items()}
         return SampleRecord(
             content=sample.image,
+            damage=sample.damage,
             source=sample.source,
             prompt=sample.prompt,
             rewards=rewards,

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.errors import ConfigError, NonFiniteError, WeightSyncError
+from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.shards import all_parameters, trainable_parameters
@@ -135,6 +136,7 @@ def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any
         Checksums, and the transport's ticket for the receivers.
 
     Raises:
+        NonFiniteError: when a weight is not finite.
         WeightSyncError: when the ranks' copies differ, or a receiver has gone; the way is then closed.
     """
     sender, mesh = _sender(state), state.mesh
@@ -144,6 +146,11 @@ def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any
             names = list(source.parameters) if everything else sender.sent_names
             buffers = persistent_buffers(module) if everything else {}
             parameters = {name: source.parameters[name] for name in names}
+            bad = together(not_finite(parameters), mesh)
+            if bad:
+                raise NonFiniteError(
+                    f"weights of version {version} in the actor are NaN or infinite: {listed(bad)}. They were not sent"
+                )
             ranks = mesh.gather(local_checksums(module, mesh, parameters, buffers, sender.specs), over="world")
             shapes = {name: sender.specs[name].shape for name in (*names, *buffers)}
             totals = add_up(ranks, shapes, f"weights of version {version} in the actor")

@@ -1,0 +1,58 @@
+"""What is not finite (NaN or infinite) is found before it is learned from, written or sent.
+
+A weight costs one read of its memory; a device is waited for once for all weights of a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import local
+
+NAMED = 3
+"""Tensors that a message names; the others are counted."""
+
+
+def finite_rows(*tensors: torch.Tensor) -> torch.Tensor:
+    """In which of B rows nothing is NaN or infinite: bool ``[B]`` of tensors ``[B, ...]``."""
+    rows = [each.isfinite().flatten(1).all(dim=1) for each in tensors]
+    return torch.stack(rows).all(dim=0)
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors of which this rank's piece holds NaN or an infinite value.
+
+    Args:
+        tensors: plain tensors or DTensors of any dtypes and devices; those on meta, and numbers that are no floats,
+            are passed over.
+    """
+    pieces = {name: local(each.detach()) for name, each in tensors.items()}
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, each in pieces.items():
+        is_float = each.is_floating_point() and each.dtype.itemsize > 1  # quantised to a byte has scales of its own
+        if is_float and not each.is_meta and each.numel():
+            groups.setdefault((each.device, each.dtype), []).append(name)
+    extremes = {  # NaN is both the smallest and the largest, and several times as quick to find so as with isfinite
+        group: torch.stack([extreme for name in names for extreme in torch.aminmax(pieces[name])])
+        for group, names in groups.items()
+    }
+    return [
+        name
+        for group, values in extremes.items()
+        for name, is_finite in zip(groups[group], finite_rows(values.view(-1, 2)).tolist(), strict=True)
+        if not is_finite
+    ]
+
+
+def together(names: Iterable[str], mesh: Mesh) -> list[str]:
+    """What any rank found, each once. Every rank must call it."""
+    return list(dict.fromkeys(name for some in mesh.gather(list(names), over="world") for name in some))
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
