@@ -73,16 +73,18 @@ def _positive(text: str) -> int:
 
 
 def _check(given: argparse.Namespace) -> int:
+    from sfumato.commands.find_task import load_for_task
     from sfumato.config.load import parse_overrides
 
-    overrides = parse_overrides(given.overrides)  # before the slow imports
+    overrides = parse_overrides(given.overrides)
+    load_for_task(given.config, overrides, given.task, given.ranks)  # before the slow imports
     from rich.console import Console
 
     from sfumato.commands.check import check_config
     from sfumato.commands.check_tables import show_findings
 
     found = check_config(
-        given.config, overrides, given.task, given.ranks, given.device_memory, with_data=not given.skip_data
+        given.config, overrides, given.task, given.ranks, given.device_memory, with_data=not given.skip_data, show=True
     )
     if given.json:
         print(found.to_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def check_config(
     num_ranks: int | None = None,
     device_gib: float | None = None,
     with_data: bool = True,
+    show: bool = False,
 ) -> Findings:
     """Checks a configuration without starting anything.
 
@@ -88,6 +90,7 @@ def check_config(
         num_ranks: processes; None takes WORLD_SIZE, or the fewest that the sizes allow.
         device_gib: memory of one GPU; None looks at this machine.
         with_data: look at the data.
+        show: say on stderr what is being done.
 
     Raises:
         ConfigError: when the configuration itself is wrong. What is wrong with data or model is in the findings.
@@ -100,16 +103,23 @@ def check_config(
     layout = Layout.of(config.train, ranks)
     found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
     if with_data:
+        _say("looking at the data", show)
         _look_at_data(found, config)
     try:
         check_trackers(config.train.trackers)
     except UserError as error:
         found.problems.append(str(error))
+    _say("building the model without memory, and predicting what it needs", show)
     try:
-        found.model = check_model(config, layout, found.on_gpu, found.device_bytes)
+        found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
     except UserError as error:
         found.problems.append(str(error))
     return found
+
+
+def _say(what: str, show: bool) -> None:
+    if show:
+        print(f"check: {what}", file=sys.stderr, flush=True)
 
 
 def _look_at_data(found: Findings, config: Section) -> None:

@@ -28,6 +28,7 @@ from sfumato.models.planned import (
     plan_language_model,
 )
 from sfumato.parallel.layout import Layout
+from sfumato.tracking.progress import Progress
 
 MOST_RANKS = 4096
 """Most ranks that are tried when none are given."""
@@ -82,7 +83,7 @@ def smallest_number_of_ranks(config: ParallelConfig) -> int:
     raise error or ConfigError(f"train: the sizes need more than {MOST_RANKS} processes")
 
 
-def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None) -> ModelFindings:
+def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None, show: bool = False) -> ModelFindings:
     """Builds the model on meta and predicts memory.
 
     Args:
@@ -90,6 +91,7 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
         layout: the mesh.
         on_gpu: whether it will run on GPUs.
         limit: bytes that a rank may take; when it takes more, other settings are tried. None compares nothing.
+        show: show how many of these have been tried.
 
     Raises:
         UserError: when it cannot be built or cut as configured.
@@ -104,7 +106,7 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
         found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
     found.ranks = plan_memory(planned, _used(config), layout.size)
     if limit is not None and needed(found.largest, on_gpu) > limit:
-        tried = _what_helps(config, layout, on_gpu, limit)
+        tried = _what_helps(config, layout, on_gpu, limit, show)
         found.advice = [each for each in tried if each[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
     return found
 
@@ -165,15 +167,22 @@ def _used(config: Section) -> TrainConfig:
     return config.train.model_copy(update={"data_parallel_mode": "ddp", "activation_checkpointing": "none"})
 
 
-def _what_helps(config: Section, layout: Layout, on_gpu: bool, limit: int) -> Iterator[tuple[str, int]]:
+def _what_helps(
+    config: Section, layout: Layout, on_gpu: bool, limit: int, show: bool = False
+) -> Iterator[tuple[str, int]]:
     """Changes, each alone, those that go together, and more processes, with the bytes that are needed then."""
     together: dict[str, Any] = {}
-    for name, changes, is_combined in _changes(config, layout):
+    alone = list(_changes(config, layout))
+    progress = Progress(len(alone), 0, "check: what would need less memory", enabled=show)
+    for number, (name, changes, is_combined) in enumerate(alone, start=1):
         together |= changes if is_combined else {}
         try:
             yield name, _with(config, changes, layout, on_gpu)
         except UserError:  # a change that this model does not allow is no advice
             continue
+        finally:
+            progress.update(number)
+    progress.close()
     if len(together) > 1:
         yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu)
     if config.train.data_parallel_mode == "ddp":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sfumato.models.equal_blocks import run_some
 from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight
 from sfumato.parallel.shards import local
 
@@ -33,6 +34,8 @@ class BlockBytes:
     selective: int = 0
     full: int = 0
     """What it is given."""
+    copies: int = 0
+    """Weights that autocast has converted and that wait too."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class SavedBytes:
     after: int = 0
     """Saved after the last block: the last norm, logits, the loss."""
     copies: int = 0
-    """Weights that autocast has converted and that wait too."""
+    """Weights that autocast has converted and that wait too, those outside of blocks included."""
 
     def kept(self, mode: str) -> list[int]:
         """Bytes of each block in a mode."""
@@ -56,6 +59,8 @@ class SavedBytes:
 def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> SavedBytes:
     """Runs a forward pass and counts what autograd saves. Inside ``FakeTensorMode``, after ``make_fake``.
 
+    Of equal blocks two are run.
+
     Args:
         module: what holds the weights, which do not count.
         blocks: its repeated blocks, in the order in which they run.
@@ -64,7 +69,11 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     counter = _Counter(module, len(blocks))
     hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed), counter:
+        with (
+            run_some(blocks, counter.block_left, counter.block_repeats),
+            torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed),
+            counter,
+        ):
             run()
     finally:
         for hook in hooks:
@@ -196,6 +205,8 @@ class _Counter(TorchDispatchMode):
         num_bytes = plain.untyped_storage().nbytes()
         if is_converted_weight(tensor):
             self.found.copies += num_bytes
+            if self._block is not None:
+                self.found.blocks[self._block].copies += num_bytes
         elif self._block is not None:
             self.found.blocks[self._block].none += num_bytes
         elif self._is_over:
@@ -203,6 +214,17 @@ class _Counter(TorchDispatchMode):
         else:
             self.found.before += num_bytes
         return plain
+
+    def block_left(self, index: int, made: list[torch.Tensor]) -> tuple[BlockBytes, list[bool]]:
+        """What a block has saved, and of which tensors that it returns it has saved the storage."""
+        return replace(self.found.blocks[index]), [_storage(each) in self._seen for each in made]
+
+    def block_repeats(self, index: int, made: list[torch.Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
+        """Counts for a block what an equal one has saved; what it was given is counted already."""
+        block, (equal, are_saved) = self.found.blocks[index], left
+        block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
+        self.found.copies += equal.copies
+        self._seen |= {_storage(each): each for each, is_saved in zip(made, are_saved, strict=True) if is_saved}
 
     def keep(self, num_bytes: int) -> None:
         """Counts what selective recomputation keeps of this block."""

@@ -146,13 +146,16 @@ def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) ->
     assert len(found.problems) == 1 and found.data is None
 
 
-def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = text_config(tmp_path)
     path.write_text(path.read_text().replace("max_seq_len: 128", "max_seq_len: 100000"))
     enough = check_config(path, device_gib=100)
     total = enough.model.largest.total
     assert enough.exit_code == FITS and not enough.model.advice and enough.needed_bytes > total
-    found = check_config(path, device_gib=0.6 * total / 2**30)
+    found = check_config(path, device_gib=0.6 * total / 2**30, show=True)
+    said = capsys.readouterr()
+    assert "check: building the model" in said.err and "check: what would need less memory  step 5/5" in said.err
+    assert not said.out
     assert found.exit_code == DOES_NOT_FIT
     advice = dict(found.model.advice)
     assert advice["train.activation_checkpointing full"] < 0.8 * found.needed_bytes
