@@ -16,10 +16,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ocr,dev]"
 	touch $@
 
+# Given again it goes on where it was stopped. Another seed has a folder of its own.
+QUICKSTART := runs/quickstart$(if $(filter-out 42,$(SEED)),_seed$(SEED))
+QUICKSTART_RUN := --train.seed $(SEED) --train.load_checkpoint_path auto --train.output_dir $(QUICKSTART)
+
 quickstart: setup
-	$(LAUNCH) tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml --train.seed $(SEED)
-	$(LAUNCH) tasks/train_dit.py configs/quickstart/pretrain.yaml --train.seed $(SEED)
-	$(LAUNCH) tasks/rl_diffusion.py configs/quickstart/rl.yaml --train.seed $(SEED)
+	$(LAUNCH) tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml $(QUICKSTART_RUN)/autoencoder
+	$(LAUNCH) tasks/train_dit.py configs/quickstart/pretrain.yaml $(QUICKSTART_RUN)/pretrain \
+		--model.model_path $(QUICKSTART)/autoencoder/hf_ckpt --data.cache_dir $(QUICKSTART)/cache
+	$(LAUNCH) tasks/rl_diffusion.py configs/quickstart/rl.yaml $(QUICKSTART_RUN)/rl \
+		--model.model_path $(QUICKSTART)/pretrain/hf_ckpt
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder

@@ -25,6 +25,10 @@ class OverlongError(DataError):
     fatal = True
 
 
+class FolderError(UserError):
+    """The run folder holds another run, living, unfinished or finished; the message says what to do."""
+
+
 class MissingDependencyError(UserError):
     """An optional package or program is not installed; the message holds the command that installs it."""
 

@@ -22,6 +22,7 @@ from sfumato.algorithms.off_policy.trajectory import corrected_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.data.identity import identify_prompts
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
@@ -64,6 +65,7 @@ def main(config: DiffusionRLConfig) -> None:
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
         check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
+        identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others before roles are built
         prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
         builders = {"actor": build_actor, "sampler": build_sampler, "scorer": make_scorer}
         with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
@@ -72,6 +74,7 @@ def main(config: DiffusionRLConfig) -> None:
         if changes := run.changes("eval/reward/"):
             run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
         run.say(f"report: {config.train.output_dir}/report.html")
+        run.finish()
 
 
 def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
@@ -163,6 +166,7 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved)
+    state.identity = identify_prompts(config, prompts, eval_prompts)
     prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
     actor = Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer)

@@ -20,6 +20,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.encoded import BadRows, read_pixels
+from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.load import build_diffusion_model
@@ -36,14 +37,15 @@ def main(config: TrainAutoencoderConfig) -> None:
     run = start_run(config, mesh, "train_autoencoder")
 
     dataset = open_image_text(config.data, config.train.seed)
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    identity = identify_images(config, dataset, loader.global_batch_size)
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     vae = model.pipeline.vae.float().requires_grad_(True).train()
     broadcast_parameters(vae, mesh)
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
 
     optimizer, schedule = build_optimizer(vae, config.train, loader.total_steps)
-    state = TrainState(vae, optimizer, schedule)
+    state = TrainState(vae, optimizer, schedule, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -99,7 +101,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"pipeline with the trained autoencoder: {config.train.output_dir}/hf_ckpt")
-    run.close()
+    run.finish()
 
 
 @torch.no_grad()

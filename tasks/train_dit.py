@@ -21,6 +21,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cache
+from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
@@ -41,6 +42,8 @@ def main(config: TrainDitConfig) -> None:
     run = start_run(config, mesh, "train_dit")
 
     dataset = open_image_text(config.data, config.train.seed)
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    identity = identify_images(config, dataset, loader.global_batch_size)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     set_output(model, dataset.size, "data")
@@ -51,7 +54,6 @@ def main(config: TrainDitConfig) -> None:
     else:
         with mesh.first_rank_first():
             encoder = open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
     sample_flops = denoiser_flops(model, config.data.height, config.data.width).training
@@ -61,7 +63,7 @@ def main(config: TrainDitConfig) -> None:
     model.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, loader.total_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.denoiser, optimizer, schedule, ema)
+    state = TrainState(model.denoiser, optimizer, schedule, ema, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -104,7 +106,7 @@ def main(config: TrainDitConfig) -> None:
     export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
-    run.close()
+    run.finish()
 
 
 def denoising_losses(

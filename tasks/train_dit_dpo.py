@@ -23,6 +23,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.data.encoded import BadRows, Dataset, EncodedBatch, LatentCache, OnlineEncoder, open_cache
+from sfumato.data.identity import identify_images
 from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import DiffusionModel
@@ -49,6 +50,8 @@ def main(config: TrainDitDpoConfig) -> None:
 
     dataset = open_image_pairs(config.data, config.train.seed, run.say)
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
+    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    identity = identify_images(config, dataset, loader.global_batch_size, held_out)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     set_output(model, dataset.size, "data")
@@ -56,7 +59,6 @@ def main(config: TrainDitDpoConfig) -> None:
     encoder = open_encoder(dataset, model, config, mesh, run)
     eval_encoder = None if held_out is None else open_encoder(held_out, model, config, mesh, run)
     eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh)
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
     if not config.model.keep_encoders:
@@ -66,7 +68,7 @@ def main(config: TrainDitDpoConfig) -> None:
     policies.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, loader.total_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights)
+    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
@@ -117,7 +119,7 @@ def main(config: TrainDitDpoConfig) -> None:
     export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
-    run.close()
+    run.finish()
 
 
 def open_encoder(

@@ -19,6 +19,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.identity import identify_text
 from sfumato.data.sources import open_sources, open_validation
 from sfumato.data.text import build_transform
 from sfumato.data.text_batch import TextBatch
@@ -41,31 +42,34 @@ from sfumato.tracking.source_losses import SourceLosses
 
 def main(config: TrainTextConfig) -> None:
     if config.model.made_by is not None and not Path(str(config.model.model_path)).exists():
-        main(load_config(TrainTextConfig, config.model.made_by))
+        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
+        main(load_config(TrainTextConfig, config.model.made_by, auto))
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_text")
 
     model = build_language_model(config.model, config.train)
     flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
     transform = build_transform(config.data, model.tokenizer)
+    sources, held_out = open_sources(config.data), open_validation(config.data)
+    identity = identify_text(config, sources, held_out, transform)
     loader = build_text_loader(
         config.data,
         config.train,
         pad,
         transform,
-        open_sources(config.data),
+        sources,
         mesh,
         run.say,
         run.watch("tokenise"),
         cost=lambda length: flops.training([length]),
     )
-    held_out = open_validation(config.data)
     validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
 
     model.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.trained, optimizer, schedule, ema, balancer=model.balancer, loader=loader)
+    about = {"balancer": model.balancer, "loader": loader, "identity": identity}
+    state = TrainState(model.trained, optimizer, schedule, ema, **about)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -107,7 +111,7 @@ def main(config: TrainTextConfig) -> None:
     export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
-    run.close()
+    run.finish()
 
 
 def mean_loss(

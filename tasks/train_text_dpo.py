@@ -19,6 +19,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import DpoConfig, TrainTextDpoConfig
+from sfumato.data.identity import identify_text
 from sfumato.data.sources import open_sources, open_validation
 from sfumato.data.text import build_transform
 from sfumato.data.text_batch import TextBatch
@@ -43,25 +44,26 @@ def main(config: TrainTextDpoConfig) -> None:
     reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
     flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
     transform = build_transform(config.data, model.tokenizer)
+    sources, held_out = open_sources(config.data), open_validation(config.data)
+    identity = identify_text(config, sources, held_out, transform)
     loader = build_text_loader(
         config.data,
         config.train,
         pad,
         transform,
-        open_sources(config.data),
+        sources,
         mesh,
         run.say,
         run.watch("tokenise"),
         cost=lambda length: flops.training([length]),
     )
-    held_out = open_validation(config.data)
     validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
 
     model.parallelize(mesh, config.train)
     if reference is not None:
         reference.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
-    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader)
+    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -103,7 +105,7 @@ def main(config: TrainTextDpoConfig) -> None:
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
-    run.close()
+    run.finish()
 
 
 class PairSums:

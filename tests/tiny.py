@@ -36,6 +36,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.flops import DenoiserFlops, denoiser_flops
 from sfumato.rollout import costs
+from sfumato.tracking.lock import release_locks
 from sfumato.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,7 +236,8 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
             for each in counting:
                 stack.enter_context(mock.patch.object(each, "denoiser_flops", flops_counted_once))
             module.main(load_config(schema, overrides=config))
-    finally:  # a run listens to signals for as long as its process lives
+    finally:  # a run listens to signals, and holds its folder, for as long as its process lives
+        release_locks()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return Path(config["train"]["output_dir"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
+from sfumato.checkpoint.identity import own_checkpoints
 from sfumato.checkpoint.parts import Stored
 from sfumato.checkpoint.replacing import restore_folder
 from sfumato.checkpoint.saving import Saving, Staging
@@ -16,6 +17,7 @@ from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.tracking.folder import read_environment
 from sfumato.tracking.run import Run
 
 
@@ -47,10 +49,17 @@ class Checkpointer:
                 weights are not finite.
         """
         wanted = self.config.load_checkpoint_path
-        if wanted is None:
+        if wanted in (None, "new"):
             return
-        present = self.mesh.first(list_checkpoints(self.root), among="world")
+        present, others = self.mesh.first(own_checkpoints(self.root.parent), among="world")
         if wanted == "auto":
+            for step, run_id in others.items():
+                self.run.say(f"checkpoint passed over: {self.root}/global_step_{step} is of another run ({run_id})")
+            if others and not present:
+                raise CheckpointError(
+                    f"no checkpoint in {self.root} is of the run that stands there: to go on from one of them as a new "
+                    "run, name it as train.load_checkpoint_path with another train.output_dir"
+                )
             found = newest_intact(present, self.run.say, self._verify)
             if found is None:
                 self.run.say(f"no checkpoint in {self.root}: starting from the first step")
@@ -61,7 +70,8 @@ class Checkpointer:
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)
-        load_state(state, Stored(folder), self.mesh)
+        if changed := load_state(state, Stored(folder), self.mesh):
+            self.run.say(changed)
         if bad := self._not_finite(state):
             raise CheckpointError(
                 f"{folder} holds weights that are NaN or infinite: {listed(bad)}: its run had diverged. Name an "
@@ -116,6 +126,8 @@ class Checkpointer:
                 f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; the "
                 f"newest is of step {max(list_checkpoints(self.root), default=0)}"
             )
+        if state.run_id is None and self.mesh.is_first:  # which writes what is no tensor
+            state.run_id = read_environment(self.root.parent).get("run_id")
         in_background = self._staging is not None and not must_succeed
         with self.run.timed("save"):
             try:

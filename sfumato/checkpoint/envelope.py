@@ -13,10 +13,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sfumato.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+VALUES = "state.json"
+"""The file of everything that is not a tensor."""
 _NAME = re.compile(r"^global_step_(\d+)$")
 
 Listing = dict[str, dict[str, int | str]]
@@ -104,6 +107,20 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
         return {}
     found = {int(match[1]): each for each in root.iterdir() if (match := _NAME.match(each.name)) and each.is_dir()}
     return dict(sorted(found.items()))
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors; empty when it cannot be read, which verifying it will say."""
+    try:
+        found = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_run_id(folder: Path) -> str | None:
+    """The run that wrote a checkpoint; None when it does not say."""
+    return read_values(folder).get("run_id")
 
 
 def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:

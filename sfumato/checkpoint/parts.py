@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from sfumato.checkpoint.envelope import VALUES
 from sfumato.errors import CheckpointError
 from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.shards import ranges_of
@@ -53,9 +54,6 @@ PICKLED = {
     ),
 }
 """What torch's metadata is made of, besides dtypes and paths, by module."""
-
-VALUES = "state.json"
-"""The file of everything that is not a tensor."""
 
 
 class Part(NamedTuple):

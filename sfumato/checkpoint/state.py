@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from sfumato.checkpoint.identity import KEY as IDENTITY
+from sfumato.checkpoint.identity import Identity, compare_identity
 from sfumato.checkpoint.optimizer_state import new_optimizer_state, optimizer_state
 from sfumato.checkpoint.parts import Parts, Stored, boxes_of, parts_of, whole_part
 from sfumato.checkpoint.random_state import random_state, restore_random
@@ -71,6 +73,10 @@ class TrainState:
     """The biases that share tokens among experts."""
     policies: dict[str, Ema] = field(default_factory=dict)
     """Other sets of the trained weights that follow them: of old, ema, reference."""
+    identity: Identity = field(default_factory=dict)
+    """What a resume must find unchanged, from ``identify``."""
+    run_id: str | None = None
+    """The run that saves it."""
 
 
 class Section:
@@ -123,10 +129,12 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
         "optimizer": {key: each for stage in mesh.gather(numbers, over="pp") for key, each in stage.items()},
         "random": random_values,
         "data": {} if state.loader is None else state.loader.state(),
+        IDENTITY: state.identity,
+        "run_id": state.run_id,
     }
 
 
-def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
+def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> str:
     """Puts a saved state in place, whatever the ranks and the parallelism that saved it. Every rank must call it.
 
     Args:
@@ -134,9 +142,12 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
         stored: a checkpoint that has been verified.
         mesh: the ranks of this run.
 
+    Returns:
+        What differs from the run that saved it, but may.
+
     Raises:
         CheckpointError: on every rank and before anything changes, when names, shapes or dtypes differ from the
-            run's, naming the first that do.
+            run's, naming the first that do, or the data, the seed or the size of a step.
         DataError: when the data is not that of the checkpoint.
     """
     pieces, values = Pieces(state.model, mesh), stored.values
@@ -144,6 +155,7 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
         sections = [each for each in sections if each.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
+    changed = compare_identity(values.get(IDENTITY), state.identity, stored.folder)
     if state.loader is not None:  # before the schedule, whose length may follow from what is left
         state.loader.restore(values["data"])
     fields, parts = new_optimizer_state(state.optimizer, pieces, stored)
@@ -162,6 +174,7 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> None:
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
     state.step = values["step"]
+    return changed
 
 
 def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:

@@ -92,7 +92,7 @@ class TrainConfig(ParallelConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
 
     output_dir: FilePath
-    """Run folder. A finished or broken-off run that stands there is moved aside unless it is resumed."""
+    """Run folder. A run that stands there is only gone on with, or moved aside: see load_checkpoint_path."""
     micro_batch_size: int = Field(1, ge=1)
     """Samples in one forward and backward pass of one process."""
     global_batch_size: int | None = Field(None, ge=1)
@@ -135,7 +135,8 @@ class TrainConfig(ParallelConfig):
     seed: int = Field(42, ge=0, lt=2**63)
     """Seed of everything that is random."""
     load_checkpoint_path: FilePath | None = None
-    """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir."""
+    """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir; `new` moves the run that
+    stands in output_dir aside and starts from the first step."""
     ckpt_manager: Literal["dcp"] = "dcp"
     """Format of checkpoints: torch.distributed.checkpoint, which other numbers of processes can load."""
     save_steps: int = Field(0, ge=0)

@@ -61,7 +61,12 @@ class FolderRows:
 
     def fingerprint(self) -> str:
         """Every image and every caption there is, with size and time."""
-        return file_fingerprint([*self._files, *(each.with_suffix(".txt") for each in self._files)])
+        return file_fingerprint(self.files())
+
+    def files(self) -> list[Path]:
+        """Every image and every caption there is."""
+        captions = (each.with_suffix(".txt") for each in self._files)
+        return [*self._files, *(each for each in captions if each.is_file())]
 
 
 class ImageTextDataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import random
@@ -21,11 +20,13 @@ import numpy as np
 import torch
 
 from sfumato.config.base import Section
-from sfumato.config.load import dump_config, parse_config
-from sfumato.errors import PreemptedError, RoleLostError
+from sfumato.config.load import parse_config
+from sfumato.errors import FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.tracking.ending import ending_of, keep_stacks
+from sfumato.tracking.folder import RunFolder, read_environment
+from sfumato.tracking.lock import release_locks
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
@@ -48,11 +49,17 @@ class Run:
     machine took for it.
     """
 
-    def __init__(self, output_dir: Path, label: str, mesh: Mesh, config: Section | None = None) -> None:
+    def __init__(
+        self, output_dir: Path, label: str, mesh: Mesh, config: Section | None = None, folder: RunFolder | None = None
+    ) -> None:
         """Use ``start_run``."""
         self.output_dir, self.label, self.mesh = output_dir, label, mesh
         self.stop_requested = False
         self.is_open = False
+        self.folder = folder
+        """Of rank 0 of a run that was started: what holds the folder."""
+        self._early: list[str] | None = None
+        """What was said before ``begin``, until which nothing is written."""
         self._config = {} if config is None else config.model_dump(mode="json")
         self._meter, self._profiler = Meter(mesh), None
         if config is not None:
@@ -66,7 +73,14 @@ class Run:
         self._step_started = time.perf_counter()
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
-        """Opens logs and progress. Lines of steps after ``from_step``, which a resumed run repeats, are dropped."""
+        """Makes the folder this run's, and opens logs and progress. Until here a start has written nothing.
+
+        Lines of steps after ``from_step``, which a resumed run repeats, are dropped. Every rank must call it.
+
+        Raises:
+            FolderError: on every rank, when the folder cannot be this run's.
+        """
+        self._claim(total_steps, from_step)
         self._enabled = self.mesh.is_first
         self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
         if self._enabled:
@@ -81,6 +95,23 @@ class Run:
         if self._profiler is not None:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
+
+    def _claim(self, total_steps: int, from_step: int) -> None:
+        if self._early is None:  # not from start_run
+            return
+        problem = ""
+        if self.folder is not None:
+            try:
+                self.folder.begin(total_steps, from_step, {"task": self.label, **_environment(self.mesh)})
+            except FolderError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"train.output_dir {self.output_dir} cannot be written: {error.strerror}"
+        if problem := self.mesh.first(problem, among="world"):
+            raise FolderError(problem)
+        early, self._early = self._early, None
+        if self.folder is not None:
+            self._write_log(early)
 
     def count(self, **amounts: float | Mapping[str, float]) -> None:
         """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""
@@ -105,6 +136,8 @@ class Run:
             self._step_started = time.perf_counter()  # writing the trace belongs to no step
         if not self._enabled:
             return
+        if self.folder is not None:
+            self.folder.lock.check(at_most_every_s=1.0)
         self._metrics.write({"step": step, **metrics})
         self._times.write({"step": step, **timings})
         for tracker in self._trackers:
@@ -116,7 +149,7 @@ class Run:
 
     def sync(self) -> None:
         """Makes sure that a power failure does not take lines of metrics and timings that were written."""
-        if self._enabled and self.is_open:
+        if self.is_open and self._enabled:
             self._metrics.sync()
             self._times.sync()
 
@@ -227,8 +260,14 @@ class Run:
             self._progress.message(text)
         else:
             print(text, file=sys.stderr, flush=True)
+        if self._early is not None:
+            self._early.append(text)
+        else:
+            self._write_log([text])
+
+    def _write_log(self, texts: Iterable[str]) -> None:
         with (self.output_dir / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.writelines(f"{each}\n" for each in texts)
 
     def __enter__(self) -> Run:
         return self
@@ -236,8 +275,21 @@ class Run:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def finish(self) -> None:
+        """Notes that the run has come to its end, and closes it."""
+        if self.folder is not None:
+            self.folder.finish()
+        self.close()
+
     def close(self) -> None:
-        """Flushes logs and ends the progress bar."""
+        """Flushes logs, ends the progress bar, and gives the folder back."""
+        try:
+            self._close_logs()
+        finally:
+            if self.folder is not None:
+                self.folder.lock.release()
+
+    def _close_logs(self) -> None:
         if not self.is_open:
             return
         self.is_open = False
@@ -253,9 +305,7 @@ class Run:
 
 
 def start_run(config: Section, mesh: Mesh, label: str) -> Run:
-    """Makes the run folder, seeds every generator, and listens to signals.
-
-    A run that already stands in ``train.output_dir`` is moved aside (``NAME.1``, ...) unless this one resumes it.
+    """Takes the run folder, seeds every generator, and listens to signals. ``Run.begin`` writes the first file.
 
     Args:
         config: the task's configuration; its ``train`` section names folder and seed.
@@ -264,24 +314,37 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
 
     Raises:
         UserError: when a tracker is unknown or not installed.
+        FolderError: on every rank, when another run is at work in the folder, or one stands there that this one
+            does not go on with.
     """
     train = config.train  # type: ignore[attr-defined]
-    output_dir = Path(train.output_dir)
     check_trackers(train.trackers)
     quiet_libraries()
-    if mesh.is_first:
-        if train.load_checkpoint_path is None:
-            _move_aside(output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        dump_config(config, output_dir / "config.yaml")
-        (output_dir / "environment.json").write_text(
-            json.dumps({"task": label, **_environment(mesh)}, indent=1), encoding="utf-8"
-        )
-    mesh.barrier()
+    early: list[str] = []
+    folder = _take_folder(config, mesh, early)
     seed_generators(train.seed)
-    run = Run(output_dir, label, mesh, config)
+    run = Run(Path(train.output_dir), label, mesh, config, folder)
+    run._early = early
     _listen(run)
     return run
+
+
+def _take_folder(config: Section, mesh: Mesh, early: list[str]) -> RunFolder | None:
+    """Rank 0 takes the folder; its failure is everyone's. ``early`` takes what is said."""
+
+    def say(text: str) -> None:
+        early.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+    folder, problem = None, ""
+    if mesh.is_first:
+        try:
+            folder = RunFolder(config, say)
+        except FolderError as error:
+            problem = str(error)
+    if problem := mesh.first(problem, among="world"):
+        raise FolderError(problem)
+    return folder
 
 
 def seed_generators(seed: int) -> None:
@@ -300,11 +363,13 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     choose_kernels()
     try:
         _run_again_when_lost(main, parse_config(schema))
+        release_locks()
         close_mesh()
         return
     except (Exception, KeyboardInterrupt) as error:
         ending = ending_of(error)
     ending.tell()
+    release_locks()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ending.code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
@@ -315,8 +380,10 @@ def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
     runtime = getattr(config, "runtime", None)
     if runtime is None:  # a task without roles
         return main(config)
-    root = Path(config.train.output_dir) / "checkpoints"
+    folder = Path(config.train.output_dir)
+    root = folder / "checkpoints"
     before = {each: each.stat().st_mtime_ns for each in root.glob("global_step_*")}
+    id_before = read_environment(folder).get("run_id")
     for left in reversed(range(runtime.max_restarts + 1)):
         try:
             return main(config)
@@ -326,9 +393,15 @@ def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
             if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
                 raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
             has_saved = any(before.get(each) != each.stat().st_mtime_ns for each in root.glob("global_step_*[0-9]"))
-            named = config.train.load_checkpoint_path
-            again = named if named and not has_saved else "auto"  # others may be of a run that this one forked from
-            print(f"{lost}\ngoing on from the newest checkpoint (load_checkpoint_path {again})", file=sys.stderr)
+            named = again = config.train.load_checkpoint_path
+            if named in (None, "new"):
+                has_begun = read_environment(folder).get("run_id") != id_before
+                again = "auto" if has_begun else named  # before, the folder may hold an earlier run
+            elif has_saved:
+                again = "auto"
+            starts = again in (None, "new")
+            what = "starting again" if starts else f"going on from the newest checkpoint (load_checkpoint_path {again})"
+            print(f"{lost}\n{what}", file=sys.stderr)
             config = config.model_copy(
                 update={"train": config.train.model_copy(update={"load_checkpoint_path": again})}
             )
@@ -343,17 +416,6 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
-
-
-def _move_aside(output_dir: Path) -> None:
-    metrics, checkpoints = output_dir / "metrics.jsonl", output_dir / "checkpoints"
-    if not (metrics.is_file() and metrics.stat().st_size) and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
-        return  # nothing, or a run that broke off before its first step
-    number = 1
-    while (kept := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
-        number += 1
-    output_dir.rename(kept)
-    print(f"an earlier run stood in {output_dir}; it is now {kept}", file=sys.stderr, flush=True)
 
 
 def _environment(mesh: Mesh) -> dict[str, Any]:

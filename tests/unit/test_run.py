@@ -39,7 +39,7 @@ def start(tmp_path: Path, **train: object) -> Run:
 
 def test_a_run_that_never_took_a_step_is_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
-        start(tmp_path)
+        start(tmp_path).begin(10, 0, [])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
 
 
@@ -76,7 +76,7 @@ def test_metrics_are_what_was_computed_and_timings_what_it_took(tmp_path: Path) 
 
 
 def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
-    start(tmp_path)
+    start(tmp_path).begin(10, 0, [])
     again = load_config(TrainDitConfig, tmp_path / "run" / "config.yaml")
     assert again == load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
 

@@ -1,0 +1,109 @@
+"""What a resume must find unchanged: the data, the seed, and the numbers that say which samples a step takes.
+
+A checkpoint holds a position in the data. With other data, or steps of another size, it would mean other samples: some
+would be trained twice and others never, and nothing would show it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sfumato.checkpoint.envelope import list_checkpoints, read_values
+from sfumato.config.base import Section
+from sfumato.errors import CheckpointError
+from sfumato.tracking.folder import flatten, read_environment
+
+Identity = dict[str, Any]
+"""Values by the fields that they come from, of what JSON can hold."""
+
+_DIGEST = re.compile("[0-9a-f]{32,}")
+
+KEY = "identity"
+"""Where a checkpoint's values hold it."""
+
+FREE = {"train_path", "eval_path", "cache_dir", "num_workers", "max_bad_rows", "train_size"}
+"""Fields of ``data`` that may change: where it lies (its content is compared), how it is read, when the run ends."""
+
+WATCHED = ("data.eval_path", "eval.")
+"""What may change, too, but is said, since curves of the evaluation have a break there."""
+
+
+def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, int] | None = None) -> Identity:
+    """What a resume of a run must find unchanged; refuses one that cannot, before anything is built or written.
+
+    Args:
+        config: of the task; the fields of ``data`` and ``train.seed`` count.
+        content: digests of what the data holds, by the field that names it.
+        numbers: which samples a step takes, by field.
+
+    Raises:
+        CheckpointError: when the run goes on from a checkpoint with another identity.
+    """
+    data = config.data.model_dump(mode="json", exclude=FREE)  # type: ignore[attr-defined]
+    if data.get("datasets_type") == "mapping":
+        del data["shuffle_buffer"]  # of streams
+    train = config.train  # type: ignore[attr-defined]
+    identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
+    folder = _wanted(Path(train.output_dir), train.load_checkpoint_path)
+    if folder is not None:
+        compare_identity(read_values(folder).get(KEY), identity, folder)
+    return identity
+
+
+def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> str:
+    """Whether a run may go on from a checkpoint.
+
+    Args:
+        saved: of the checkpoint; None when it holds none.
+        here: of this run; empty compares nothing.
+        folder: the checkpoint.
+
+    Returns:
+        What has changed but may, as a line for the person who watches; empty when nothing has.
+
+    Raises:
+        CheckpointError: names what must not have changed, and the remedy.
+    """
+    both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
+    changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    watched = {name for name in changed if name.startswith(WATCHED)}
+    fatal = [_describe(name, *changed[name]) for name in changed if name not in watched]
+    if fatal:
+        raise CheckpointError(
+            f"{folder} cannot go on with this configuration, since its position would mean other samples, some of them "
+            f"trained twice and others never: {'; '.join(fatal)}. Restore that, or start a new run from the exported "
+            "weights (model.model_path) with another train.output_dir"
+        )
+    listed = "; ".join(_describe(name, *changed[name]) for name in sorted(watched))
+    return f"the evaluation is another one than before the checkpoint: {listed}" if watched else ""
+
+
+def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
+    """The checkpoints in a run folder that are of the run that stands there, and the ids of the others, by step.
+
+    Those that name no run count as its own.
+    """
+    found = list_checkpoints(output_dir / "checkpoints")
+    ids = {step: read_values(folder).get("run_id") for step, folder in found.items()}
+    own = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
+    others = {step: str(each) for step, each in ids.items() if own is not None and each not in (None, own)}
+    return {step: folder for step, folder in found.items() if step not in others}, others
+
+
+def _wanted(output_dir: Path, path: str | None) -> Path | None:
+    """The checkpoint that a run will probably go on from; whether it is intact is looked at later."""
+    if path in (None, "new"):
+        return None
+    if path != "auto":
+        return Path(path)
+    own, _ = own_checkpoints(output_dir)
+    return own[max(own)] if own else None
+
+
+def _describe(name: str, saved: Any, here: Any) -> str:
+    if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(here)):
+        return f"{name} has another content"
+    return f"{name} was {saved!r}, is {here!r}"

@@ -1,0 +1,95 @@
+"""Digests of what data holds, wherever it lies: two that are equal make the same samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sfumato.checkpoint.identity import Identity, identify
+from sfumato.data.image_text import FolderRows, ImageTextDataset
+from sfumato.data.prompts import Prompt
+from sfumato.data.rows import FileRows, JoinedRows
+from sfumato.data.sources import Sources
+from sfumato.data.text import TextTransform
+
+BLOCK, BLOCKS = 1 << 20, 64
+"""Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
+
+
+def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
+    """Of a task that trains on text; see ``identify``. Its position counts samples: the size of a step may change."""
+    content = {"data.train_path": content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
+    tokens = {"model.tokenizer_path, data.chat_template": transform.fingerprint}
+    return identify(config, content | tokens)
+
+
+def identify_images(config: Any, dataset: Any, global_batch_size: int, held_out: Any = None) -> Identity:
+    """Of a task that trains on images; see ``identify``."""
+    content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
+    return identify(config, content, {"train.global_batch_size": global_batch_size})
+
+
+def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
+    """Of RL; see ``identify``."""
+    content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
+    return identify(config, content, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
+
+
+def content_of_sources(sources: Sources | None) -> str:
+    """Of text: the sources with their mixture."""
+    if sources is None:
+        return _digest(["nothing"])
+    mixing = [sources.weights, sources.level, sources.stopping] if sources.weights is not None else None
+    return _digest([sources.names, mixing, *map(_rows, sources.rows)])
+
+
+def content_of_images(dataset: Any) -> str:
+    """Of images or pairs of them: of tables their files, of a folder the names and sizes of all files.
+
+    Images that a table names are not looked at.
+    """
+    if dataset is None:
+        return _digest(["nothing"])
+    if isinstance(dataset, ImageTextDataset):
+        return _digest(["images", len(dataset), _rows(dataset.rows)])
+    sides = getattr(dataset, "sides", None)
+    if sides is not None:
+        return _digest(["pairs", len(dataset), *(_rows(side.rows) for side in sides[:1])])
+    return _digest("made in code")
+
+
+def content_of_prompts(prompts: Iterable[Prompt]) -> str:
+    """Of prompts: their texts and metadata in order."""
+    return _digest([[each.text, each.metadata] for each in prompts])
+
+
+def content_of_file(path: Path) -> str:
+    """Of a file: its size, and its bytes, of a large one evenly spaced blocks."""
+    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=20)
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        if size <= BLOCK * BLOCKS:
+            digest.update(file.read())
+        else:
+            for number in range(BLOCKS):
+                file.seek((size - BLOCK) * number // (BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def _rows(rows: Any) -> Any:
+    if isinstance(rows, JoinedRows):
+        return [_rows(part) for part in rows.parts]
+    if isinstance(rows, FileRows):
+        return content_of_file(rows.path)
+    if isinstance(rows, FolderRows):
+        return [[str(path.relative_to(rows.root)), path.stat().st_size] for path in rows.files()]
+    return "made in code"  # as the configuration says
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()

@@ -1,0 +1,287 @@
+"""The run folder at the start of a run: what stands there, whether this run may begin there, and which run it is.
+
+A start only looks, until the model, the data and the checkpoint have been opened: what is refused until then leaves
+every file as it was. A folder with a run in it is never begun in by another run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sfumato.checkpoint.envelope import flush, list_checkpoints, read_run_id
+from sfumato.config.base import Section
+from sfumato.config.load import dump_config, read_yaml
+from sfumato.errors import ConfigError, FolderError
+from sfumato.tracking.lock import FolderLock, lock_folder
+from sfumato.tracking.trackers import read_jsonl
+
+ENVIRONMENT = "environment.json"
+
+OWN_FOLDER = {"train.output_dir", "train.load_checkpoint_path"}
+"""Fields that do not make another run of a configuration."""
+
+CACHES = ("tokens", "processes.json")
+"""What a run makes in its folder before it begins; it goes along when an earlier run is moved aside."""
+
+NAMED = 3
+"""Differences that an error names; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A run that stands in a folder."""
+
+    run_id: str | None
+    """None of runs that have none."""
+    forked_from: str | None
+    """The run whose checkpoint it began with."""
+    finished: bool
+    step: int
+    """The last one with metrics."""
+    total_steps: int | None
+    newest: int | None
+    """Step of the newest checkpoint."""
+    config: dict[str, Any] = field(repr=False)
+    """By dotted name."""
+
+
+def look_at(folder: Path) -> Standing | None:
+    """The run that stands in a folder; None when there is none that made a step or a checkpoint."""
+    metrics, checkpoints = folder / "metrics.jsonl", list_checkpoints(folder / "checkpoints")
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    if not has_metrics and not checkpoints:
+        return None
+    environment = read_environment(folder)
+    lines = read_jsonl(metrics) if has_metrics else []
+    newest = max(checkpoints, default=None)
+    config: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # none, or a damaged one: then nothing can be said of it
+        config = flatten(read_yaml(folder / "config.yaml"))
+    return Standing(
+        run_id=environment.get("run_id") or (None if newest is None else read_run_id(checkpoints[newest])),
+        forked_from=(environment.get("forked_from") or {}).get("run_id"),
+        finished=bool(environment.get("finished")),
+        step=max((line["step"] for line in lines), default=newest or 0),
+        total_steps=environment.get("total_steps"),
+        newest=newest,
+        config=config,
+    )
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What ``environment.json`` of a run folder says; empty when there is none or it is damaged."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name."""
+    if not isinstance(value, Mapping) or not value:
+        return {name: value}
+    return {key: leaf for k, each in value.items() for key, leaf in flatten(each, f"{name}.{k}" if name else k).items()}
+
+
+class RunFolder:
+    """The folder of a run that has been started, as rank 0 sees it."""
+
+    def __init__(self, config: Section, say: Callable[[str], None]) -> None:
+        """Locks the folder and looks whether this run may begin there. Nothing else is written.
+
+        Args:
+            config: of the task.
+            say: takes a line for the person who watches.
+
+        Raises:
+            FolderError: when another run is at work there, or one stands there that this run does not go on with.
+        """
+        self.path = Path(config.train.output_dir)  # type: ignore[attr-defined]
+        self.wanted: str | None = config.train.load_checkpoint_path  # type: ignore[attr-defined]
+        self._config, self._say = config, say
+        self.lock: FolderLock = lock_folder(self.path, say)
+        try:
+            self.standing = look_at(self.path)
+            self.source_id = None if self.wanted in (None, "auto", "new") else read_run_id(Path(self.wanted))
+            """Of the run whose checkpoint is named."""
+            self._moves = self.standing is not None and self._decide(self.standing)
+            if self._moves:
+                self._check_move()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    @property
+    def differences(self) -> list[str]:
+        """Fields in which this configuration is another than that of the run that stands here."""
+        there = self.standing.config if self.standing is not None else {}
+        here = flatten(self._config.model_dump(mode="json"))
+        names = [name for name in dict.fromkeys([*here, *there]) if name not in OWN_FOLDER]
+        return [
+            f"{name} ({_short(there.get(name))} there, {_short(here.get(name))} here)"
+            for name in names
+            if there and there.get(name) != here.get(name)
+        ]
+
+    def begin(self, total_steps: int, from_step: int, environment: Mapping[str, Any]) -> None:
+        """Makes the folder this run's: an earlier run is moved aside, configuration and environment are written.
+
+        Args:
+            total_steps: of the whole run.
+            from_step: the step of the checkpoint that it goes on from; 0 without one.
+            environment: what else ``environment.json`` holds.
+
+        Raises:
+            FolderError: when the lock was lost, or a finished run would get the configuration of another one.
+        """
+        self.lock.check()
+        if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
+            raise FolderError(
+                f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
+                f"this configuration differs in {_some(self.differences)}: give it a folder of its own, "
+                f"--train.output_dir {self._other_name()}"
+            )
+        if self._moves:
+            self._move_aside()
+        about = {**environment, **self._identity(from_step), "total_steps": total_steps}
+        building = self.path / "config.yaml.tmp"
+        dump_config(self._config, building)
+        flush(building)
+        os.replace(building, self.path / "config.yaml")
+        write_json(self.path / ENVIRONMENT, about)
+
+    def finish(self) -> None:
+        """Notes that the run has come to its end."""
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), "finished": now})
+
+    def _identity(self, from_step: int) -> dict[str, Any]:
+        """The run's id, and the run that it was forked from. A resumed run keeps what it is."""
+        standing = self.standing if not self._moves else None
+        fresh: dict[str, Any] = {"run_id": secrets.token_hex(8)}
+        if self.wanted == "auto":
+            if standing is None or standing.run_id is None:
+                return fresh
+            known = read_environment(self.path).get("forked_from")
+            return {"run_id": standing.run_id, **({"forked_from": known} if known else {})}
+        if self.wanted in (None, "new"):
+            return fresh
+        if standing is not None and standing.run_id == self.source_id:
+            return {"run_id": standing.run_id or fresh["run_id"]}
+        self._say(
+            f"{self.wanted} is of another run ({self.source_id or 'without an id'}): this one is a fork of it, with an "
+            f"id of its own ({fresh['run_id']}) and metrics from step {from_step + 1} on"
+        )
+        return {**fresh, "forked_from": {"run_id": self.source_id, "checkpoint": str(self.wanted)}}
+
+    def _decide(self, standing: Standing) -> bool:
+        """Whether the run that stands here is moved aside. Raises FolderError when this one may not begin here."""
+        if self.wanted == "new":
+            return True
+        if self.wanted == "auto":
+            return False
+        if self.wanted is not None:
+            if standing.run_id == self.source_id:
+                return False
+            if standing.newest is None:
+                return not standing.finished and standing.forked_from != self.source_id
+            raise FolderError(
+                f"{self.path} holds {self._what(standing)}, and {self.wanted} is of another one: give this run a "
+                f"folder of its own, --train.output_dir {self._other_name()}"
+            )
+        anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
+        other = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
+        differs = f" This one differs in {_some(self.differences)}." if self.differences else ""
+        if standing.finished:
+            raise FolderError(f"{self.path} holds {self._what(standing)}, which stays.{differs} {other}; {anew}")
+        if standing.newest is None:
+            return True
+        raise FolderError(
+            f"{self.path} holds {self._what(standing)}.{differs} --train.load_checkpoint_path auto goes on with it; "
+            f"{anew}; {other}"
+        )
+
+    def _what(self, standing: Standing) -> str:
+        of = f" of {standing.total_steps}" if standing.total_steps is not None else ""
+        if standing.finished:
+            return f"a finished run ({standing.step} steps)"
+        return f"an unfinished run (step {standing.step}{of}, newest checkpoint of step {standing.newest})"
+
+    def _check_move(self) -> None:
+        """Whether moving the folder takes away what this run needs."""
+        root = self.path.resolve()
+        for name, path in self._paths():
+            if name != "data.cache_dir" and path.resolve().is_relative_to(root):
+                raise FolderError(
+                    f"{name} {path} lies in {self.path}, where an earlier run stands that would be moved aside: give "
+                    f"this run a folder of its own, --train.output_dir {self._other_name()}"
+                )
+        if Path.cwd().is_relative_to(root):
+            raise FolderError(
+                f"an earlier run stands in train.output_dir {self.path}, which holds the working directory and cannot "
+                "be moved aside: give another train.output_dir"
+            )
+
+    def _paths(self) -> Iterator[tuple[str, Path]]:
+        """Files and folders that the configuration names, with the fields' names."""
+        for name, value in flatten(self._config.model_dump(mode="json")).items():
+            if name == "train.output_dir":
+                continue
+            for text in value if isinstance(value, list) else [value]:
+                for part in text.split(",") if isinstance(text, str) else []:
+                    with contextlib.suppress(OSError, ValueError):  # a text that is no path
+                        if os.sep in part and (path := Path(part.strip())).exists():
+                            yield name, path
+
+    def _move_aside(self) -> None:
+        root, kept = self.path.resolve(), self._kept_name()
+        caches = {Path(each) for each in CACHES}
+        caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
+        self.lock.move_folder(root.with_name(kept.name))
+        for cache in caches:
+            if (kept / cache).exists():
+                (self.path / cache).parent.mkdir(parents=True, exist_ok=True)
+                (kept / cache).rename(self.path / cache)
+        self._say(f"an earlier run stood in {self.path}; it is now {kept}")
+
+    def _kept_name(self) -> Path:
+        """Where an earlier run is moved to."""
+        root, number = self.path.resolve(), 1
+        while root.with_name(f"{root.name}.{number}").exists():
+            number += 1
+        return self.path.parent / f"{root.name}.{number}"
+
+    def _other_name(self) -> Path:
+        """A folder that is free."""
+        root, number = self.path.resolve(), 2
+        while root.with_name(f"{root.name}_{number}").exists():
+            number += 1
+        return self.path.parent / f"{root.name}_{number}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file as one indivisible act."""
+    building = path.with_name(f"{path.name}.tmp")
+    building.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    flush(building)
+    os.replace(building, path)
+    flush(path.parent)
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return ", ".join(texts[:NAMED]) + more
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,355 @@
+"""The lock of a run folder: who holds it, whether that process is alive, and what happens when it is not.
+
+The lock is a file, made by a hard link, which exactly one process wins on local and on shared file systems. Its holder
+renews its time every ``HEARTBEAT_S`` seconds, so that other machines, which cannot look at the process, see that it is
+alive. The times are those of the file system's own clock: clocks of machines need not agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sfumato.errors import FolderError
+
+NAME = "run.lock"
+
+HEARTBEAT_S = 5.0
+"""Seconds between two renewals."""
+
+STALE_S = 120.0
+"""Seconds without a renewal after which a process that cannot be looked at counts as dead."""
+
+SETTLE_S = 0.2
+"""Seconds after taking over a lock until it is looked at again, for file systems that do not lock files."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that holds a lock."""
+
+    host: str
+    pid: int
+    born: str
+    """When the process started, which tells it from a later one with the same id; empty where it is not known."""
+    place: str
+    """The machine since its last start, and the namespace that process ids belong to."""
+    since: str
+    token: str
+    """Of this lock alone."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this machine could see the process."""
+        return self.place == _place()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there, if it is visible. A dead one that nobody waited for is not."""
+        return _born(self.pid) == self.born if self.born else _exists(self.pid)
+
+    @property
+    def is_self(self) -> bool:
+        """Whether it is this process."""
+        return self.is_visible and (self.pid, self.born) == (os.getpid(), _born(os.getpid()))
+
+
+class FolderLock:
+    """A run folder that this process holds."""
+
+    def __init__(self, folder: Path, owner: Owner, made: list[Path]) -> None:
+        """Use ``lock_folder``; ``made`` are folders that were made for the lock, outermost first."""
+        self.folder, self.owner = folder, owner
+        self._made = made
+        self._checked = time.monotonic()
+        self._begin_to_beat()
+        _held.add(self)
+
+    def check(self, at_most_every_s: float = 0.0) -> None:
+        """Whether the lock is still this process's.
+
+        Args:
+            at_most_every_s: look only if the last look is longer ago.
+
+        Raises:
+            FolderError: when another process has taken it over, so that nothing may be written any more.
+        """
+        now = time.monotonic()
+        if now - self._checked < at_most_every_s:
+            return
+        self._checked = now
+        found = _read(self.folder / NAME)
+        if found is None or found[0] is None or found[0].token != self.owner.token:
+            who = "was removed" if found is None else f"is now held by {found[0] or 'another process'}"
+            raise FolderError(
+                f"{self.folder / NAME} {who}: this run had not renewed it for {STALE_S:.0f} s, or somebody removed it. "
+                "It stops, so that two runs do not write into one folder"
+            )
+
+    def move_folder(self, kept: Path) -> None:
+        """Renames the folder with all that is in it, and holds a new one in its place.
+
+        Raises:
+            FolderError: when it cannot be renamed, or another process took the new folder in that moment.
+        """
+        self._released.set()
+        self._thread.join()
+        try:
+            self.folder.rename(kept)
+        except OSError as error:
+            self._begin_to_beat()
+            raise FolderError(f"{self.folder} cannot be moved to {kept}: {error.strerror}") from error
+        (kept / NAME).unlink()
+        self.folder.mkdir(exist_ok=True)
+        if not _link(self.folder / NAME, self.owner):
+            self.abandon()
+            raise FolderError(f"another run took {self.folder} while the earlier one was moved to {kept}: start again")
+        self._begin_to_beat()
+
+    def abandon(self) -> None:
+        """Stops renewing the lock, and leaves it as it is."""
+        _held.discard(self)
+        self._released.set()
+
+    def release(self) -> None:
+        """Gives the folder back, and removes folders that were made for the lock alone."""
+        if self not in _held or self.owner.pid != os.getpid():  # a fork has a copy of its parent's
+            return
+        self.abandon()
+        with contextlib.suppress(OSError):  # the disk is gone: others see that the lock is not renewed
+            if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+                (self.folder / NAME).unlink()
+            for folder in reversed(self._made):
+                folder.rmdir()
+
+    def _begin_to_beat(self) -> None:
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        released = self._released
+        while not released.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):  # a file system that is away for a while
+                if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+                    os.utime(self.folder / NAME)
+
+
+_held: set[FolderLock] = set()
+
+
+def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
+    """Takes the lock of a run folder, which is made if it is missing.
+
+    A lock whose process is gone is taken over, and that is said: at once on the machine where it ran, and elsewhere
+    when it has not been renewed for ``STALE_S`` seconds, which is waited for.
+
+    Raises:
+        FolderError: when a living run holds the folder, or it cannot be written.
+    """
+    try:
+        made = _make(folder)
+    except OSError as error:
+        raise FolderError(f"train.output_dir {folder} cannot be made: {error.strerror}") from error
+    owner = Owner(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        born=_born(os.getpid()),
+        place=_place(),
+        since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        token=secrets.token_hex(8),
+    )
+    path = folder / NAME
+    try:
+        while not _link(path, owner):
+            _take_over(path, owner, say)
+            if (found := _read(path)) is not None and found[0] == owner:
+                break
+    except OSError as error:
+        raise FolderError(f"train.output_dir {folder} cannot be written: {error.strerror}") from error
+    return FolderLock(folder, owner, made)
+
+
+def release_locks() -> None:
+    """Gives back every folder that this process holds."""
+    for lock in list(_held):
+        lock.release()
+
+
+Seen = tuple["Owner | None", float]
+"""Who holds a lock, None where the file does not say so (yet), and when it was renewed."""
+
+
+def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
+    """Replaces the lock of a dead process; returns with nothing done when there is another lock by now, or none.
+
+    Raises:
+        FolderError: when its holder is alive.
+    """
+    dead, reason = _wait_for_death(path, say)
+    if dead is None:
+        return
+    with _exclusively(path) as found:
+        if found != dead:
+            return
+        for lock in [each for each in _held if each.owner == dead[0]]:
+            lock.abandon()
+        os.replace(_write_beside(path, owner), path)
+    if not dead[0] or not dead[0].is_self:
+        time.sleep(SETTLE_S)
+    if (now := _read(path)) is not None and now[0] == owner and reason:
+        say(reason)
+
+
+def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None, str]:
+    """The lock of a dead process, and why it may be taken over, empty where that need not be said; None without one.
+
+    Raises:
+        FolderError: when its holder is alive.
+    """
+    first = None
+    while (found := _read(path)) is not None:
+        holder, renewed = found
+        if holder is not None and holder.is_self:
+            return found, ""  # a run of this process that ended with an error
+        if holder is not None and holder.is_visible:
+            if holder.is_alive:
+                raise _refusal(path.parent, holder)
+            return found, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
+        if first is not None and renewed != first:
+            raise _refusal(path.parent, holder)
+        silent_s = _now_of(path.parent) - renewed
+        if silent_s > STALE_S:
+            who = holder or "a process that did not write its name"
+            return found, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
+        if first is None:
+            say(
+                f"{path} is held by {holder or 'another process'} and was renewed {max(silent_s, 0):.0f} s ago: "
+                f"waiting for its next sign of life, for {STALE_S:.0f} s at most"
+            )
+            first = renewed
+        time.sleep(min(HEARTBEAT_S / 5, 1.0))
+    return None, ""
+
+
+def _refusal(folder: Path, holder: Owner | None) -> FolderError:
+    return FolderError(
+        f"{folder} is in use by another run ({holder or 'another process'}): wait for it to end or stop it, or give "
+        "another train.output_dir"
+    )
+
+
+def _read(path: Path) -> Seen | None:
+    """The lock, or None when there is none."""
+    try:
+        with path.open(encoding="utf-8") as file:  # opening it has NFS look at the server
+            text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        return Owner(**json.loads(text)), renewed
+    except (ValueError, TypeError):
+        return None, renewed
+
+
+def _link(path: Path, owner: Owner) -> bool:
+    """Makes the lock if there is none; whether it was made."""
+    mine = _write_beside(path, owner)
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False
+        os.write(descriptor, mine.read_bytes())
+        os.close(descriptor)
+        return True
+    finally:
+        made = mine.stat().st_nlink == 2  # NFS may lose the answer of a link that was made
+        mine.unlink()
+    return made
+
+
+def _write_beside(path: Path, owner: Owner) -> Path:
+    mine = path.with_name(f"{path.name}.{owner.token}")
+    mine.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    return mine
+
+
+@contextmanager
+def _exclusively(path: Path) -> Iterator[Seen | None]:
+    """One process at a time is inside; gives the lock, or None when it has been replaced or removed meanwhile."""
+    try:
+        file = path.open("r+")
+    except FileNotFoundError:
+        yield None
+        return
+    with file:
+        with contextlib.suppress(OSError):  # a file system that does not lock files: looked at again afterwards
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            is_same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except FileNotFoundError:
+            is_same = False
+        yield _read(path) if is_same else None
+
+
+def _now_of(folder: Path) -> float:
+    """The time by the clock of the folder's file system."""
+    path = folder / f"{NAME}.{secrets.token_hex(8)}"
+    path.touch()
+    try:
+        return path.stat().st_mtime
+    finally:
+        path.unlink()
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes a folder with its parents; those that were not there, outermost first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _born(pid: int) -> str:
+    """Clock ticks from the machine's start to the process's; empty when there is no living one, or no way to know."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
