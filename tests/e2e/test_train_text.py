@@ -77,7 +77,7 @@ def test_a_model_that_is_missing_is_made_first(tmp_path):
     run = run_task_here("train_text", config)
     assert made.is_dir() and (run / "hf_ckpt/config.json").is_file()
     before = (made / "model.safetensors").stat().st_mtime_ns
-    run_task_here("train_text", config)
+    run_task_here("train_text", merge(config, {"train": {"load_checkpoint_path": "new"}}))
     assert (made / "model.safetensors").stat().st_mtime_ns == before
 
 
