@@ -137,9 +137,11 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
+        if outside := [name for name, _, _ in expected if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it lists {outside[0]!r}, which is no file of the checkpoint")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: not a finished checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
     for name, num_bytes, sha256 in expected[rank::num_ranks]:
         path = folder / name

@@ -8,8 +8,6 @@ The files are torch's own, and any program that reads ``torch.distributed.checkp
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -31,29 +28,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sfumato.checkpoint.envelope import VALUES
+from sfumato.checkpoint.outside import METADATA, read_metadata, read_values
 from sfumato.errors import CheckpointError
 from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.shards import ranges_of
-
-METADATA = ".metadata"
-"""torch's file that says which box of which tensor stands where."""
-
-PICKLED = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-}
-"""What torch's metadata is made of, besides dtypes and paths, by module."""
 
 
 class Part(NamedTuple):
@@ -164,17 +142,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.parts[index].tensor
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads torch's metadata, and refuses a pickle that asks for anything else: it could run any program."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_path = module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")
-        if is_dtype or is_path or name in PICKLED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
-
-
 class Stored:
     """What a checkpoint holds. Nothing in it is run."""
 
@@ -190,14 +157,10 @@ class Stored:
                 "wrote whole tensors); to go on from its weights, set model.model_path to the run's hf_ckpt"
             )
         self.folder = folder
-        self.values: dict[str, Any] = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+        self.values: dict[str, Any] = read_values(folder / VALUES)
         """Everything that is not a tensor."""
+        self._metadata = read_metadata(folder / METADATA)
         self._reader = FileSystemReader(folder)
-        with (folder / METADATA).open("rb") as file:
-            try:
-                self._metadata: Metadata = _Unpickler(file).load()
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(f"{folder / METADATA} was not written by torch: {error}") from error
         self._reader.set_up_storage_reader(self._metadata, True)
         known = self._metadata.state_dict_metadata.items()
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
@@ -212,7 +175,11 @@ class Stored:
 
     @torch.no_grad()
     def read(self, parts: Parts) -> None:
-        """Fills parts; the checkpoint must have their tensors, with the same shapes and dtypes."""
+        """Fills parts; the checkpoint must have their tensors, with the same shapes and dtypes.
+
+        Raises:
+            CheckpointError: when the files do not hold what the metadata says.
+        """
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
         for index, part in parts.items():
             boxes.setdefault(index.fqn, []).append(ChunkStorageMetadata(offsets=index.offset, sizes=part.tensor.shape))
@@ -221,7 +188,13 @@ class Stored:
             for key, chunks in boxes.items()
             for item in create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
         ]
-        self._reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
+        except Exception as error:  # torch trusts its files, and raises whatever it comes upon
+            raise CheckpointError(
+                f"{self.folder}: its files do not hold what its {METADATA} says ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]})"
+            ) from error
 
     def read_whole(self, keys: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Whole tensors on the CPU.

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.errors import CheckpointError
+
 
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and numbers of the generators of torch (CPU, and the GPU of this process), numpy and Python."""
@@ -24,11 +26,14 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def restore_random(tensors: dict[str, torch.Tensor], values: dict[str, Any], device: torch.device) -> None:
-    """Puts the generators where ``random_state`` found them."""
-    torch.set_rng_state(tensors["torch"])
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
-    version, internal, gauss = values["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numbers = values["numpy"]
-    np.random.set_state(("MT19937", tensors["numpy"].numpy(), numbers["pos"], numbers["has_gauss"], numbers["gauss"]))
+    """Puts the generators where ``random_state`` found them. Raises CheckpointError for what no generator has."""
+    try:
+        torch.set_rng_state(tensors["torch"])
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"], device)
+        version, internal, gauss = values["python"]
+        random.setstate((version, tuple(internal), gauss))
+        key, its = tensors["numpy"].numpy(), values["numpy"]
+        np.random.set_state(("MT19937", key, its["pos"], its["has_gauss"], its["gauss"]))
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint's random generators cannot be put in place: {error}") from error
