@@ -104,7 +104,7 @@ def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoad
         run.log(0, metrics, show=SHOWN)
         run.write_report()
 
-    for step, batch in stream.steps(from_step=start):
+    for step, batch in run.steps(stream.steps(from_step=start)):
         run.add_time("generate", batch.generate_s)
         run.add_time("wait_for_rewards", batch.wait_s)
         run.add_timings(batch.scores.timings(batch.wait_s))

@@ -50,7 +50,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
-    for step, index_batches in loader.steps(from_step=state.step):
+    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         batches = [batch for each in index_batches if (batch := read_pixels(dataset, each, bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
         sums = {"loss": 0.0, "mse": 0.0, "kl": 0.0}

@@ -68,7 +68,7 @@ def main(config: TrainDitConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
-    for step, index_batches in loader.steps(from_step=state.step):
+    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         with run.timed("data"):
             batches = [encoder.batch(each) for each in index_batches]
         own_images = sum(batch.num_images for batch in batches)

@@ -77,7 +77,7 @@ def main(config: TrainDitDpoConfig) -> None:
     if state.step == 0 and eval_encoder is not None:
         run.log(0, evaluate(policies, eval_encoder, eval_batches, objective, config, mesh), show={})
 
-    for step, index_batches in loader.steps(from_step=state.step):
+    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         with run.timed("data"):
             batches = [encoder.batch(each) for each in index_batches]
         own_pairs = sum(batch.num_images for batch in batches)

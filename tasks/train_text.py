@@ -77,7 +77,7 @@ def main(config: TrainTextConfig) -> None:
         run.log(0, evaluate(model, validation, mesh), show={})
         run.save_samples(0, answer_prompts(model, validation, config, 0))
 
-    for step, batches in run.waiting("data", loader.steps(from_step=state.step)):
+    for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))
         by_source = SourceLosses(loader.source_names)
         losses = model.forward_backward(batches, partial(mean_loss, num_tokens=num_tokens, by_source=by_source), step)

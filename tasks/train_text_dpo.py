@@ -70,7 +70,7 @@ def main(config: TrainTextDpoConfig) -> None:
     if state.step == 0 and validation is not None:
         run.log(0, evaluate(model, reference, validation.batches, config.dpo, mesh), show={})
 
-    for step, batches in run.waiting("data", loader.steps(from_step=state.step)):
+    for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         with run.timed("reference"):
             fields = reference_fields(model, reference, batches)
         num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))

@@ -53,8 +53,9 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
         if bad:
             raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
         weights = whole_weights(model.trained, mesh, only_adapters, share=True)
-        if mesh.is_first:
-            replace_folder(folder, lambda building: _write(model, building, weights, merge))
+        with mesh.first_rank_first():  # writing may take longer than a collective waits
+            if mesh.is_first:
+                replace_folder(folder, lambda building: _write(model, building, weights, merge))
     mesh.barrier()
 
 

@@ -18,6 +18,12 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
 
+BEFORE_THE_FIRST_STEP = 3
+"""Times ``train.timeout_s`` that ranks wait for each other while they load and compile."""
+
+POLL_S = 0.1
+"""Seconds between two looks at the store."""
+
 LEAVE_S = 30.0
 """Seconds that a rank waits at the end for the others."""
 
@@ -134,6 +140,14 @@ class Mesh:
         if self.size > 1:
             dist.barrier()
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long this rank waits for others in a collective, in all groups, from now on."""
+        if not self.distributed:
+            return
+        meshes = (*self._roots.values(), *self._views.values())
+        for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
+            group.set_timeout(timedelta(seconds=seconds))
+
     @contextmanager
     def first_rank_first(self) -> Iterator[None]:
         """Rank 0 runs the block before the others: it makes what they then only read.
@@ -145,8 +159,8 @@ class Mesh:
             return
         store = distributed_c10d._get_default_store()
         key = f"sfumato/first/{store.add(f'sfumato/turns/{self.rank}', 1)}"
-        if not self.is_first:
-            store.wait([key], timedelta(days=365))
+        while not (self.is_first or store.check([key])):
+            time.sleep(POLL_S)  # and not in store.wait, where no signal is heeded
         try:
             yield
         finally:
@@ -182,7 +196,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo")
+        timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout)
     return Mesh(layout, device, rank)
 
 

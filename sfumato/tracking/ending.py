@@ -94,3 +94,10 @@ def keep_stacks() -> None:
     file = (Path(folder) / f"{rank}.stacks").open("w")
     faulthandler.enable(file)
     faulthandler.register(signal.SIGQUIT, file)
+
+
+def name_log(log: Path) -> None:
+    """Tells the launcher where the run's log is, so that the last words stand there, too."""
+    folder = os.environ.get("SFUMATO_ENDS")
+    if folder is not None:
+        (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")

@@ -24,13 +24,14 @@ from sfumato.config.load import parse_config
 from sfumato.errors import FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
-from sfumato.tracking.ending import ending_of, keep_stacks
+from sfumato.tracking.ending import ending_of, keep_stacks, name_log
 from sfumato.tracking.folder import RunFolder, read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
+from sfumato.tracking.signals import check_early_stop, listen
 from sfumato.tracking.signs import signs_of_hacking
 from sfumato.tracking.timeline import Event, Timeline
 from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl, series_of
@@ -55,15 +56,19 @@ class Run:
         """Use ``start_run``."""
         self.output_dir, self.label, self.mesh = output_dir, label, mesh
         self.stop_requested = False
+        self.in_steps = False
+        """Whether a signal stops the run after the step, and no longer at once."""
         self.is_open = False
         self.folder = folder
         """Of rank 0 of a run that was started: what holds the folder."""
         self._early: list[str] | None = None
         """What was said before ``begin``, until which nothing is written."""
         self._config = {} if config is None else config.model_dump(mode="json")
+        self._timeout_s: float | None = None
         self._meter, self._profiler = Meter(mesh), None
         if config is not None:
             train = config.train  # type: ignore[attr-defined]
+            self._timeout_s = train.timeout_s
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
             if train.profile_steps is not None:
                 self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
@@ -112,6 +117,22 @@ class Run:
         early, self._early = self._early, None
         if self.folder is not None:
             self._write_log(early)
+            name_log(self.output_dir / "log.txt")
+
+    def steps(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The steps of the loop as they come.
+
+        Until the first one a signal stops the run at once, as nothing has to be finished; from then on after the step.
+        After the first step, in which much is made that stays, ranks wait less long for each other.
+        """
+        for item in items:
+            check_early_stop(self)
+            self.in_steps = True
+            yield item
+            if self._timeout_s is not None:
+                self.mesh.set_timeout(self._timeout_s)
+                self._timeout_s = None
+        self.in_steps = True
 
     def count(self, **amounts: float | Mapping[str, float]) -> None:
         """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""
@@ -325,7 +346,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
-    _listen(run)
+    listen(run)
     return run
 
 
@@ -441,27 +462,3 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
         "num_processes": mesh.size,
         "command": sys.argv,
     }
-
-
-def _listen(run: Run) -> None:
-    """SIGTERM and the first SIGINT ask the run to stop after the step; a second SIGINT stops at once."""
-    listener = _Listener(run)
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, listener)
-
-
-class _Listener:
-    """The handler of a run's signals."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __call__(self, number: int, _frame: Any) -> None:
-        if self.run.stop_requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.run.stop_requested = True
-
-    @property
-    def was_asked(self) -> bool:
-        """Whether the run was asked to stop."""
-        return self.run.stop_requested

@@ -14,6 +14,7 @@ import torch
 
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
+from sfumato.errors import StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run, start_run
@@ -81,14 +82,49 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert again == load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
 
 
-def test_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
+def test_within_steps_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         run = start(tmp_path)
-        assert not run.stop_requested
+        for step in run.steps(range(2)):
+            assert run.stop_requested == (step > 0)
+            if step == 0:
+                os.kill(os.getpid(), number)
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt) as stop:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert not isinstance(stop.value, StoppedError)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_the_first_step_a_signal_stops_at_once(tmp_path: Path, number: int) -> None:
+    start(tmp_path)
+    with pytest.raises(StoppedError, match="before the first step; nothing was trained yet") as stop:
         os.kill(os.getpid(), number)
-        assert run.stop_requested
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.exit_code == 143
+    assert not isinstance(stop.value, Exception), "code that makes the best of broken rows would catch it"
+
+
+def test_a_stop_that_was_swallowed_is_heeded_at_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "global_step_8").mkdir(parents=True)
+    run = start(tmp_path, load_checkpoint_path="auto")
+    run.stop_requested = True
+    with pytest.raises(StoppedError, match="since the start; the checkpoint of step 8 is untouched"):
+        next(run.steps(range(3)))
+
+
+def test_a_stop_while_the_model_was_made_stops_the_run_that_it_is_made_for(tmp_path: Path) -> None:
+    made_by = start(tmp_path)
+    assert list(made_by.steps([])) == []
+    os.kill(os.getpid(), signal.SIGTERM)  # during its export
+    with pytest.raises(StoppedError, match="before the first step"):
+        start(tmp_path)
+
+
+def test_ranks_wait_less_long_once_a_step_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, waits = start(tmp_path, timeout_s=5), []
+    monkeypatch.setattr(run.mesh, "set_timeout", waits.append, raising=False)
+    assert [list(waits) for _ in run.steps(range(3))] == [[], [5.0], [5.0]]
 
 
 INTERRUPTED = """
