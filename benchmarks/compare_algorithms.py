@@ -135,8 +135,7 @@ def run(algorithms: Sequence[Algorithm]) -> None:
             print(f"[{number}/{len(algorithms)}] {each.name}: finished", flush=True)
             continue
         command = ["bash", "train.sh", "tasks/rl_diffusion.py", config]
-        if each.is_same_run:
-            command += ["--train.load_checkpoint_path", "auto"]
+        command += ["--train.load_checkpoint_path", "auto" if each.is_same_run else "new"]
         print(f"[{number}/{len(algorithms)}] {' '.join(command)}", flush=True)
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if code != 0:

@@ -108,8 +108,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(runs, tmp_path):
     assert KILLED_AFTER <= runs.killed.metrics()[-1]["step"] < STEPS
     checkpoints = runs.killed.output_dir / "checkpoints"
     assert max(list_checkpoints(checkpoints)) >= KILLED_AFTER - EVERY
+    assert (runs.killed.output_dir / "run.lock").is_file(), "what a kill leaves"
     output_dir = runs.resume(runs.copy_of_killed(tmp_path / "resumed"))
-    assert "resumed from" in (output_dir / "log.txt").read_text(encoding="utf-8")
+    said = (output_dir / "log.txt").read_text(encoding="utf-8")
+    assert "resumed from" in said and f"{output_dir}/run.lock: its run (process " in said and "taken over" in said
+    assert not (output_dir / "run.lock").exists()
     assert_same_run(output_dir, runs.undisturbed)
     assert not list((output_dir / "checkpoints").glob("*.tmp"))
 

@@ -1,0 +1,51 @@
+"""A run folder of several ranks: rank 0 holds it, and what refuses it refuses every rank."""
+
+import json
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.load import load_config
+from sfumato.errors import FolderError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.lock import NAME, _born, lock_folder
+from sfumato.tracking.run import start_run
+
+
+def start(folder: Path) -> tuple[str, list[str]]:
+    """What a rank is told, and the files that it sees while the run is at work."""
+    mesh = Mesh(Layout(dp_shard=2), torch.device("cpu"), torch.distributed.get_rank())
+    train = {"output_dir": str(folder / "run"), "trackers": [], "device": "cpu"}
+    given = {"model": {"model_path": "unused"}, "data": {"data_type": "glyphs"}, "train": train}
+    try:
+        run = start_run(load_config(TrainDitConfig, overrides=given), mesh, "test")
+        run.begin(1, 0, [])
+    except FolderError as error:
+        return str(error), []
+    mesh.barrier()
+    found = sorted(each.name for each in (folder / "run").iterdir())
+    mesh.barrier()
+    run.finish()
+    return "", found
+
+
+def test_rank_0_holds_the_folder_of_all(ranks, tmp_path):
+    for text, found in ranks.run(2, start, tmp_path):
+        assert text == "" and NAME in found and "config.yaml" in found
+    assert not (tmp_path / "run" / NAME).exists()
+
+
+def test_every_rank_is_refused_what_another_run_holds(ranks, tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        lock = lock_folder(tmp_path / "run", print)
+        lock.abandon()
+        holder = replace(lock.owner, pid=other.pid, born=_born(other.pid))
+        (tmp_path / "run" / NAME).write_text(json.dumps(asdict(holder)))
+        told = [text for text, _ in ranks.run(2, start, tmp_path)]
+        other.kill()
+    assert f"in use by another run (process {other.pid} on " in told[0] and told == [told[0]] * 2
+    assert [each.name for each in (tmp_path / "run").iterdir()] == [NAME]
