@@ -25,6 +25,7 @@ from tests.tiny import (
     tiny_pipeline_description,
     tiny_rl_config,
     tiny_text_config,
+    weights_in,
     write_config,
 )
 
@@ -110,6 +111,17 @@ def test_a_finished_run_stays_and_another_folder_is_named(finished: Finished) ->
 def test_what_is_finished_does_not_become_another_configurations(finished: Finished) -> None:
     parts = ("a finished run", "nothing is left to do", "train.lr (0.001 there, 0.002 here)", "run_2")
     finished.refused(FolderError, *parts, wanted="auto", train={"lr": 2.0e-3})
+
+
+def test_a_finished_run_that_is_given_again_with_auto_makes_the_same(finished: Finished) -> None:
+    """As a second ``make quickstart`` does."""
+    lines = (finished.output_dir / "metrics.jsonl").read_bytes()
+    weights, environment = weights_in(finished.output_dir / "hf_ckpt"), read_environment(finished.output_dir)
+    finished.start("auto")
+    assert (finished.output_dir / "metrics.jsonl").read_bytes() == lines
+    assert weights_in(finished.output_dir / "hf_ckpt") == weights
+    assert read_environment(finished.output_dir)["run_id"] == environment["run_id"]
+    assert not (finished.folder / "run.1").exists()
 
 
 def test_a_resume_with_other_data_is_refused_in_every_task(finished: Finished) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
-from sfumato.errors import StoppedError
+from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.run import Run, _run_again_when_lost, start_run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import tiny_dit_config
+from tests.tiny import tiny_dit_config, tiny_rl_config
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 
@@ -191,3 +192,37 @@ def test_runs_start_from_equal_generators(tmp_path: Path) -> None:
         start(tmp_path, seed=5)
         draws.append(torch.rand(3))
     assert torch.equal(*draws)
+
+
+AGAIN = [
+    (None, "", None),
+    (None, "begins", "auto"),
+    ("new", "", "new"),
+    ("new", "begins", "auto"),
+    ("auto", "", "auto"),
+    ("elsewhere/global_step_3", "begins", "elsewhere/global_step_3"),
+    ("elsewhere/global_step_3", "saves", "auto"),
+]
+
+
+@pytest.mark.parametrize(("named", "done", "again"), AGAIN)
+def test_a_run_whose_actor_is_lost_goes_on_with_its_own_checkpoints_only(
+    tmp_path: Path, named: str | None, done: str, again: str | None
+) -> None:
+    """Before it has begun, what stands in the folder is an earlier run's."""
+    config = load_config(DiffusionRLConfig, overrides=tiny_rl_config(tmp_path, train={"load_checkpoint_path": named}))
+    root, seen = tmp_path / "run", []
+    (root / "checkpoints/global_step_1").mkdir(parents=True)
+    (root / "environment.json").write_text('{"run_id": "earlier"}')
+
+    def main(config: DiffusionRLConfig) -> None:
+        seen.append(config.train.load_checkpoint_path)
+        if len(seen) == 1:
+            if done:
+                (root / "environment.json").write_text('{"run_id": "mine"}')
+            if done == "saves":
+                (root / "checkpoints/global_step_2").mkdir()
+            raise RoleLostError("actor", [0], "it died")
+
+    _run_again_when_lost(main, config)
+    assert seen == [named, again]
