@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.add_argument("--ray", action="store_true", help="also start Ray on this machine (10 s)")
+    doctor.add_argument(
+        "--folder", type=Path, metavar="DIR", help="also whether machines share a folder: call it on each of them"
+    )
     doctor.set_defaults(run=_doctor)
 
     export = commands.add_parser("export", help="write the trained weights of a run or checkpoint for other programs")
@@ -96,7 +99,7 @@ def _check(given: argparse.Namespace) -> int:
 def _doctor(given: argparse.Namespace) -> int:
     from sfumato.commands.doctor import run_doctor
 
-    return run_doctor(as_json=given.json, start_ray=given.ray)
+    return run_doctor(as_json=given.json, start_ray=given.ray, folder=given.folder)
 
 
 def _export(given: argparse.Namespace) -> int:

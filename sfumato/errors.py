@@ -84,10 +84,19 @@ class RoleLostError(RuntimeError):
         return f"role {self.role}, {'rank' if len(self.ranks) == 1 else 'ranks'} {ranks}: {self.reason}"
 
 
+class ValuesLostError(RoleLostError):
+    """Values that a role has made are gone with the machine that they lay on, whether the role lives or not."""
+
+
 class PreemptedError(RuntimeError):
     """The run was asked to stop and has saved its state."""
 
     exit_code = 143  # 128 + SIGTERM, what schedulers expect of a process that obeyed
+
+    def __init__(self, text: str, *, is_saved: bool = True) -> None:
+        """``is_saved`` is False where the run could not go on to where it saves."""
+        super().__init__(text)
+        self.is_saved = is_saved
 
 
 class StoppedError(KeyboardInterrupt):

@@ -139,6 +139,7 @@ def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoad
         if evaluating:
             run.say_signs_of_hacking()
             run.write_report(if_cheap=not last)
+        run.sync()
         roles.actor.call(Actor.after_step).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
             roles.actor.call(Actor.export, config).result()

@@ -8,9 +8,11 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -52,6 +54,12 @@ OBJECT_STORE_SHARE = 0.3
 """Of the memory: what Ray gives its object store by default, as long as shared memory is that large."""
 
 
+SIGN, SIGN_S = ".seen-by-", 3600.0
+"""Files that machines leave in a folder, and seconds for which they count."""
+
+LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs")
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
@@ -66,17 +74,18 @@ class Finding:
     """Whether nothing works without it."""
 
 
-def run_doctor(as_json: bool = False, start_ray: bool = False) -> int:
+def run_doctor(as_json: bool = False, start_ray: bool = False, folder: Path | None = None) -> int:
     """Prints what it finds.
 
     Args:
         as_json: for programs.
         start_ray: also start Ray on this machine, which takes about ten seconds.
+        folder: for runs on several machines: also say which of them have seen it.
 
     Returns:
         1 when something that is needed is missing or broken, else 0.
     """
-    findings = list(examine(start_ray))
+    findings = list(examine(start_ray, folder))
     if as_json:
         print(json.dumps([asdict(each) for each in findings], indent=1))
     else:
@@ -84,7 +93,7 @@ def run_doctor(as_json: bool = False, start_ray: bool = False) -> int:
     return int(any(each.is_needed and each.state != "ok" for each in findings))
 
 
-def examine(start_ray: bool = False) -> Iterator[Finding]:
+def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Finding]:
     """All findings, in order."""
     yield from _platform()
     yield from _packages()
@@ -92,6 +101,8 @@ def examine(start_ray: bool = False) -> Iterator[Finding]:
     yield from _groups()
     yield from _extras()
     yield from _storage()
+    if folder is not None:
+        yield _shared_folder(folder.expanduser())
     yield from _ray(start_ray)
 
 
@@ -251,6 +262,41 @@ def _storage() -> Iterator[Finding]:
         remedy = "docker run --shm-size 8g" if size_mib < SMALL_SHARED_MIB else ""
         detail = f"{size_mib:,.0f} MiB{': little for NCCL and data workers' if remedy else ''}"
         yield Finding("storage", "shared memory", "ok", detail, remedy)
+
+
+def _shared_folder(folder: Path) -> Finding:
+    """On which file system a folder is, and which machines have left a sign in it within ``SIGN_S``."""
+    host, now = socket.gethostname(), time.time()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{SIGN}{host}").write_text(str(now), encoding="ascii")
+        signs = {each.name.removeprefix(SIGN): now - each.stat().st_mtime for each in folder.glob(f"{SIGN}*")}
+        for name in [name for name, age in signs.items() if age > SIGN_S]:
+            (folder / f"{SIGN}{name}").unlink(missing_ok=True)
+            del signs[name]
+    except OSError as error:
+        return Finding(
+            "storage", "folder", "broken", f"{folder}: {error.strerror}", "take one that can be written", True
+        )
+    kind = _file_system(folder.resolve())
+    is_local = kind in LOCAL_FILE_SYSTEMS
+    what = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"
+    remedy = "several machines need one that they share" if is_local and len(signs) == 1 else ""
+    return Finding("storage", "folder", "ok", what, remedy)
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that a folder is on, as mount calls it."""
+    mounts = Path("/proc/self/mounts")
+    if not mounts.is_file():
+        return "an unknown file system"
+    best, kind = -1, "an unknown file system"
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        point, found = line.split()[1:3]
+        point = point.encode().decode("unicode_escape")
+        if folder.is_relative_to(point) and len(point) >= best:
+            best, kind = len(point), found
+    return kind
 
 
 def _ray(start: bool) -> Iterator[Finding]:

@@ -70,7 +70,9 @@ class RuntimeConfig(Section):
     heartbeat_s: float = Field(30.0, gt=0)
     """Seconds after which a process that does not answer is taken for dead."""
     call_timeout_s: float = Field(3600.0, gt=0)
-    """Seconds after which a call that does not end, or a process that cannot be placed, is taken for a hang."""
+    """Seconds after which a call that does not end, or a process whose place others have taken, is given up."""
+    wait_for_nodes_s: float = Field(0.0, ge=0)
+    """Ray: seconds to wait for machines to join (autoscaling) when a cluster is too small; 0 refuses at once."""
     max_restarts: int = Field(3, ge=0)
     """How often the lost processes of a role are replaced in a run."""
     offload_idle: bool = False

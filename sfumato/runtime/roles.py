@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sfumato.errors import RewardError, RoleLostError, WeightSyncError
+from sfumato.errors import PreemptedError, RewardError, RoleLostError, WeightSyncError
 from sfumato.tracking.timeline import Event
 
 ACTOR, SAMPLER, SCORER = "actor", "sampler", "scorer"
@@ -91,6 +91,13 @@ class Role(Protocol):
             parts: one for each of ``shares``; None gives that share nothing to do, and no handles.
             args: the same for all.
             num_values: handles for each share.
+        """
+        ...
+
+    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
+        """Brings values to where each of ``shares`` is, without giving them to a function.
+
+        The future raises ValuesLostError when some are gone with the machine that they lay on.
         """
         ...
 
@@ -197,6 +204,13 @@ class LocalRole:
         seconds = time.perf_counter() - started
         return [tuple(LocalHandle(each, seconds) for each in (found if num_values > 1 else [found]))]
 
+    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
+        """They are here."""
+        del parts
+        future: ThreadFuture[Any] = ThreadFuture()
+        future.set_result(None)
+        return future
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -234,6 +248,10 @@ class ThreadRole:
     ) -> list[tuple[Handle, ...]]:
         """What threads return is in this process anyway."""
         raise NotImplementedError(f"the {self.name} keeps nothing: use submit")
+
+    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
+        """They are in this process."""
+        return self.submit(lambda _: None)
 
     def close(self) -> None:
         """Drops calls that have not begun and ends the threads."""
@@ -353,11 +371,13 @@ class Roles:
 
     @contextmanager
     def rescuing(self, save: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside, when rewards, scorers or samplers fail for good, the actor's finished work is saved first."""
+        """Inside, when rewards, scorers or samplers fail for good, or the run is stopped while one of them is replaced,
+        the actor's finished work is saved first."""
         try:
             yield
-        except (RewardError, WeightSyncError, RoleLostError) as error:
-            if getattr(error, "role", None) not in (self.actor.name, "ray"):
+        except (RewardError, WeightSyncError, RoleLostError, PreemptedError) as error:
+            is_lost = getattr(error, "role", None) in (self.actor.name, "ray")
+            if not is_lost and not getattr(error, "is_saved", False):
                 try:
                     self.actor.call(save).result()
                 except Exception as problem:  # what stopped the run matters more
@@ -385,6 +405,7 @@ KIND_OF = {
     "send": "sync",
     "receive": "sync",
     "apply": "sync",
+    "arrive": "sync",
     "after": "save",
     "export": "save",
     "resume": "load",

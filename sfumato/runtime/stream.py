@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
-from sfumato.errors import ConfigError, RoleLostError
+from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import Future, Handle, Roles, labelled
+from sfumato.runtime.rounds import Request, Round, StreamBatch
 
 QUEUED = 2
 """Rounds of micro-batches that the sampler is given at a time: one to work on, one to go on with."""
@@ -30,86 +30,6 @@ IDLE_TURNS = 100
 
 STORE_SHARE = 0.7
 """Of the memory for samples on their way; the rest is for what is being written and for weights."""
-
-
-class Request(Protocol):
-    """One sample that is to be made."""
-
-    sample_id: int
-    group_id: int
-
-
-@dataclass
-class Round:
-    """A micro-batch for each of the sampler's shares, generated at the same time."""
-
-    step: int
-    requests: list[list[Any] | None]
-    """For each share, None where one has less to do than others."""
-    version: int = 0
-    """Of the policy that makes it."""
-    made: list[tuple[Handle, ...]] | None = None
-    """For each share what was generated: for the update, and for the rewards."""
-    scores: list[Future | None] = field(default_factory=list)
-    """For each share, once scoring has begun."""
-
-    @property
-    def handles(self) -> list[Handle]:
-        """Of all shares."""
-        return [handle for share in self.made or () for handle in share]
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether all shares have ended."""
-        return self.made is not None and all(each.done() for each in self.handles)
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether everything is there."""
-        return bool(self.scores) and all(each is None or each.done() for each in self.scores)
-
-    @property
-    def scoring(self) -> list[Future]:
-        """What is being scored, or waits for it."""
-        return [each for each in self.scores if each is not None and not each.done()]
-
-    @property
-    def seconds(self) -> float:
-        """Of its generation."""
-        return max(each.seconds for each in self.handles)
-
-    @property
-    def nbytes(self) -> int:
-        """That it takes up where samples are on their way."""
-        return sum(each.nbytes for each in self.handles)
-
-
-@dataclass(frozen=True)
-class StreamBatch:
-    """One iteration's samples."""
-
-    parts: list[tuple[list[Handle], list[Handle], list[int]]]
-    """For each of the actor's shares that this process drives: what ``generate`` returned of the micro-batches that
-    hold its samples, as two lists of handles, and the ids of its samples."""
-    scores: Scores
-    """Of the samples of all ranks, in the order of their ids."""
-    group_ids: list[int]
-    """Of all samples."""
-    versions: list[int]
-    """Of all samples: the policy that made them."""
-    num_driven: int
-    """Samples that this process's shares of the actor learn from."""
-    share_driven: float
-    """Of the actor's shares, those that this process drives."""
-    generate_s: float
-    """Seconds of generation."""
-    wait_s: float
-    """Seconds that scoring added: generation waited for it, or had ended."""
-
-    def staleness(self, step: int) -> dict[str, float]:
-        """How far the policy is ahead of the samples when it learns from them in iteration ``step``."""
-        ages = [step - each for each in self.versions]
-        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
 class RolloutStream:
@@ -223,8 +143,10 @@ class RolloutStream:
             self._advance()
             self._raise_what_was_heard()
             rounds = [each for each in self._rounds if each.step == step]
-            if self._next_step > step and all(each.is_scored for each in rounds):
-                break
+            if self._next_step > step and all(each.is_complete for each in rounds):
+                if self._has_arrived(step, rounds):
+                    break
+                continue
             pending = [each for round_ in self._rounds for each in round_.handles if not each.done()]
             pending += [each for round_ in self._rounds for each in round_.scoring]
             pending += [] if self._applied is None else [self._applied]
@@ -237,6 +159,43 @@ class RolloutStream:
         self._rounds = [each for each in self._rounds if each.step != step]
         self._yielded_bytes = sum(each.nbytes for each in rounds)
         return self._batch(step, rounds, wait_s)
+
+    def _has_arrived(self, step: int, rounds: list[Round]) -> bool:
+        """Brings samples to the actor before it learns from them, or has those drawn again that are lost."""
+        if self.weights is None:  # it has drawn them itself
+            return True
+        lost = [each for each in rounds if each.lost is not None]
+        problem = lost[0].lost if lost else None
+        if problem is None:
+            parts = [holding for holding, _ in self._shares_of_actor(step, rounds)]
+            try:
+                with labelled(self.roles.driver.record, step + 1):
+                    self.roles.actor.bring([[handle for made in each for handle in made] for each in parts]).result()
+                return True
+            except ValuesLostError as error:
+                problem, lost = error, rounds
+        if problem.role != self.roles.sampler.name:
+            raise problem
+        self._is_advancing = True  # nobody else sends weights meanwhile
+        try:
+            self._draw_again(lost, problem)
+        finally:
+            self._is_advancing = False
+        return False
+
+    def _draw_again(self, rounds: list[Round], problem: ValuesLostError) -> None:
+        """Has samples made again by the weights that made them, with the same noise; their scores are kept."""
+        self.say(f"{problem}\n{len(rounds)} micro-batches are drawn again")
+        for each in rounds:
+            each.scores = [] if each.lost is not None else each.scores
+            each.made = None
+        if self._takes_turns:
+            self._end_turn()
+        try:
+            self.weights.reconnect()  # versions only rise while it is open, and these may be older ones
+            self._transferred = self._applied = self._sampler_version = None
+        except RoleLostError as lost:
+            self._replace_sampler(lost)
 
     def _begin_turn(self, step: int) -> None:
         """Has the actor leave the GPUs to the sampler, once that has its weights."""
@@ -279,11 +238,11 @@ class RolloutStream:
         everyone = self.roles.together((Scores.cat([scores for _, _, scores, _ in scored]), mine))
         rows = [row for _, some in everyone for row in some]
         order = sorted(range(len(rows)), key=lambda index: rows[index][0])
-        parts, actor = [], self.roles.actor
-        for share in actor.shares:
-            ids = [each.sample_id for each in self.requests(step, share, actor.num_shares)]
-            holding = [made for part, made, *_ in scored if not {each.sample_id for each in part}.isdisjoint(ids)]
-            parts.append(([each[0] for each in holding], [each[1] for each in holding], ids))
+        actor = self.roles.actor
+        parts = [
+            ([each[0] for each in holding], [each[1] for each in holding], ids)
+            for holding, ids in self._shares_of_actor(step, rounds)
+        ]
         return StreamBatch(
             parts=parts,
             scores=Scores.cat([scores for scores, _ in everyone]).rows(order),
@@ -294,6 +253,14 @@ class RolloutStream:
             generate_s=sum(each.seconds for each in rounds),
             wait_s=wait_s,
         )
+
+    def _shares_of_actor(self, step: int, rounds: list[Round]) -> Iterator[tuple[list[tuple[Handle, ...]], list[int]]]:
+        """For each of the actor's shares, what was generated of the micro-batches with its samples, and their ids."""
+        actor = self.roles.actor
+        made = [pair for each in rounds for pair in zip(each.requests, each.made or (), strict=True) if pair[1]]
+        for share in actor.shares:
+            ids = [each.sample_id for each in self.requests(step, share, actor.num_shares)]
+            yield [one for part, one in made if not {each.sample_id for each in part}.isdisjoint(ids)], ids
 
     def _advance(self) -> None:
         """Begins whatever may begin. Called again whenever something has ended."""
@@ -322,10 +289,12 @@ class RolloutStream:
         if self._applied is not None and self._applied.done():
             self._has_applied()
         for each in self._rounds:
-            if each.scores or not each.is_generated or each.made is None:
+            if not each.is_generated or each.made is None:
                 continue
             for handle in each.handles:
                 handle.check()
+            if each.scores:
+                continue
             if not self.with_reward and not self._all_generated(each.step):
                 continue
             self._round_bytes = max(self._round_bytes, each.nbytes)
@@ -349,7 +318,8 @@ class RolloutStream:
             planned = self._plan(step)
             self._rounds += planned
             self._next_step, round_ = step + 1, planned[0]
-        round_.version = self._sampler_version
+        if round_.version != self._sampler_version:  # also of one that is drawn again, with more asynchrony
+            round_.version, round_.scores = self._sampler_version, []
         with labelled(self.roles.driver.record, step + 1, round_.version):
             round_.made = self.roles.sampler.keep(self.generate, round_.requests, step, round_.version, num_values=2)
         return True
@@ -427,7 +397,7 @@ class RolloutStream:
         """Gives the sampler new processes; what it had not finished is made again, with the same noise."""
         if self.weights is None or lost.role != self.roles.sampler.name:
             raise lost
-        again = [each for each in self._rounds if not each.scores]
+        again = [each for each in self._rounds if not each.scores or not each.is_whole]
         self.say(f"{lost}\n{len(again)} micro-batches are made anew")
         while True:
             self.roles.sampler.restart()

@@ -13,8 +13,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from sfumato.errors import (
     NonFiniteError,
     PreemptedError,
@@ -25,6 +23,7 @@ from sfumato.errors import (
     UserError,
     WeightSyncError,
 )
+from sfumato.parallel.peers import is_lost_connection, lost_peers
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RESUME = "to go on, add --train.load_checkpoint_path auto"
@@ -71,18 +70,15 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
     trace = "".join(traceback.format_exception(error)).rstrip()
     text, rank = str(error), os.environ.get("RANK", "0")
-    if _is_of_ranks(error) and ("Timed out" in text or "timeout" in text.lower()):
+    if is_lost_connection(error) and ("Timed out" in text or "timeout" in text.lower()):
         waited = f"stopped: rank {rank} has waited for another rank for longer than train.timeout_s allows; {RESUME}"
         return Ending(waited, RoleLostError.exit_code, "hang", trace)
-    if _is_of_ranks(error):
-        lost = f"stopped: rank {rank} has lost the connection to another rank, whose node says why; {RESUME}"
-        return Ending(lost, RoleLostError.exit_code, "lost", trace)
+    if is_lost_connection(error):
+        named = lost_peers()
+        who = named or "the connection to another rank, whose node says why"
+        lost = f"stopped: rank {rank} has lost {who}; {RESUME}"
+        return Ending(lost, RoleLostError.exit_code, "lost", "" if named else trace)
     return Ending(trace, 1)
-
-
-def _is_of_ranks(error: BaseException) -> bool:
-    """Whether ranks could not reach each other. Gloo says so with a RuntimeError that names its source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def keep_stacks() -> None:

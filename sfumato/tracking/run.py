@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from sfumato.config.load import parse_config
 from sfumato.errors import FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
+from sfumato.parallel.peers import leave_peers, watch_peers
 from sfumato.tracking.ending import ending_of, keep_stacks, name_log
 from sfumato.tracking.folder import RunFolder, read_environment
 from sfumato.tracking.lock import release_locks
@@ -31,6 +33,7 @@ from sfumato.tracking.meters import PAUSES, Meter, peak_flops
 from sfumato.tracking.profiler import StepProfiler
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
+from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.signals import check_early_stop, listen
 from sfumato.tracking.signs import signs_of_hacking
 from sfumato.tracking.timeline import Event, Timeline
@@ -334,12 +337,13 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
         label: name of the task; shown beside the progress bar.
 
     Raises:
-        UserError: when a tracker is unknown or not installed.
+        UserError: when a tracker is unknown or not installed, or the machines of the run do not share the folder.
         FolderError: on every rank, when another run is at work in the folder, or one stands there that this one
             does not go on with.
     """
     train = config.train  # type: ignore[attr-defined]
     check_trackers(train.trackers)
+    check_shared(Path(train.output_dir), mesh)
     quiet_libraries()
     early: list[str] = []
     folder = _take_folder(config, mesh, early)
@@ -347,6 +351,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
     listen(run)
+    watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))
     return run
 
 
@@ -384,12 +389,14 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     choose_kernels()
     try:
         _run_again_when_lost(main, parse_config(schema))
+        leave_peers()
         release_locks()
         close_mesh()
         return
     except (Exception, KeyboardInterrupt) as error:
         ending = ending_of(error)
     ending.tell()
+    leave_peers()
     release_locks()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -423,8 +430,12 @@ def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
             starts = again in (None, "new")
             what = "starting again" if starts else f"going on from the newest checkpoint (load_checkpoint_path {again})"
             print(f"{lost}\n{what}", file=sys.stderr)
+            waiting = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}  # one that is lost
             config = config.model_copy(
-                update={"train": config.train.model_copy(update={"load_checkpoint_path": again})}
+                update={
+                    "train": config.train.model_copy(update={"load_checkpoint_path": again}),
+                    "runtime": config.runtime.model_copy(update=waiting),
+                }
             )
 
 

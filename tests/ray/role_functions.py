@@ -165,3 +165,8 @@ def sleep_or_raise(state: State, seconds: float) -> None:
     if seconds < 0:
         raise KeyError(seconds)
     time.sleep(seconds)
+
+
+def lose_each_other(state: State) -> None:
+    """As when the network between two machines is down."""
+    raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection reset by peer [10.77.0.2]:1234")

@@ -140,6 +140,16 @@ def test_a_rank_that_waits_for_one_that_failed(cluster: Cluster, group: RayGroup
         group.call(functions.where).result()
 
 
+def test_ranks_that_cannot_reach_each_other_are_a_lost_role(cluster: Cluster, group: RayGroup) -> None:
+    """Not the traceback of their process group, with which the run would end."""
+    with pytest.raises(
+        RoleLostError, match=r"role sampler, ranks 0, 1: its ranks have lost each other: .*gloo/transport"
+    ):
+        group.call(functions.lose_each_other).result()
+    group.restart()
+    assert group.call(functions.sum_over_ranks, 1.0).result() == 3.0
+
+
 def test_other_versions_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sfumato.__version__", "0.0.7")
     role = cluster.group("reader", functions.build, None, TRAIN, PoolConfig())

@@ -17,14 +17,17 @@ import torch
 
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, UserError
-from sfumato.runtime.cluster import cluster as cluster_module
+from sfumato.errors import ConfigError, NonFiniteError, PreemptedError, RoleLostError, UserError
 from sfumato.runtime.cluster import loop as loop_module
+from sfumato.runtime.cluster import placement as placement_module
+from sfumato.runtime.cluster import role as role_module
 from sfumato.runtime.cluster.cluster import Cluster, start_cluster
 from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.packing import pack, size_of, unpack
+from sfumato.runtime.cluster.placement import Reserver
 from sfumato.runtime.cluster.pool import RayPool
 from sfumato.runtime.roles import labelled
+from sfumato.tracking.shared_folder import Token
 from tests.ray import role_functions as functions
 from tests.ray.role_functions import OddError
 
@@ -235,7 +238,7 @@ def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: 
     assert "it is replaced (1 of 3 times)" in (cluster.run.output_dir / "log.txt").read_text()
 
 
-def test_a_group_is_lost_with_one_of_its_processes(group: RayGroup) -> None:
+def test_a_group_is_lost_with_one_of_its_processes(cluster: Cluster, group: RayGroup) -> None:
     (_, (_, made)) = group.keep(functions.make, [0, 1], 50_000, num_values=2)
     made.check()
     running = group.call(functions.sleep_in_rank, 0, 60.0)
@@ -252,6 +255,7 @@ def test_a_group_is_lost_with_one_of_its_processes(group: RayGroup) -> None:
     for future in (behind, group.call(functions.where)):
         with pytest.raises(RoleLostError, match="rank 1"):
             future.result()
+    cluster.run.stop_requested = False
     group.restart()
     assert group.call(functions.sum_over_ranks, 1.0).result() == 3.0
     assert group.num_restarts == 1
@@ -259,7 +263,7 @@ def test_a_group_is_lost_with_one_of_its_processes(group: RayGroup) -> None:
 
 
 def test_no_place(cluster: Cluster, group: RayGroup) -> None:
-    text = r"runtime.pools.actor waits for 3 x \(1 CPU, 1 GPU\); the cluster has .* free of 4 CPU, 0 GPU, and the roles"
+    text = r"no place for runtime\.pools: asked for are actor 3 x \(1 CPU, 1 GPU\); the machines have: .* 4 CPU, 0 GPU"
     with pytest.raises(ConfigError, match=text):
         cluster.group("actor", functions.build, None, TRAIN, PoolConfig(processes=3, gpus=1))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 3.* does not divide 2 processes"):
@@ -268,13 +272,38 @@ def test_no_place(cluster: Cluster, group: RayGroup) -> None:
 
 def test_waiting_for_a_place(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cluster that others share, or that may grow, a place may become free."""
-    monkeypatch.setattr(cluster, "_is_own", False)
-    monkeypatch.setattr(cluster, "config", cluster.config.model_copy(update={"call_timeout_s": 1.0}))
-    monkeypatch.setattr(cluster_module, "SAY_PLACE_S", 0.3)
-    with pytest.raises(ConfigError, match=r"waits for 1 x \(64 CPU\).*Lower processes, cpus or gpus"):
-        cluster.group("actor", functions.build, None, TRAIN, PoolConfig(cpus=64))
-    said = (cluster.run.output_dir / "log.txt").read_text()
-    assert said.count("runtime.pools.actor waits for 1 x (64 CPU); the cluster has") == 1
+    config = cluster.config.model_copy(update={"call_timeout_s": 1.0, "wait_for_nodes_s": 1.0})
+    monkeypatch.setattr(cluster, "_reserver", Reserver(config, cluster.run, is_own=False))
+    monkeypatch.setattr(placement_module, "SAY_PLACE_S", 0.3)
+    for cpus, what in ((64, "for machines to join"), (3.9, "until others give some back")):
+        with pytest.raises(ConfigError, match=r"no place for runtime\.pools.*Lower processes, cpus or gpus"):
+            cluster.group("actor", functions.build, None, TRAIN, PoolConfig(cpus=cpus))
+        said = (cluster.run.output_dir / "log.txt").read_text()
+        assert said.count(f"actor 1 x ({cpus:g} CPU, 0 GPU)") == 1 and f"waiting {what}" in said
+
+
+def test_processes_must_see_the_run_folder(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = PoolConfig(cpus=0.5)
+    role = cluster.group("writer", functions.build, None, TRAIN, half, sees_folder=True)
+    role.wait_ready()
+    assert not list(cluster.run.output_dir.glob(".seen-*"))
+    role.close()
+    monkeypatch.setattr(role_module, "Token", lambda folder: Token(folder / "of another machine"))
+    role = cluster.group("writer", functions.build, None, TRAIN, half, sees_folder=True)
+    with pytest.raises(ConfigError, match=r"another machine: \S+ \(writer rank 0\) does not see .* that all machines"):
+        role.wait_ready()
+    role.close()
+
+
+def test_a_run_that_is_stopped_while_a_role_is_built(cluster: Cluster, group: RayGroup) -> None:
+    role = cluster.group("reader", functions.build, None, TRAIN, PoolConfig(cpus=0.5))
+    cluster.run.stop_requested = True
+    try:
+        with pytest.raises(PreemptedError, match="stopped by signal while role reader was being built"):
+            role.wait_ready()
+    finally:
+        cluster.run.stop_requested = False
+        role.close()
 
 
 def test_a_long_wait_says_what_for(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +345,7 @@ def test_packing_keeps_nothing_alive() -> None:
         assert seen() is None and packed
         again = functions.State(None, None, None)  # type: ignore[arg-type]
         seen = weakref.ref(again)
-        assert unpack(packed, [again])[1] is again
+        assert type(unpack(packed, [pack(again)])[1]) is functions.State
         del again
         assert seen() is None
     finally:
@@ -334,7 +363,7 @@ def test_packing_keeps_tensors_of_every_kind() -> None:
         assert torch.equal(value, other) and value.dtype == other.dtype
     found["tensors"][0] += 1
     assert not torch.equal(found["tensors"][0], values[0]), "its own memory"
-    assert unpack(pack([1, {"deep": (values,)}], lambda item: 0 if item is values else None), ["there"]) == [
+    assert unpack(pack([1, {"deep": (values,)}], lambda item: 0 if item is values else None), [pack("there")]) == [
         1,
         {"deep": ("there",)},
     ]

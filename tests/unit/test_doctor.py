@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,10 +80,10 @@ def test_the_exit_code_follows_what_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     optional = Finding("extras", "wandb", "missing", "[x]", "pip install wandb")
-    monkeypatch.setattr(doctor, "examine", lambda _: iter([optional]))
+    monkeypatch.setattr(doctor, "examine", lambda *_: iter([optional]))
     assert doctor.run_doctor() == 0 and "everything that is needed works" in capsys.readouterr().out
     needed = Finding("packages", "torch", "missing", "needed: >=2.11", "pip install torch", is_needed=True)
-    monkeypatch.setattr(doctor, "examine", lambda _: iter([optional, needed]))
+    monkeypatch.setattr(doctor, "examine", lambda *_: iter([optional, needed]))
     assert doctor.run_doctor() == 1
     shown = capsys.readouterr().out
     assert "not usable: torch" in shown and "[x]" in shown
@@ -106,3 +108,28 @@ def test_ray_is_started_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/token")
     wrong = list(doctor._ray(start=True))[-1]
     assert wrong.state == "broken" and "/no/token" in wrong.detail and wrong.remedy
+
+
+def test_a_folder_tells_which_machines_have_seen_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs"
+
+    def found_on(host: str) -> doctor.Finding:
+        monkeypatch.setattr(doctor.socket, "gethostname", lambda: host)
+        return doctor._shared_folder(folder)
+
+    assert found_on("alfa").detail.endswith("; seen from alfa")
+    assert found_on("bravo").detail.endswith("; seen from alfa, bravo")
+    os.utime(folder / ".seen-by-alfa", (0, 0))
+    assert found_on("bravo").detail.endswith("; seen from bravo"), "long ago"
+    monkeypatch.setattr(doctor, "_file_system", lambda _: "ext4")
+    assert "a disk of this machine" in found_on("bravo").detail and "that they share" in found_on("bravo").remedy
+    monkeypatch.setattr(doctor, "_file_system", lambda _: "nfs4")
+    assert " on nfs4; seen from" in found_on("bravo").detail and not found_on("bravo").remedy
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "runs"
+    assert found_on("bravo").state == "broken" and found_on("bravo").is_needed
+
+
+def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
+    assert doctor._file_system(Path("/proc/self")) == "proc"
+    assert doctor._file_system(Path("/dev/shm")) == "tmpfs"

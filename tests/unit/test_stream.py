@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sfumato.errors import ConfigError, RoleLostError
+from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import LocalDriver, LocalHandle, LocalRole, Roles, ThreadRole, kind_of
 from sfumato.runtime.stream import RolloutStream, StreamBatch
@@ -250,6 +251,7 @@ class SlowHandle:
     nbytes: int = 0
     is_done: bool = False
     error: Exception | None = None
+    is_lost: bool = False
 
     def done(self) -> bool:
         return self.is_done
@@ -333,7 +335,29 @@ class KeptScorer(ThreadRole):
     """Sees the values of slow handles."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+        if any(each.is_lost for each in args):
+            return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
         return super().submit(function, *(LocalHandle(each.fetch()) for each in args))
+
+
+@dataclass
+class FailedFuture:
+    error: Exception
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        raise self.error
+
+
+class FarActor(LocalRole):
+    """Takes values from another machine."""
+
+    def bring(self, parts: list) -> Any:
+        if any(each.is_lost for part in parts for each in part):
+            return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
+        return super().bring(parts)
 
 
 def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carrier]:
@@ -341,7 +365,7 @@ def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carri
     sampler = QueuedRole(Log())
     driver, weights = PumpingDriver(sampler), Carrier(sampler)
     roles = Roles(
-        actor=LocalRole(Log()), sampler=sampler, scorer=KeptScorer(Log(), "scorer"), weights=weights, driver=driver
+        actor=FarActor(Log()), sampler=sampler, scorer=KeptScorer(Log(), "scorer"), weights=weights, driver=driver
     )
 
     def checked(log: Log, requests: list[Request], iteration: int, version: int) -> tuple:
@@ -380,6 +404,66 @@ def test_a_sampler_that_is_lost_makes_again_what_it_had_not_finished(staleness: 
         stream.publish(version=step + 1)
     assert sampler.restarts <= 1 and weights.events.count("reconnect") == sampler.restarts
     assert lost_at > 0 or sampler.restarts == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("lost_at", range(8))
+@pytest.mark.parametrize("and_its_process", [False, True])
+def test_samples_that_are_lost_with_their_machine_are_drawn_again(
+    staleness: int, lost_at: int, and_its_process: bool
+) -> None:
+    """By the weights that drew them, whether they had been scored or not; they are not scored twice."""
+    stream, sampler, driver, weights = queued(max_staleness=staleness, total_steps=4)
+    waits, wait, lost = itertools.count(), driver.wait, []
+
+    def wait_and_lose(pending: Iterable[Any]) -> None:
+        if next(waits) == lost_at:
+            for each in stream._rounds:
+                if each.made is not None and each.is_generated:
+                    lost.append(each)
+                    for handle in each.handles:
+                        handle.is_lost, handle.value = True, None
+            if and_its_process:
+                sampler.lose()
+        wait(pending)
+
+    driver.wait = wait_and_lose
+    for step, batch in stream.steps():
+        kept = kept_of(batch)
+        assert [each[1] for each in kept] == [step] * 3 and [each[3] for each in kept] == [[0, 1], [2, 3], [4, 5]]
+        assert [version for each in kept for version in [each[2]] * 2] == batch.versions
+        assert batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
+        assert batch.staleness(step)["staleness/max"] <= staleness
+        if staleness <= 1:
+            assert batch.versions == [max(step - staleness, 0)] * 6
+        stream.publish(version=step + 1)
+    assert sampler.restarts <= int(and_its_process), "a sampler that lives is not replaced"
+    if staleness <= 1:
+        scored = [each for each in stream.roles.scorer.state.events if each.startswith("score")]
+        assert len(scored) == len(set(scored)) == 12
+    assert lost or lost_at != 2, "the first micro-batch had been drawn"
+    assert not lost or weights.events.count("reconnect") >= 1
+
+
+def test_a_sampler_that_is_lost_while_it_draws_lost_samples_again() -> None:
+    stream, sampler, driver, weights = queued(max_staleness=1)
+    wait, lost, again = driver.wait, [], []
+
+    def wait_and_lose(pending: Iterable[Any]) -> None:
+        if weights.events.count("reconnect") == 1 and not again:
+            again.append(True)
+            sampler.lose()
+        elif not lost:
+            lost.extend(handle for each in stream._rounds if each.scores for handle in each.handles)
+            for handle in lost:
+                handle.is_lost, handle.value = True, None
+        wait(pending)
+
+    driver.wait = wait_and_lose
+    for step, batch in stream.steps():
+        assert [each[1:3] for each in kept_of(batch)] == [(step, max(step - 1, 0))] * 3
+        stream.publish(version=step + 1)
+    assert lost and again and sampler.restarts == 1
 
 
 def test_a_sampler_that_is_lost_too_often_ends_the_run() -> None:

@@ -9,7 +9,6 @@ import site
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,14 +23,13 @@ from sfumato.kernels import choose_kernels
 from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
+from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.pool import RayPool
 from sfumato.runtime.cluster.role import RayRole, RolePlan
 from sfumato.runtime.roles import Future, Handle
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go from process to process."""
-SAY_PLACE_S = 5.0
-"""Seconds without a place after which a role says what it waits for."""
 
 _WORKER_ENVIRONMENT = {
     "RAY_max_direct_call_object_size": str(INLINE_BYTES),
@@ -51,7 +49,8 @@ class Cluster:
         self.loop = DriverLoop(run, config)
         self.record = self.loop.record
         self.store_bytes: int | None = _store_bytes()
-        self._is_own = is_own
+        self._reserver = Reserver(config, run, is_own)
+        self._places: dict[str, Places] = {}
         if is_own:
             self.loop.problem = partial(_problem, _ray_children())
         self._bytes_told: dict[str, int] = {}
@@ -66,7 +65,30 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def group(self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig) -> RayGroup:
+    def reserve(self, *, groups: Mapping[str, PoolConfig], pools: Mapping[str, PoolConfig]) -> None:
+        """Reserves the places of all roles at once, so that none takes the only one of another.
+
+        Args:
+            groups: processes of the roles that ``group`` will be called for.
+            pools: of those that ``pool`` will be called for.
+
+        Raises:
+            ConfigError: there is no place for them.
+            PreemptedError: the run was asked to stop while it waited for one.
+        """
+        wanted = {name: (pool, True) for name, pool in groups.items()}
+        self._places |= self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
+
+    def group(
+        self,
+        name: str,
+        build: Callable[..., Any],
+        config: Any,
+        train: Any,
+        pool: PoolConfig,
+        *,
+        sees_folder: bool = False,
+    ) -> RayGroup:
         """Starts processes that work together; they build their state while this one goes on.
 
         Args:
@@ -75,12 +97,17 @@ class Cluster:
             config: what ``build`` gets.
             train: the ``TrainConfig`` from which each process makes its mesh.
             pool: number of processes, and what each reserves.
+            sees_folder: whether they must see the run folder, as those that write to it.
 
         Raises:
-            ConfigError: there is no place for them, or their number does not fit ``train``.
+            ConfigError: there is no place for them, their number does not fit ``train``, or (in ``wait_ready``) they
+                do not see the folder.
         """
         Layout.of(train, pool.processes)  # refuses a number that does not fit before anything waits for a place
-        return RayGroup(RolePlan(name, build, config, train, pool, self._place(name, pool)), self.loop)
+        if name not in self._places:
+            self.reserve(groups={name: pool}, pools={})
+        places = self._places.pop(name)
+        return RayGroup(RolePlan(name, build, config, train, pool, places, sees_folder=sees_folder), self.loop)
 
     def pool(
         self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig, threads: int = 1
@@ -95,7 +122,9 @@ class Cluster:
         if not pool.gpus:
             alone["device"] = "cpu"
         train = train.model_copy(update=alone)
-        return RayPool(RolePlan(name, build, config, train, pool, self._place(name, pool), threads), self.loop)
+        if name not in self._places:
+            self.reserve(groups={}, pools={name: pool})
+        return RayPool(RolePlan(name, build, config, train, pool, self._places.pop(name), threads), self.loop)
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
         """Until one of them is done, or a short while."""
@@ -117,7 +146,7 @@ class Cluster:
         """That the cluster has."""
         import ray
 
-        return _amounts(ray.cluster_resources())["GPU"]
+        return float(ray.cluster_resources().get("GPU", 0.0))
 
     def wait_ready(self) -> None:
         """Waits until all roles are built. Raises as ``RayRole.wait_ready``."""
@@ -136,39 +165,10 @@ class Cluster:
         with suppress(ray.exceptions.RayError):  # the cluster may be gone already
             for role in roles:
                 role.close()
+            for places in self._places.values():
+                places.free()
         with _own_signals():
             ray.shutdown()
-
-    def _place(self, name: str, pool: PoolConfig) -> Any:
-        """Reserves what the processes of a pool need."""
-        import ray
-
-        wanted = {key: each for key, each in (("CPU", pool.cpus), ("GPU", pool.gpus)) if each}
-        pools = [pool, *(role.plan.pool for role in self.loop.roles)]
-        asked = {
-            "CPU": sum(each.cpus * each.processes for each in pools),
-            "GPU": sum(each.gpus * each.processes for each in pools),
-        }
-        placement = ray.util.placement_group([wanted or {"CPU": 0.001}] * pool.processes, strategy="PACK")
-        started, said = time.monotonic(), False
-        while not placement.wait(timeout_seconds=0.2):
-            waited = time.monotonic() - started
-            total, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
-            text = (
-                f"runtime.pools.{name} waits for {pool.processes} x ({_said(wanted)}); the cluster has {_said(free)} "
-                f"free of {_said(total)}, and the roles of this run ask for {_said(asked)}"
-            )
-            is_hopeless = self._is_own and any(asked[key] > total[key] for key in total)
-            if is_hopeless or waited > self.config.call_timeout_s:
-                ray.util.remove_placement_group(placement)
-                raise ConfigError(
-                    f"{text}. Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or join a "
-                    "larger cluster with runtime.address"
-                )
-            if waited > SAY_PLACE_S and not said:
-                said = True
-                self.run.say(text)
-        return placement
 
 
 def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) -> Cluster:
@@ -307,11 +307,3 @@ def _problem(children: Mapping[int, str]) -> str:
         if state in "ZX":
             return f"its {name} (process {pid}) has died, so that all roles are lost"
     return ""
-
-
-def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
-    return {key: resources.get(key, 0.0) for key in ("CPU", "GPU")}
-
-
-def _said(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{value:g} {key}" for key, value in amounts.items()) or "nothing"

@@ -65,6 +65,7 @@ class RayFuture:
         *,
         is_start: bool = False,
         moves: bool = False,
+        brings: bool = False,
     ) -> None:
         """Use the verbs of a role."""
         self.loop, self.role, self.function, self.lane, self.parts = loop, role, function, lane, parts
@@ -73,6 +74,8 @@ class RayFuture:
         """A call that starts the role: it may take ``call_timeout_s`` in all, and be silent meanwhile."""
         self.moves = moves
         """Whether any process of the role may run it."""
+        self.brings = brings
+        """A call that does nothing but bring values to where its processes are."""
         self.error: BaseException | None = None
         self.failed_at: float | None = None
         self._settled = False

@@ -8,7 +8,7 @@ from typing import Any
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.runtime.cluster.cluster import start_cluster
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Roles
-from sfumato.runtime.weight_sync.sync import WeightSync
+from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
 
@@ -17,21 +17,31 @@ def launch_on_ray(config: DiffusionRLConfig, run: Run, *, actor: Any, sampler: A
 
     Raises:
         ConfigError: there is no cluster, or no place on it.
+        PreemptedError: the run was asked to stop before the roles were built.
         RoleLostError: a process died while it was built.
         Exception: what building a role raised.
     """
     runtime, train, pools = config.runtime, config.train, config.runtime.pools
     with ExitStack() as stack:
         cluster = stack.enter_context(start_cluster(runtime, run))
+        groups = {ACTOR: pools.actor} | ({} if config.rollout.hybrid_engine else {SAMPLER: pools.sampler})
+        cluster.reserve(groups=groups, pools={SCORER: pools.scorer})
         scorers = cluster.pool(SCORER, scorer, config, train, pools.scorer, config.reward.num_workers)
-        actors = cluster.group(ACTOR, actor, config, train, pools.actor)
+        actors = cluster.group(ACTOR, actor, config, train, pools.actor, sees_folder=True)
         run.set_devices(pools.actor.processes)
         samplers, weights = actors, None
         if not config.rollout.hybrid_engine:
-            samplers = cluster.group(SAMPLER, sampler, config, runtime.sampler_train(train), pools.sampler)
+            by_files = runtime.weight_sync == "files"
+            sampler_train = runtime.sampler_train(train)
+            samplers = cluster.group(SAMPLER, sampler, config, sampler_train, pools.sampler, sees_folder=by_files)
             run.set_devices(pools.actor.processes + pools.sampler.processes)
             weights = WeightSync(
-                actors, samplers, runtime.weight_sync, folder=run.output_dir, timeout_s=runtime.call_timeout_s
+                actors,
+                samplers,
+                runtime.weight_sync,
+                folder=run.output_dir,
+                timeout_s=runtime.call_timeout_s,
+                grace_s=runtime.heartbeat_s + GRACE_S,
             )
         if cluster.num_gpus and not pools.actor.gpus:
             run.say(

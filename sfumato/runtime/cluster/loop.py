@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sfumato.config.runtime import RuntimeConfig
-from sfumato.errors import RoleLostError
+from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
+from sfumato.parallel.peers import is_lost_connection
 from sfumato.runtime.cluster.futures import Part, RayFuture
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
+from sfumato.runtime.cluster.placement import machines
 from sfumato.runtime.cluster.process import RoleProcess
 from sfumato.runtime.cluster.worker import Reply
 from sfumato.runtime.roles import Record
@@ -30,6 +32,8 @@ GRACE_S = 10.0
 """Seconds in which the processes of a group must follow one whose function raised."""
 LOOK_S = 1.0
 """Seconds between two looks at Ray itself."""
+SILENT_S = 10.0
+"""Seconds without an answer of a process after which that is said."""
 STACKS_S = 5.0
 """Seconds in which processes must tell their stacks."""
 
@@ -65,6 +69,8 @@ class Pulse:
     reference: Any = None
     silent_s: float = 0.0
     """How long it has not answered, as far as the driver was there to hear it."""
+    is_said: bool = False
+    """Whether a person was told that it is silent."""
 
 
 class DriverLoop:
@@ -104,11 +110,17 @@ class DriverLoop:
         self.driver_bytes[role] = self.driver_bytes.get(role, 0) + size
 
     def wait(self, future: RayFuture) -> None:
-        """Turns until the call has ended, and says once a minute what it waits for."""
+        """Turns until the call has ended, and says once a minute what it waits for.
+
+        Raises:
+            PreemptedError: the run was asked to stop, and this is a call that starts a role.
+        """
         started = time.monotonic()
         say_at = started + SAY_S
         while not future.settled:
             self.turn(TURN_S)
+            if future.is_start and self.run.stop_requested and not future.settled:
+                raise PreemptedError(f"stopped by signal while role {future.role} was being built", is_saved=False)
             if (now := time.monotonic()) >= say_at and not future.settled:
                 say_at = now + SAY_S
                 self.run.say(
@@ -120,6 +132,7 @@ class DriverLoop:
         self._flush()
         if time.monotonic() - self._looked > LOOK_S:
             self._look_at_ray()
+            self._look_at_starts()
         for future, part in self._hear(timeout_s):
             self._take_reply(future, part)
         self._feel_pulses()
@@ -182,6 +195,16 @@ class DriverLoop:
             self.is_broken = True
             raise RoleLostError("ray", (), text)
 
+    def _look_at_starts(self) -> None:
+        """Gives up processes that were to start on a machine which was lost meanwhile: Ray would wait for it."""
+        processes = [each for role in self.roles for each in role.processes]
+        if all(each.identity is not None or each.is_lost for each in processes):
+            return
+        alive = {each.node_id for each in machines()}
+        for each in processes:
+            if each.identity is None and not each.is_lost and each.slot.node_id not in alive:
+                self.lose(self._role_of(each), [each], "its machine was lost while it started")
+
     def _flush(self) -> None:
         for role in self.roles:
             role.flush()
@@ -217,7 +240,9 @@ class DriverLoop:
             if not process.unanswered:  # else its calls tell so
                 self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
             return
-        pulse.silent_s = 0.0
+        if pulse.is_said:
+            self.run.say(f"role {process.role}, rank {process.rank} answers again, after {pulse.silent_s:.0f} s")
+        pulse.silent_s, pulse.is_said = 0.0, False
         self._notice(process, stop, said)
         for _, part in process.unanswered.values():
             part.running_s = running.get(part.call)
@@ -242,6 +267,9 @@ class DriverLoop:
         except ray.exceptions.RayActorError as error:
             self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
             return
+        except ray.exceptions.ObjectLostError as error:
+            self._take_loss(future, part, error)
+            return
         except ray.exceptions.RayError as error:  # Ray could not bring arguments or results, such as a full store
             self._answered(part)
             self._part_ended(future, part, RuntimeError(f"{future.function.name} of role {future.role}: {error}"))
@@ -265,6 +293,21 @@ class DriverLoop:
             part.value = unpack(packed_value)
         self._part_ended(future, part, error)
 
+    def _take_loss(self, future: RayFuture, part: Part, error: Any) -> None:
+        """A call's result, or a value among its arguments, is gone with the machine that it lay on."""
+        role, process, handles = self._role_of(part.process), part.process, part.arguments.handles
+        lost = getattr(error, "cause", error).object_ref_hex
+        if lost == part.reference.hex() or not handles:
+            self.lose(role, [process], f"the result of {process.where()} is lost with its machine")
+            return
+        made_by = next((each for each in handles if each.reference.hex() == lost), handles[0]).future.role
+        reason = f"values that role {made_by} had made for {future.function.name} are lost with the machine they lay on"
+        if role.works_together and not future.brings:  # others of it may be at work on theirs already
+            self.lose(role, role.processes, reason)
+            return
+        self._answered(part)
+        self._part_ended(future, part, ValuesLostError(made_by, (), reason))
+
     def _answered(self, part: Part) -> None:
         del self._sent[part.reference], part.process.unanswered[part.reference]
         part.reference = None
@@ -274,8 +317,7 @@ class DriverLoop:
         if error is not None and future.failed_at is None:
             future.failed_at, future.error = time.monotonic(), error
         if all(each.is_done for each in future.parts):
-            self._has_progressed = True
-            future.settle(future.error)
+            self._end_failed(future)
 
     def _feel_pulses(self) -> None:
         """Asks working processes whether they are there, and gives up those that are silent or run a call too long."""
@@ -293,6 +335,12 @@ class DriverLoop:
             if pulse.reference is None and now - pulse.asked >= interval:
                 pulse.asked, pulse.reference = now, process.ask("ping")
             starts = any(future.is_start for future, _ in calls)
+            if pulse.silent_s >= SILENT_S and not pulse.is_said and not starts:
+                pulse.is_said = True
+                self.run.say(
+                    f"role {process.role}, rank {process.rank}: {process.where()} is silent since "
+                    f"{pulse.silent_s:.0f} s; it is given up after {self.config.heartbeat_s:g} s (runtime.heartbeat_s)"
+                )
             if pulse.silent_s >= self.config.heartbeat_s and not starts:
                 reason = f"{process.where()} does not answer since {pulse.silent_s:.0f} s (runtime.heartbeat_s)"
                 self.lose(self._role_of(process), [process], reason)
@@ -311,12 +359,19 @@ class DriverLoop:
             if late and not future.settled:
                 self._end_hang(future, late, max(taken))
             elif future.failed_at is not None and now - future.failed_at > GRACE_S and not future.settled:
-                self._has_progressed = True
-                future.settle(future.error)
                 processes = [each.process for each in open_parts]
+                self._end_failed(future)
                 reason = f"it still ran {future.function.name} {GRACE_S:.0f} s after another rank had raised an error"
-                if (role := self._role_of(processes[0])).works_together:
+                if (role := self._role_of(processes[0])).works_together and not processes[0].is_lost:
                     self.lose(role, processes, reason)
+
+    def _end_failed(self, future: RayFuture) -> None:
+        """Ends a call, maybe with an error. That ranks could not reach each other is the loss of their role."""
+        error, role = future.error, self._role_of(future.parts[0].process)
+        self._has_progressed = True
+        if error is not None and role.works_together and is_lost_connection(error) and not future.settled:
+            self.lose(role, role.processes, f"its ranks have lost each other: {str(error).splitlines()[0]}")
+        future.settle(error)
 
     def _end_hang(self, future: RayFuture, parts: list[Part], seconds: float) -> None:
         role = self._role_of(parts[0].process)

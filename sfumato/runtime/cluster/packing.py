@@ -37,8 +37,8 @@ def pack(value: Any, reference: Callable[[Any], int | None] | None = None) -> Pa
     return file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers]
 
 
-def unpack(packed: Packed, referred: Sequence[Any] = ()) -> Any:
-    """The value; ``referred`` holds what ``reference`` numbered."""
+def unpack(packed: Packed, referred: Sequence[Packed] = ()) -> Any:
+    """The value; ``referred`` holds, packed, what ``reference`` numbered."""
     data, buffers = packed
     unpickler = _Unpickler(io.BytesIO(data), buffers=buffers)
     unpickler.referred = referred
@@ -68,10 +68,10 @@ def _picklers() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    referred: Sequence[Any] = ()
+    referred: Sequence[Packed] = ()
 
     def persistent_load(self, number: int) -> Any:
-        return self.referred[number]
+        return unpack(self.referred[number])
 
 
 def size_of(packed: Packed) -> int:

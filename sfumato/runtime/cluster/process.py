@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed
+from sfumato.runtime.cluster.placement import Slot
 from sfumato.runtime.cluster.worker import Identity, RoleWorker, on_state
 from sfumato.runtime.roles import kind_of
 
@@ -67,7 +68,7 @@ class RoleProcess:
         role: str,
         rank: int,
         pool: PoolConfig,
-        placement: Any,
+        slot: Slot,
         output_dir: Path,
         *,
         threads: int = 1,
@@ -79,7 +80,7 @@ class RoleProcess:
             role: name of the role.
             rank: within the role.
             pool: what the process reserves.
-            placement: the placement group of the role, with one bundle for each rank.
+            slot: its place.
             output_dir: the run folder.
             threads: calls that it works on at a time.
             speaks: whether what its functions say is heard.
@@ -87,7 +88,7 @@ class RoleProcess:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.role, self.rank = role, rank
+        self.role, self.rank, self.slot = role, rank, slot
         self.identity: Identity | None = None
         self.is_lost = False
         self.unanswered: dict[Any, tuple[RayFuture, Part]] = {}
@@ -97,7 +98,7 @@ class RoleProcess:
         actor = worker.options(
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.index),
             max_restarts=0,
             max_task_retries=0,
             **({} if pool.gpus else {"runtime_env": _without_gpus()}),

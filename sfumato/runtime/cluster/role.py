@@ -15,8 +15,10 @@ from sfumato.errors import ConfigError, RoleLostError
 from sfumato.runtime.cluster.futures import Arguments, Part, RayFuture, RayHandle
 from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, size_of
+from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.process import Functions, Lane, RoleProcess
-from sfumato.runtime.cluster.worker import build_state, identify, open_store
+from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
+from sfumato.tracking.shared_folder import Token
 
 SHARED_BYTES = 64 * 1024
 """Arguments above it lie in shared memory once, instead of in the call to each process."""
@@ -37,10 +39,12 @@ class RolePlan:
     train: Any
     """The ``TrainConfig`` that tells how the processes share the work, and on which device."""
     pool: PoolConfig
-    placement: Any
-    """Ray's placement group, with a bundle for each process."""
+    places: Places
+    """Of its processes."""
     threads: int = 1
     """Calls that a process works on at a time."""
+    sees_folder: bool = False
+    """Whether the processes must see the run folder."""
 
 
 class RayRole:
@@ -108,12 +112,23 @@ class RayRole:
         self._issue(function, by_rank, kept=kept, shippers=())
         return [tuple(kept.get(rank, ())) for rank in firsts]
 
+    def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
+        """Brings values to the machines of a share's processes, where they stay while the handles are kept.
+
+        Args:
+            parts: handles for each share.
+
+        The future raises ValuesLostError, which names the role that made them, when some are no more.
+        """
+        return self._issue(arrive, self._shared([tuple(each) for each in parts], ()), shippers=(), brings=True)
+
     def wait_ready(self) -> None:
         """Waits until every process has built its state.
 
         Raises:
             ConfigError: a machine of the cluster has other versions than the driver's.
             RoleLostError: a process died, or was not built within ``runtime.call_timeout_s``.
+            PreemptedError: the run was asked to stop meanwhile.
             Exception: what ``build`` raised.
         """
         while waiting := [each for starts in self._starts.values() for each in starts if not each.settled]:
@@ -126,11 +141,9 @@ class RayRole:
         """Ends the processes and frees their places; unfinished and later calls raise RoleLostError."""
         if self not in self.loop.roles or self.loop.is_broken:
             return
-        import ray
-
         self.fail(RoleLostError(self.name, range(len(self.processes)), "closed"))
         self.loop.roles.remove(self)
-        ray.util.remove_placement_group(self.plan.placement)
+        self.plan.places.free()
 
     def flush(self) -> None:
         """Sends, in order, the calls whose arguments are there; one whose arguments are not holds up later ones."""
@@ -178,12 +191,17 @@ class RayRole:
     def _start(self, ranks: range) -> None:
         """Starts processes that form a process group, or one that stands alone, and the building of their state."""
         plan = self.plan
+        plan.places.renew(ranks)
         for rank in ranks:
             about = {"threads": plan.threads, "speaks": rank == ranks[0]}
-            process = RoleProcess(plan.name, rank, plan.pool, plan.placement, self.loop.run.output_dir, **about)
+            process = RoleProcess(
+                plan.name, rank, plan.pool, plan.places.slots[rank], self.loop.run.output_dir, **about
+            )
             self.processes[rank : rank + 1] = [process]
         members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
-        who = self._issue(identify, dict.fromkeys(ranks, ()), kept=members, shippers=ranks, is_start=True)
+        token = Token(self.loop.run.output_dir) if plan.sees_folder else None
+        asked = (None if token is None else token.name,)
+        who = self._issue(identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True)
         is_group = len(ranks) > 1
         if is_group:
             self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True)
@@ -191,13 +209,21 @@ class RayRole:
         args = (plan.build, plan.config, plan.train, *found)
         built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True)
         self._starts[ranks[0]] = [who, built]
-        who.on_settled(lambda: self._has_met(ranks[0], who))
+        who.on_settled(lambda: self._has_met(ranks[0], who, token))
         built.on_settled(lambda: self._has_started(ranks[0], built))
 
-    def _has_met(self, first: int, who: RayFuture) -> None:
+    def _has_met(self, first: int, who: RayFuture, token: Token | None) -> None:
         self._has_started(first, who)
         if who.error is not None:
+            if token is not None:
+                token.close()
             return
+        if token is not None:
+            answers = {f"{self.name} rank {each.process.rank}": each.value.folder for each in who.parts}
+            problem = token.refusal(answers)
+            token.close()
+            if problem:
+                self.fail(ConfigError(problem))
         own = {"python": platform.python_version(), "sfumato": sfumato.__version__}
         own |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
         for part in who.parts:
@@ -232,6 +258,7 @@ class RayRole:
         shippers: Collection[int] = (0,),
         is_start: bool = False,
         moves: bool = False,
+        brings: bool = False,
     ) -> RayFuture:
         """A call with these arguments by rank, which is sent at the next turn.
 
@@ -243,17 +270,19 @@ class RayRole:
             shippers: ranks whose result comes here.
             is_start: whether it is part of starting the role.
             moves: whether any process may run it.
+            brings: the function, of the worker, is not given the handles among ``args``: they only come along.
         """
-        shipped = self._functions.ship(function, of_worker=is_start)
+        shipped = self._functions.ship(function, of_worker=is_start or brings)
         packed: dict[int, Arguments] = {}
         parts = []
         for rank, given in args.items():
             if id(given) not in packed:
-                packed[id(given)] = _arguments(given)
+                arguments = _arguments(given)
+                packed[id(given)] = Arguments(pack(()), arguments.handles) if brings else arguments
             arguments = packed[id(given)]
             arguments.num_users += 1
             parts.append(Part(self.processes[rank], arguments, ships=rank in shippers))
-        future = RayFuture(self.loop, self.name, shipped, lane, parts, is_start=is_start, moves=moves)
+        future = RayFuture(self.loop, self.name, shipped, lane, parts, is_start=is_start, moves=moves, brings=brings)
         for part in parts:
             part.keeps = list(kept.get(part.process.rank, ()))
             for handle in part.keeps:

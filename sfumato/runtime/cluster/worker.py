@@ -38,6 +38,8 @@ class Identity:
     stderr: str
     """File that takes the process's standard error."""
     versions: dict[str, str]
+    folder: tuple[str, str] | None = None
+    """What it answered to the token in the run folder, if there was one."""
 
 
 @dataclass
@@ -77,6 +79,9 @@ class RoleRun:
         if self._speaks:
             with self._lock:
                 self._said.append(text)
+
+    def sync(self) -> None:
+        """Nothing: the driver has made sure that its metrics are on disk before it asks for a save."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -161,8 +166,7 @@ class RoleWorker:
         self.run_of_role.stop_requested |= stop
         try:
             known = self._function(digest, function)
-            unpacked = unpack(args, [unpack(each) for each in values])
-            made = known(self, *unpacked)
+            made = known(self, *unpack(args, values))
             if num_values:
                 made_values = (made,) if num_values == 1 else tuple(made)
                 if len(made_values) != num_values:
@@ -222,8 +226,8 @@ class _OnState:
         return self.function(worker.state, *args)
 
 
-def identify(worker: RoleWorker) -> Identity:
-    """Who and where the process is."""
+def identify(worker: RoleWorker, token: str | None) -> Identity:
+    """Who and where the process is; with a token, whether it sees it in the run folder."""
     import ray
 
     import sfumato
@@ -232,7 +236,16 @@ def identify(worker: RoleWorker) -> Identity:
     versions |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
     born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, os.readlink("/proc/self/fd/2"), versions)
+    stderr, folder = os.readlink("/proc/self/fd/2"), None
+    if token is not None:
+        from sfumato.tracking.shared_folder import answer
+
+        folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions, folder)
+
+
+def arrive(worker: RoleWorker) -> None:
+    """Nothing: the values among its arguments have come to this machine when it is called."""
 
 
 def open_store(worker: RoleWorker) -> int:

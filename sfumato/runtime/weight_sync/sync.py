@@ -73,6 +73,7 @@ class WeightSync:
         bucket_mb: float = 256,
         folder: Path | None = None,
         timeout_s: float = 600.0,
+        grace_s: float = GRACE_S,
     ) -> None:
         """Nothing is opened before the first transfer.
 
@@ -83,8 +84,9 @@ class WeightSync:
             bucket_mb: most MiB that are gathered and sent at a time.
             folder: the run folder, for files.
             timeout_s: longest wait of one side for the other.
+            grace_s: how long to wait for the other side when one has failed: until it is known whether it is lost.
         """
-        self.actor, self.sampler = actor, sampler
+        self.actor, self.sampler, self.grace_s = actor, sampler, grace_s
         self.settings = Settings(transport, int(bucket_mb * 2**20), folder, timeout_s)
         self._offer: Offer | None = None
         self._is_first = True
@@ -193,7 +195,7 @@ class WeightSync:
         pause_s, deadline = SHORTEST_PAUSE_S, None
         while not (sending.done() and receiving.done()) and (deadline is None or time.monotonic() < deadline):
             if deadline is None and (_errors_of(sending) or _errors_of(receiving)):
-                deadline = time.monotonic() + GRACE_S
+                deadline = time.monotonic() + self.grace_s
                 self.actor.call_aside(sender.abort_sending).result()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)

@@ -1,0 +1,155 @@
+"""Whether the other ranks of a run are there: each leaves a sign of life in the store where they have met.
+
+Process groups say nothing while a network is down, and name an address at most when a process has gone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+SILENT_S = 10.0
+"""Seconds without one after which a rank is said to be silent."""
+LOST_S = 3.0
+"""Seconds without one after which a rank is taken for the one that was lost, when some rank was."""
+CONNECT_S = 30.0
+"""Longest wait for an answer of the store; then it is asked anew."""
+LEFT = "left"
+"""The sign of a rank that ends by itself."""
+
+_watching: Peers | None = None
+
+
+class Peers:
+    """Signs of life of all ranks. Two threads: one talks to the store, the other tells when that takes long."""
+
+    def __init__(
+        self, connect: Callable[[], dist.Store], rank: int, size: int, say: Callable[[str], None] | None
+    ) -> None:
+        """Begins.
+
+        Args:
+            connect: makes a connection to the store, which rank 0 keeps.
+            rank: of this process.
+            size: number of ranks.
+            say: tells a person who is silent and who is heard again; None where somebody else does.
+        """
+        self._connect, self.rank, self.size, self._say = connect, rank, size, say
+        self._hosts = {rank: socket.gethostname()}
+        self._signs: dict[int, bytes] = {}
+        self._heard = dict.fromkeys(range(size), time.monotonic())
+        self._answered = time.monotonic()
+        self._silent: dict[int, float] = {}
+        self._has_left: set[int] = set()
+        self._stop, self._count = threading.Event(), 0
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._talk, self._tell)]
+        for each in self._threads:
+            each.start()
+
+    def lost(self) -> str:
+        """Who has gone without a word, as text; empty when that is not known. Waits for it ``LOST_S`` and a bit."""
+        time.sleep(LOST_S + 2 * BEAT_S)
+        now = time.monotonic()
+        if now - self._answered > LOST_S:
+            return "" if self.rank == 0 else f"{self.name(0)}, which kept the store of the run, and maybe others"
+        gone = [rank for rank in self._others() if now - self._heard[rank] > LOST_S]
+        return ", ".join(f"{self.name(rank)} (not heard of for {now - self._heard[rank]:.0f} s)" for rank in gone)
+
+    def leave(self) -> None:
+        """This rank ends by itself, and is not to be taken for lost."""
+        self._stop.set()
+        self._threads[0].join(2 * BEAT_S)
+
+    def name(self, rank: int) -> str:
+        """Rank and host."""
+        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in self._has_left]
+
+    def _talk(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._give_signs(self._connect())
+            except (dist.DistError, RuntimeError):  # the network is down, or rank 0 has gone: others say which
+                self._stop.wait(BEAT_S)
+
+    def _give_signs(self, store: dist.Store) -> None:
+        keys = [f"sfumato/alive/{rank}" for rank in range(self.size)]
+        while True:
+            is_last = self._stop.is_set()
+            self._count += 1
+            store.set(keys[self.rank], f"{LEFT if is_last else self._count} {self._hosts[self.rank]}")
+            known = [rank for rank in self._others() if rank in self._signs or store.check([keys[rank]])]
+            signs = store.multi_get([keys[rank] for rank in known]) if known else []
+            for rank, sign in zip(known, signs, strict=True):
+                if sign != self._signs.get(rank):
+                    self._signs[rank], self._heard[rank] = sign, time.monotonic()
+                    word, _, self._hosts[rank] = sign.decode().partition(" ")
+                    if word == LEFT:
+                        self._has_left.add(rank)
+            self._answered = time.monotonic()
+            if is_last:
+                return
+            self._stop.wait(BEAT_S)
+
+    def _tell(self) -> None:
+        while self._say is not None and not self._stop.wait(BEAT_S):
+            now = time.monotonic()
+            store_s = now - self._answered
+            since = {rank: now - self._heard[rank] for rank in self._others()}
+            if self.rank and store_s > SILENT_S:  # nobody can be heard then
+                since = {0: store_s}
+            for rank, seconds in since.items():
+                if seconds > SILENT_S and rank not in self._silent:
+                    self._silent[rank] = now - seconds
+                    self._say(f"{self.name(rank)} is silent since {seconds:.0f} s: is its machine or the network down?")
+            for rank, began in list(self._silent.items()):
+                if since.get(rank, 0.0) < SILENT_S / 2:
+                    del self._silent[rank]
+                    self._say(f"{self.name(rank)} is heard again, after {now - began:.0f} s")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether ranks could not reach each other. Gloo says so with a RuntimeError that names its source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def watch_peers(rank: int, size: int, say: Callable[[str], None]) -> None:
+    """Begins to watch the ranks of a run on several nodes, for as long as the process lives.
+
+    On one node whoever started the ranks knows how they end.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        say: used by the first rank of each node.
+    """
+    global _watching
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size or _watching is not None:
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+
+    _watching = Peers(connect, rank, size, say if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+
+
+def lost_peers() -> str:
+    """As ``Peers.lost``; empty where nobody is watched."""
+    return "" if _watching is None else _watching.lost()
+
+
+def leave_peers() -> None:
+    """As ``Peers.leave``."""
+    if _watching is not None:
+        _watching.leave()

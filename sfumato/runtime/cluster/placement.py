@@ -1,0 +1,316 @@
+"""Which machine each process of each role gets: planned for all roles as a whole, then reserved with Ray.
+
+Ray reserves one placement group after the other and packs each as well as it can, so that an earlier one may take the
+only place of a later one. Here the places of all roles are found first, and each is then asked for by its node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sfumato.config.runtime import PoolConfig, RuntimeConfig
+from sfumato.errors import ConfigError, PreemptedError, RoleLostError
+from sfumato.runtime.weight_sync.places import ADDRESS_REMEDY, is_loopback
+
+KINDS = ("CPU", "GPU")
+UNIT = 10_000
+"""Parts of a CPU or GPU that Ray tells apart."""
+MOST_TRIES = 20_000
+"""Tries after which a plan is taken for impossible: the few kinds of processes of a run need fewer."""
+SAY_PLACE_S = 5.0
+"""Seconds without a place after which a run says what it waits for, and again after each ``SAY_AGAIN_S``."""
+SAY_AGAIN_S = 60.0
+RESERVE_S = 10.0
+"""Seconds in which Ray reserves a place that it said was free; then it is looked for anew."""
+LOOK_S = 0.2
+
+Amount = tuple[int, int]
+"""CPUs and GPUs, in ``1 / UNIT``."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of the cluster."""
+
+    node_id: str
+    name: str
+    total: Amount
+    free: Amount
+
+    def __str__(self) -> str:
+        taken = "" if self.free == self.total else f" ({said(self.free)} free)"
+        return f"{self.name} {said(self.total)}{taken}"
+
+
+@dataclass
+class Slot:
+    """The place of one process."""
+
+    group: Any
+    """Ray's placement group."""
+    index: int
+    """Of the bundle in it."""
+    node_id: str
+
+
+def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list[int]] | None:
+    """Finds a machine for every process, by an exhaustive search that begins with the largest.
+
+    Args:
+        free: what each machine has.
+        roles: what each process of each role needs; all of a role need the same.
+
+    Returns:
+        For each role the machines of its processes, those on one machine beside each other; None when there is no way
+        (or none is found within ``MOST_TRIES``).
+    """
+    wanted = sorted(((amount, role) for role, some in enumerate(roles) for amount in some), key=_largest_first)
+    left, taken, dead_ends, tries = list(free), [], set(), 0
+    chosen: list[dict[int, int]] = [{} for _ in roles]
+    levels = [_candidates(left, chosen, wanted, 0)] if wanted else []
+    while levels:
+        if len(taken) == len(levels):  # the last choice at this level led nowhere
+            machine, (amount, role) = taken.pop(), wanted[len(levels) - 1]
+            left[machine] = (left[machine][0] + amount[0], left[machine][1] + amount[1])
+            chosen[role][machine] -= 1
+        machine = next(levels[-1], None)
+        if machine is None:
+            levels.pop()
+            dead_ends.add((len(levels), tuple(sorted(left))))
+            continue
+        tries += 1
+        if tries > MOST_TRIES:
+            return None
+        amount, role = wanted[len(levels) - 1]
+        left[machine] = (left[machine][0] - amount[0], left[machine][1] - amount[1])
+        chosen[role][machine] = chosen[role].get(machine, 0) + 1
+        taken.append(machine)
+        if len(taken) == len(wanted):
+            break
+        if (len(levels), tuple(sorted(left))) not in dead_ends:
+            levels.append(_candidates(left, chosen, wanted, len(levels)))
+    if len(taken) < len(wanted):
+        return None
+    return [[machine for machine, count in sorted(each.items()) for _ in range(count)] for each in chosen]
+
+
+def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
+    (cpus, gpus), role = item
+    return -gpus, -cpus, role
+
+
+def _candidates(
+    left: Sequence[Amount], chosen: Sequence[Mapping[int, int]], wanted: Sequence[tuple[Amount, int]], level: int
+) -> Iterator[int]:
+    """Machines with room for a process, of equal ones the first.
+
+    Those come first where its role is already, then those with room for most of the rest of it, those without idle
+    GPUs, and the tightest.
+    """
+    (cpus, gpus), role = wanted[level]
+    rest = sum(each == wanted[level] for each in wanted[level:])
+    found: dict[Any, int] = {}
+    for machine, (free_cpus, free_gpus) in enumerate(left):
+        if free_cpus >= cpus and free_gpus >= gpus:
+            is_there = chosen[role].get(machine, 0) > 0
+            room = min([rest, *(free // need for free, need in ((free_cpus, cpus), (free_gpus, gpus)) if need)])
+            found.setdefault((not is_there, -room, free_gpus - gpus, free_cpus - cpus), machine)
+    return iter([found[key] for key in sorted(found)])
+
+
+class Places:
+    """The places of one role's processes, by rank."""
+
+    def __init__(self, reserver: Reserver, name: str, pool: PoolConfig, slots: list[Slot]) -> None:
+        self._reserver, self.name, self.pool, self.slots = reserver, name, pool, slots
+
+    def renew(self, ranks: Iterable[int]) -> None:
+        """Looks for other places for these ranks, if a machine that one of them was on is lost; waits for them.
+
+        Ranks with a common placement group are given together.
+
+        Raises:
+            RoleLostError: there is no place for them.
+            PreemptedError: the run was asked to stop meanwhile.
+        """
+        ranks = list(ranks)
+        alive = {each.node_id for each in machines()}
+        if all(self.slots[rank].node_id in alive for rank in ranks):
+            return
+        _remove(self.slots[rank] for rank in ranks)
+        is_group = len({id(self.slots[rank].group) for rank in ranks}) < len(ranks)
+        wanted = {self.name: (self.pool.model_copy(update={"processes": len(ranks)}), is_group)}
+        try:
+            found = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
+        except ConfigError as error:
+            raise RoleLostError(self.name, ranks, f"their machine is lost: {error}") from error
+        for rank, slot in zip(ranks, found, strict=True):
+            self.slots[rank] = slot
+
+    def free(self) -> None:
+        """Gives them back."""
+        _remove(self.slots)
+
+
+class Reserver:
+    """Reserves places on a cluster."""
+
+    def __init__(self, config: RuntimeConfig, run: Any, is_own: bool) -> None:
+        """Args as of ``Cluster``."""
+        self.config, self.run, self.is_own = config, run, is_own
+
+    def reserve(self, wanted: Mapping[str, tuple[PoolConfig, bool]], *, is_renewal: bool = False) -> dict[str, Places]:
+        """Waits for the places of several roles, found as a whole.
+
+        Args:
+            wanted: by role its pool, and whether its processes form a group: the others are placed each for itself.
+            is_renewal: another place for processes whose machine was lost, which may come back.
+
+        Raises:
+            ConfigError: there is no place for them.
+            PreemptedError: the run was asked to stop meanwhile.
+        """
+        started = time.monotonic()
+        say_at = started + SAY_PLACE_S
+        while True:
+            found = machines()
+            check_addresses(found)
+            if (planned := _plan_on([each.free for each in found], wanted)) is not None:
+                slots = [[found[machine].node_id for machine in each] for each in planned]
+                if (places := self._ask_ray(wanted, slots)) is not None:
+                    return places
+            waited = time.monotonic() - started
+            can_never_be = planned is None and _plan_on([each.total for each in found], wanted) is None
+            patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
+            text = _about(wanted, found)
+            if waited > patience:
+                raise ConfigError(f"{text}. {self._remedy(can_never_be)}")
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + SAY_AGAIN_S
+                what = "for machines to join" if can_never_be else "until others give some back"
+                self.run.say(f"{text}; waiting {what}, at most {patience - waited:.0f} s more")
+            self.check_stop()
+            time.sleep(LOOK_S)
+
+    def check_stop(self) -> None:
+        """Raises PreemptedError when the run was asked to stop."""
+        if self.run.stop_requested:
+            raise PreemptedError("stopped by signal while processes waited for their places", is_saved=False)
+
+    def _patience(self, can_never_be: bool) -> float:
+        if not can_never_be:
+            return self.config.call_timeout_s
+        return 0.0 if self.is_own else self.config.wait_for_nodes_s
+
+    def _remedy(self, can_never_be: bool) -> str:
+        lower = "Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or"
+        if not can_never_be:
+            return f"{lower} wait until what else runs there has ended (runtime.call_timeout_s)"
+        if self.is_own:
+            return f"{lower} join a larger cluster with runtime.address"
+        return (
+            f"{lower} add machines first (cluster/check_nodes.py --nodes N waits for them); runtime.wait_for_nodes_s "
+            "waits for those that an autoscaler adds"
+        )
+
+    def _ask_ray(
+        self, wanted: Mapping[str, tuple[PoolConfig, bool]], nodes: Sequence[Sequence[str]]
+    ) -> dict[str, Places] | None:
+        """Reserves planned places; None when Ray could not, as somebody else was faster or a machine was lost."""
+        import ray
+
+        slots: dict[str, list[Slot]] = {}
+        for (name, (pool, is_group)), ids in zip(wanted.items(), nodes, strict=True):
+            need = {"CPU": pool.cpus, "GPU": pool.gpus}
+            bundle = {key: value for key, value in need.items() if value} or {"CPU": 1 / UNIT}
+            teams = [ids] if is_group else [[each] for each in ids]
+            slots[name] = [
+                Slot(group, index, node_id)
+                for team in teams
+                for group in [
+                    ray.util.placement_group(
+                        [bundle] * len(team),
+                        strategy="PACK",
+                        bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in team],
+                    )
+                ]
+                for index, node_id in enumerate(team)
+            ]
+        groups = {slot.group.id: slot.group for some in slots.values() for slot in some}
+        deadline = time.monotonic() + RESERVE_S
+        while not all(each.wait(timeout_seconds=LOOK_S) for each in groups.values()):
+            if time.monotonic() > deadline or self.run.stop_requested:
+                for each in groups.values():
+                    ray.util.remove_placement_group(each)
+                self.check_stop()
+                return None
+        return {name: Places(self, name, wanted[name][0], some) for name, some in slots.items()}
+
+
+def machines() -> list[Machine]:
+    """The nodes that are alive, in the order of their names."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    found = [
+        Machine(
+            each["NodeID"],
+            each["NodeManagerHostname"],
+            _amount(each["Resources"]),
+            _amount(free.get(each["NodeID"], {})),
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+    return sorted(found, key=lambda each: (each.name, each.node_id))
+
+
+def check_addresses(found: Sequence[Machine]) -> None:
+    """Refuses machines that give others an address which leads every machine to itself.
+
+    Raises:
+        ConfigError: names them and the remedy.
+    """
+    import ray
+
+    if len({each.name for each in found}) < 2:
+        return
+    wrong = [each for each in ray.nodes() if each["Alive"] and is_loopback(each["NodeManagerAddress"])]
+    if wrong:
+        names = ", ".join(f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})" for each in wrong)
+        raise ConfigError(f"other machines of the cluster cannot reach {names}: {ADDRESS_REMEDY}")
+
+
+def said(amount: Amount) -> str:
+    """Such as ``1.5 CPU, 1 GPU``."""
+    return ", ".join(f"{value / UNIT:g} {kind}" for kind, value in zip(KINDS, amount, strict=True))
+
+
+def _plan_on(free: Sequence[Amount], wanted: Mapping[str, tuple[PoolConfig, bool]]) -> list[list[int]] | None:
+    return plan(free, [[_need(pool)] * pool.processes for pool, _ in wanted.values()])
+
+
+def _need(pool: PoolConfig) -> Amount:
+    return _amount({"CPU": pool.cpus, "GPU": pool.gpus})
+
+
+def _amount(resources: Mapping[str, float]) -> Amount:
+    cpus, gpus = (round(resources.get(kind, 0.0) * UNIT) for kind in KINDS)
+    return cpus, gpus
+
+
+def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], found: Sequence[Machine]) -> str:
+    asked = ", ".join(f"{name} {pool.processes} x ({said(_need(pool))})" for name, (pool, _) in wanted.items())
+    there = "; ".join(map(str, found))
+    return f"no place for runtime.pools: asked for are {asked}; the machines have: {there}"
+
+
+def _remove(slots: Iterable[Slot]) -> None:
+    import ray
+
+    for group in {slot.group.id: slot.group for slot in slots}.values():
+        ray.util.remove_placement_group(group)

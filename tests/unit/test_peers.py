@@ -1,0 +1,87 @@
+"""Ranks that fall silent are named, those that end by themselves are not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sfumato.parallel import peers as peers_module
+from sfumato.parallel.peers import Peers
+from sfumato.tracking import ending
+
+
+class Line:
+    """A connection to the store that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.is_up = threading.Event()
+        self.is_up.set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_up.wait(30)
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Peers], list[Line], list[str]]]:
+    """Three ranks, of which the first says what it notices."""
+    for name, seconds in (("BEAT_S", 0.05), ("SILENT_S", 0.6), ("LOST_S", 0.4)):
+        monkeypatch.setattr(peers_module, name, seconds)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines, said = [Line(server.port) for _ in range(3)], []
+    made = [
+        Peers(lambda line=line: line, rank, 3, said.append if rank == 0 else None) for rank, line in enumerate(lines)
+    ]
+    wait_until(lambda: all(len(each._signs) == 2 for each in made))
+    yield made, lines, said
+    for line, each in zip(lines, made, strict=True):
+        line.is_up.set()
+        each.leave()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_that_is_cut_off_is_named_and_heard_again(ranks: tuple[list[Peers], list[Line], list[str]]) -> None:
+    (first, second, third), lines, said = ranks
+    lines[2].is_up.clear()
+    host = socket.gethostname()
+    wait_until(lambda: bool(said))
+    assert said[0].startswith(f"rank 2 on {host} is silent since ")
+    for each in (first, second):
+        assert each.lost().startswith(f"rank 2 on {host} (not heard of for ")
+    assert third.lost() == f"rank 0 on {host}, which kept the store of the run, and maybe others"
+    lines[2].is_up.set()
+    wait_until(lambda: len(said) > 1)
+    assert said[1].startswith(f"rank 2 on {host} is heard again, after ")
+    assert first.lost() == "" and len(said) == 2
+
+
+def test_a_rank_that_ends_by_itself_is_not_taken_for_lost(ranks: tuple[list[Peers], list[Line], list[str]]) -> None:
+    (first, second, third), _, said = ranks
+    third.leave()
+    time.sleep(0.8)
+    assert first.lost() == second.lost() == "" and not said
+
+
+def test_the_message_of_a_lost_peer_is_one_line_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:1234")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ending, "lost_peers", lambda: "rank 1 on bravo (not heard of for 5 s)")
+    found = ending.ending_of(error)
+    assert found.text == (
+        "stopped: rank 0 has lost rank 1 on bravo (not heard of for 5 s); "
+        "to go on, add --train.load_checkpoint_path auto"
+    )
+    assert (found.code, found.kind, found.stacks) == (8, "lost", "")
