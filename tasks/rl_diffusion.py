@@ -82,7 +82,9 @@ def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoad
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all shares scored
     start = roles.actor.call(Actor.resume).result()
     costs = roles.actor.call(Actor.count_costs, config).result()
+    rows = roles.actor.call(Actor.probe_rows, config).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
+    run.add_environment(rows.environment, rows.message)
     stream = RolloutStream(
         roles,
         requests=lambda iteration, share, num_shares: requests_of(prompts, iteration, share, num_shares),
@@ -336,9 +338,10 @@ def trajectory_losses(
     new = replay_trajectories(actor.model, sampled, conditioning, algorithm.dynamics, guidance)
     old, errors = sampled.sampled_steps(), {}
     if checked:
-        bound = algorithm.objective.replay_tolerance if algorithm.self_check and set(batch.versions) == {step} else None
-        log_ratio = algorithm.objective.log_ratio(new, old).detach()
-        error = check_replay(log_ratio, sampled.steps, actor.model.input_dtype, bound)
+        log_ratio, dtype = algorithm.objective.log_ratio(new, old).detach(), actor.model.compute_dtype
+        is_own = algorithm.self_check and set(batch.versions) == {step}
+        bound = actor.rows.bound(len(log_ratio), algorithm.objective.replay_tolerance, dtype) if is_own else None
+        error = check_replay(log_ratio, sampled.steps, dtype, bound)
         errors = {"ratio/replay_error": torch.tensor(error)}
     is_proximal = not actor.policies.is_ahead  # of itself at the start of this update
     proximal = new.mean.detach() if is_proximal else sampled.proximal_rows

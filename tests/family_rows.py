@@ -45,7 +45,7 @@ class Row:
     num_frames: int = 1
     """Frames with which it is trained by RL."""
     exact: bool = True
-    """A row of a batch has the same bits in any batch of four rows or more: not where there are convolutions."""
+    """A row has the same bits in every batch of two rows or more: not where there are convolutions of pictures."""
     needs: str = ""
     """A package that the family needs and not every installation has."""
 

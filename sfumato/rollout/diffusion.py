@@ -215,9 +215,9 @@ def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dty
     if bound is not None and not largest <= bound:
         raise SelfCheckError(
             f"before the first update, replay and rollout differ at denoising step {steps[worst]} by a log-ratio of "
-            f"{largest:.2e} (allowed: a tenth of the clip range, {bound:.2e}; model in {dtype}). Use one batch shape "
-            "in both (rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip "
-            "range; algorithm.self_check: false goes on anyway"
+            f"{largest:.2e} (allowed: {bound:.2e}; model in {dtype}). Use one batch shape in both "
+            "(rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip range; "
+            "algorithm.self_check: false goes on anyway"
         )
     return largest
 

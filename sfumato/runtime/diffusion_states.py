@@ -25,6 +25,7 @@ from sfumato.optim.ema import averaged_weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import all_parameters
 from sfumato.rollout.costs import Costs, count_costs
+from sfumato.rollout.row_probe import NOT_PROBED, RowProbe, probe_rows
 from sfumato.runtime.memory import OPTIMIZER, PARAMETERS, RoleMemory
 
 EMA = "ema_weights"
@@ -83,6 +84,8 @@ class Actor:
     """None keeps everything where it is."""
     sync: Any = None
     """Where weights go out."""
+    rows: RowProbe = NOT_PROBED
+    """Whether rows depend on their batch, for the self-check."""
 
     @contextmanager
     def policy(self) -> Iterator[DiffusionModel]:
@@ -137,6 +140,15 @@ class Actor:
         self.checkpointer.resume(self.state)
         self.policies.begin()
         return self.state.step
+
+    def probe_rows(self, config: DiffusionRLConfig) -> RowProbe:
+        """Measures whether rows depend on their batch, where trajectories are replayed."""
+        if config.algorithm.objective.kind == "trajectory":
+            with self.policy() as model:
+                self.rows = probe_rows(model, config, self.mesh)
+        else:
+            self.rows = RowProbe(reason="nothing is replayed")
+        return self.rows
 
     def count_costs(self, config: DiffusionRLConfig) -> Costs:
         """What drawing and learning from samples takes."""

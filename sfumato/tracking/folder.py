@@ -159,10 +159,13 @@ class RunFolder:
         os.replace(building, self.path / "config.yaml")
         write_json(self.path / ENVIRONMENT, about)
 
+    def add_environment(self, values: Mapping[str, Any]) -> None:
+        """Adds to ``environment.json`` what is known only when the run has begun."""
+        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
+
     def finish(self) -> None:
         """Notes that the run has come to its end."""
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), "finished": now})
+        self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
 
     def _identity(self, from_step: int) -> dict[str, Any]:
         """The run's id, and the run that it was forked from. A resumed run keeps what it is."""

@@ -276,6 +276,13 @@ class Run:
 
         return watched
 
+    def add_environment(self, values: Mapping[str, Any], message: str = "") -> None:
+        """Adds what was measured of this machine to ``environment.json``, and says what follows from it."""
+        if message:
+            self.say(message)
+        if self.folder is not None:
+            self.folder.add_environment(values)
+
     def say(self, text: str) -> None:
         """A line for the person who watches, and for ``log.txt``."""
         if not self.mesh.is_first:
@@ -469,6 +476,7 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
+        "cpu_kernels": {"torch": torch.backends.cpu.get_cpu_capability(), "MKL_CBWR": os.environ.get("MKL_CBWR")},
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "num_processes": mesh.size,
         "command": sys.argv,

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 from sfumato import kernels
+from tests.rows import counts_that_differ
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.exact
 
 TASK = """
 import json, os
@@ -22,27 +24,22 @@ from typing import ClassVar
 import torch
 from sfumato.config.base import Section
 from sfumato.tracking.run import run_task
-from tests.unit.test_kernels import counts_that_differ
 
 class Empty(Section):
     "Nothing."
     usage: ClassVar[str] = ""
 
-run_task(lambda config: print(json.dumps([os.environ["MKL_CBWR"], counts_that_differ()])), Empty)
+def main(config):
+    from tests.rows import counts_that_differ  # which computes
+    print(json.dumps([os.environ["MKL_CBWR"], counts_that_differ()]))
+
+run_task(main, Empty)
 """
 
 needs_avx2 = pytest.mark.skipif(
     not torch.backends.mkl.is_available() or not torch.cpu._is_avx2_supported(),
     reason="the setting is that of MKL, and works from AVX2 on",
 )
-
-
-def counts_that_differ() -> list[int]:
-    """Of the numbers of rows below 32: those with which a row of a product of width 256 is another one."""
-    generator = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randn(count, 256, generator=generator) for count in (32, 256))
-    whole = functional.linear(rows, weight)
-    return [count for count in range(1, 32) if not torch.equal(functional.linear(rows[:count], weight), whole[:count])]
 
 
 def test_a_choice_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

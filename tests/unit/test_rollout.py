@@ -14,6 +14,7 @@ from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.rollout.diffusion import Trajectories, check_replay, replay_trajectories, sample_trajectories
+from tests.rows import ROUNDING
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "tiny_sd3.yaml"
 PROMPTS = [f'write "A{letter}C"' for letter in "ABCDEFGHIJKLMNOP"]
@@ -46,6 +47,7 @@ def roll_out(model: DiffusionModel, ids: list[int], **changes: object) -> tuple[
     return sample_trajectories(model, model.encode_prompts([PROMPTS[each] for each in ids]), ids, **settings)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
 @pytest.mark.parametrize("dynamics", [FlowSDE(0.7), CPS(0.8)], ids=["sde", "cps"])
 def test_replay_before_any_update_gives_log_ratios_of_exactly_zero(
@@ -56,18 +58,20 @@ def test_replay_before_any_update_gives_log_ratios_of_exactly_zero(
     new = replay_trajectories(model, sampled, model.encode_prompts(PROMPTS), dynamics, guidance_scale)
     log_ratio = new.log_ratio(sampled.means.flatten(0, 1), sampled.next_latents.flatten(0, 1))
     assert new.mean.requires_grad
-    assert torch.equal(log_ratio, torch.zeros(16 * 7)), f"largest {float(log_ratio.abs().max()):.1e}"
-    assert torch.equal(new.log_prob(sampled.next_latents.flatten(0, 1)), sampled.log_probs.flatten())
+    assert log_ratio.abs().max() <= ROUNDING, f"largest {float(log_ratio.abs().max()):.1e}"
+    log_probs = new.log_prob(sampled.next_latents.flatten(0, 1))
+    torch.testing.assert_close(log_probs, sampled.log_probs.flatten(), atol=ROUNDING, rtol=ROUNDING)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 8])
+@pytest.mark.exact
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 6, 8])
 def test_a_sample_is_the_same_in_every_micro_batch(model: DiffusionModel, micro_batch_size: int) -> None:
     latents, sampled = roll_out(model, list(range(16)))
     ids = list(range(16))
     parts = [roll_out(model, ids[start : start + micro_batch_size]) for start in range(0, 16, micro_batch_size)]
     joined = torch.cat([each for each, _ in parts])
-    # one or two rows take another matrix kernel on CPUs; from four rows on the result is the same to the bit
-    tolerance = 0.0 if micro_batch_size >= 4 else 1e-4
+    # the convolution of the patch embedding takes another kernel for a batch of one picture
+    tolerance = 1e-4 if micro_batch_size == 1 or ROUNDING else 0.0
     torch.testing.assert_close(joined, latents, atol=tolerance, rtol=0)
     torch.testing.assert_close(
         Trajectories.cat([each for _, each in parts]).means, sampled.means, atol=tolerance, rtol=0
@@ -115,5 +119,7 @@ def test_the_self_check_names_the_step_and_the_dtype() -> None:
     assert check_replay(torch.zeros(6), [4, 5, 6], torch.float32, 1e-5) == 0
     with pytest.raises(SelfCheckError, match=r"denoising step 5 .*3\.00e-04.*1\.00e-05.*float32"):
         check_replay(log_ratio, [4, 5, 6], torch.float32, 1e-5)
+    with pytest.raises(SelfCheckError, match=r"by a log-ratio of 1\.00e-09 \(allowed: 0\.00e\+00"):
+        check_replay(torch.tensor([0.0, 1e-9]), [4, 5], torch.float32, 0.0)
     with pytest.raises(SelfCheckError):
         check_replay(torch.full((3,), float("nan")), [0, 1, 2], torch.float32, 1e-5)

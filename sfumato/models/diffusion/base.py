@@ -278,6 +278,11 @@ class DiffusionModel(FrozenParts):
         """dtype of the denoiser's weights, in which its inputs are given."""
         return next(self.denoiser.parameters()).dtype
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of the denoiser's matrix products."""
+        return self.autocast_dtype or next(self.denoiser.parameters()).dtype
+
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Inside, the LoRA adapter is switched off: the model is its own reference."""

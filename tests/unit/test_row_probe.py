@@ -1,0 +1,137 @@
+"""The probe of a starting run: whether rows depend on their batch, and what the self-check then asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.load import load_config
+from sfumato.errors import SelfCheckError
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.row_probe import RowProbe, batch_sizes, probe_rows
+from tests.rows import ROUNDING
+from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
+
+pytestmark = pytest.mark.exact
+ALONE = Mesh(Layout(), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pipeline(tmp_path_factory.mktemp("model") / "pipeline")
+
+
+@pytest.fixture(autouse=True)
+def one_pipeline_for_all(tmp_path: Path, pipeline: Path) -> None:
+    (tmp_path / "pipeline").symlink_to(pipeline)
+
+
+def config_with(tmp_path: Path, **changes: Any) -> DiffusionRLConfig:
+    return load_config(DiffusionRLConfig, overrides=tiny_rl_config(tmp_path, **changes))
+
+
+def model_of(config: DiffusionRLConfig) -> DiffusionModel:
+    return load_task("rl_diffusion").build_model(config, ALONE)
+
+
+def depend_on_the_batch(model: DiffusionModel, name: str, amount: float) -> None:
+    """A layer whose rows are another sum in every size of batch, as kernels do that are chosen by it."""
+    layer = model.denoiser.get_submodule(name)
+    layer.register_forward_hook(lambda _module, _given, output: output + amount * len(output))
+
+
+def test_the_sizes_are_those_of_the_run(tmp_path: Path) -> None:
+    config = config_with(tmp_path)  # 4 prompts x 4, micro-batches of 8; replays of 4 and of 1 sample x 2 steps
+    assert batch_sizes(config, 1) == ([8], [2, 8])
+    assert batch_sizes(config, 3) == ([4, 8], [2, 8])
+    assert batch_sizes(config_with(tmp_path, rollout={"micro_batch_size": 6}), 1) == ([4, 6], [2, 8])
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_rows_of_a_real_model_are_independent(tmp_path: Path, guidance_scale: float) -> None:
+    config = config_with(tmp_path, rollout={"guidance_scale": guidance_scale})
+    found = probe_rows(model_of(config), config, ALONE)
+    assert set(found.differences) == {2, 8} and max(found.differences.values()) <= ROUNDING
+    assert found.is_exact is not bool(ROUNDING)
+
+
+def test_a_layer_whose_rows_depend_on_the_batch_is_named(tmp_path: Path) -> None:
+    config = config_with(tmp_path)
+    model = model_of(config)
+    depend_on_the_batch(model, "transformer_blocks.1.ff.net.2", 1e-4)
+    before = torch.get_rng_state()
+    found = probe_rows(model, config, ALONE)
+    assert torch.equal(torch.get_rng_state(), before), "the numbers of the run are those without a probe"
+    assert found.is_exact is False and found.differences[2] > 0
+    assert found.layer == "transformer_blocks.1.ff.net.2 (Linear)" and found.layer in found.message
+    assert found.environment["row_probe"]["rows_independent_of_batch"] is False
+    hooks = [each for module in model.denoiser.modules() for each in module._forward_hooks]
+    assert len(hooks) == 1, "of the probe none is left"
+
+
+def test_what_the_self_check_asks_for() -> None:
+    exact = RowProbe({3: 0.0, 8: 0.0, 12: 2e-7}, sampled=(8,))
+    assert exact.bound(8, 1e-5, torch.float32) == exact.bound(3, 1e-5, torch.bfloat16) == 0.0
+    for rows in (12, 7):  # rows depend on this size, or it was not looked at
+        assert exact.bound(rows, 1e-3, torch.float32) == pytest.approx(3.05e-5, rel=1e-2)
+        assert exact.bound(rows, 1e-5, torch.float32) == 1e-5, "never more than a tenth of the clip range"
+        assert exact.bound(rows, 1e-5, torch.bfloat16) == 1e-5
+    assert RowProbe({3: 0.0, 8: 1e-7}, sampled=(8,)).bound(3, 1e-3, torch.float32) > 0
+    assert RowProbe(reason="compiled").bound(8, 1e-4, torch.float32) == 1e-4 and not RowProbe().message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"train": {"compile": True}}, "compiled"),
+        ({"algorithm": {"recipe": "diffusion_nft"}}, "nothing is replayed"),
+    ],
+)
+def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    config = tiny_rl_config(tmp_path, train={"max_steps": 1})
+    if "algorithm" in changes:
+        del config["algorithm"]
+        config |= changes
+        run = run_task_here("rl_diffusion", config)
+        found = json.loads((run / "environment.json").read_text())["row_probe"]
+    else:
+        given = config_with(tmp_path, **changes)
+        found = probe_rows(model_of(given), given, ALONE).environment["row_probe"]
+    assert found["rows_independent_of_batch"] is None and reason in found["reason"]
+
+
+def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) -> None:
+    if ROUNDING:
+        pytest.skip("rows depend on their batch on this CPU")
+    task, config = load_task("rl_diffusion"), tiny_rl_config(tmp_path, train={"max_steps": 1})
+    replay = task.replay_trajectories
+
+    def nudged(model: DiffusionModel, sampled: Any, *given: Any) -> Any:
+        step = replay(model, sampled, *given)
+        object.__setattr__(step, "mean", step.mean * (1 + 2e-7))
+        return step
+
+    task.replay_trajectories = nudged
+    with pytest.raises(SelfCheckError, match=r"allowed: 0\.00e\+00"):
+        run_task_here(task, config)
+    found = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert found["row_probe"] == {"rows_independent_of_batch": True, "differences": {"2 rows": 0.0, "8 rows": 0.0}}
+    assert found["cpu_kernels"]["MKL_CBWR"]
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the setting is that of MKL")
+def test_on_a_cpu_without_avx2_a_run_says_that_its_rows_depend_on_the_batch(tmp_path: Path) -> None:
+    config = write_config(tiny_rl_config(tmp_path, train={"max_steps": 1}), tmp_path / "run.yaml")
+    done = run_task_process("rl_diffusion", config, env={"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"})
+    assert done.returncode == 0, done.output
+    found = json.loads((done.output_dir / "environment.json").read_text())["row_probe"]
+    assert found["rows_independent_of_batch"] is False and found["layer"].endswith("(Linear)")
+    assert "rows of the model's output depend on the batch here" in (done.output_dir / "log.txt").read_text()
+    assert done.metrics()[1]["ratio/replay_error"] < 3.1e-5
