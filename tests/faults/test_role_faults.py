@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -42,10 +43,12 @@ def test_a_sampler_and_a_scorer_are_killed(tmp_path: Path) -> None:
     with start(config, tmp_path) as run:
         for step, role in ((1, "sampler"), (3, "scorer")):
             run.wait_for_step(step)
+            assert json.loads((run.folder / "run.lock").read_text())["pid"] == run.driver.pid
             assert run.signal(role, signal.SIGKILL)
         assert run.wait() == 0, run.output
         said = run.output
         assert run.left() == {}
+    assert not (run.folder / "run.lock").exists()
     assert re.search(r"role sampler, rank 0: process \d+ on .* has died", said)
     assert "role sampler: its processes are replaced (1 of 3)" in said
     assert_same(run.folder, undisturbed(config, tmp_path / "undisturbed"))
