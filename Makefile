@@ -6,6 +6,9 @@ SEED ?= 42
 BIN := $(abspath $(VENV))/bin
 LAUNCH := PYTHON=$(BIN)/python bash train.sh
 
+# The OCR program is no Python package: it is installed where that needs no password.
+TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
+
 .PHONY: setup quickstart test slow-test lint format clean
 
 setup: $(VENV)/.installed
@@ -14,6 +17,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ocr,dev]"
+	@command -v tesseract >/dev/null || $(TESSERACT) >/dev/null 2>&1 || \
+		echo "No tesseract, so its tests are skipped: apt-get install tesseract-ocr, as root, brings it"
 	touch $@
 
 # Given again it goes on where it was stopped. Another seed has a folder of its own.

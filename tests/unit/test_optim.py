@@ -1,9 +1,9 @@
 """Learning-rate schedule, weight-decay groups, and the moving average of weights."""
 
-import importlib.util
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,8 +230,9 @@ def test_default_settings_are_plain_adamw_bit_for_bit():
     assert all(map(torch.equal, found, trained(plain)))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-def test_8_bits_need_an_extra():
+def test_8_bits_need_an_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
+    monkeypatch.delitem(sys.modules, "sfumato.optim.adamw8bit", raising=False)
     with pytest.raises(MissingDependencyError, match=r"adamw8bit needs torchao: run pip install 'sfumato\[low-memory"):
         build_optimizer(nn.Linear(2, 2), config(optimizer="adamw8bit"), 1)
 

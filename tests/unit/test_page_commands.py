@@ -50,7 +50,7 @@ def reads_its_configuration(command: Command, patch: pytest.MonkeyPatch) -> None
 def names_a_target(command: Command, patch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout, done.stderr
-    for line in done.stdout.splitlines():
+    for line in done.stdout.replace("\\\n", " ").splitlines():
         if "train.sh" in line:
             words = line.split("train.sh", 1)[1].split()
             reads_its_configuration(Command(command.page, ("bash", "train.sh", *words)), patch)
@@ -138,6 +138,7 @@ RULES = [
     Rule(r"python -m sfumato\.config TASK\.py", None, "run by tests/unit/test_launch.py::read_first"),
     Rule(r"python -m sfumato\.cli$", None, "run by tests/unit/test_cli.py"),
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
+    Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
     Rule(
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
