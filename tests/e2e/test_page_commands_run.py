@@ -80,8 +80,11 @@ def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str
             made = ("data_type", "glyphs", "synthetic")
             content["data"] = {key: value for key, value in content["data"].items() if key not in made}
             content["data"] |= {key: value for key, value in shipped["data"].items() if key in made}
-    content["train"] |= {"max_steps": 1, "device": "cpu", "num_threads": 1, "micro_batch_size": 2}
-    content["train"]["global_batch_size"] = 2 * ranks
+    name, size = "--train.micro_batch_size", 2
+    if name in command.words:
+        size = int(command.words[command.words.index(name) + 1])
+    content["train"] |= {"max_steps": 1, "device": "cpu", "num_threads": 1}
+    content["train"] |= {"micro_batch_size": size, "global_batch_size": size * ranks}
     if task == "rl_diffusion":
         content["rollout"] |= {"num_prompts": ranks, "n": 2, "micro_batch_size": 2}
     return content
