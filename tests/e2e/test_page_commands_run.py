@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge, parse_overrides, read_yaml
 from sfumato.tracking.trackers import read_jsonl
 from tests.page_commands import ROOT, Command
 from tests.tiny import tiny_dit_config, tiny_rl_config, write_config, write_tiny_pipeline
@@ -119,7 +119,7 @@ def test_a_task_runs_as_the_page_says(command: Command, copy: Path) -> None:
     if "auto" in words:
         run(words[: words.index("--train.load_checkpoint_path")], copy, **environment)
     run(words, copy, **environment)
-    folder = copy / content["train"]["output_dir"]
+    folder = copy / merge(content, parse_overrides(words[script + 2 :]))["train"]["output_dir"]
     assert (folder / "hf_ckpt").is_dir() and read_jsonl(folder / "metrics.jsonl")[-1]["step"] >= 1
 
 
