@@ -34,6 +34,7 @@ quickstart: setup
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
+	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit -m "exact and not slow"
 
 slow-test: setup
 	$(BIN)/python -m pytest -m slow
