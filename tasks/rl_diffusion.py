@@ -141,10 +141,9 @@ def train(config: DiffusionRLConfig, run: Run, roles: Roles, prompts: PromptLoad
         if evaluating:
             run.say_signs_of_hacking()
             run.write_report(if_cheap=not last)
-        run.sync()
-        roles.actor.call(Actor.after_step).result()
+        roles.actor.call(Actor.after_step, run.sync()).result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
-            roles.actor.call(Actor.export, config).result()
+            run.attempt(lambda: roles.actor.call(Actor.export, config).result())
 
     roles.actor.call(Actor.export, config).result()
     roles.scorer.call(Scorer.close).result()

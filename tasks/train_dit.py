@@ -101,7 +101,7 @@ def main(config: TrainDitConfig) -> None:
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
-            export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+            run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 
     export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()

@@ -100,7 +100,7 @@ def main(config: TrainTextDpoConfig) -> None:
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
         if config.train.export_steps and state.step % config.train.export_steps == 0:
-            export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+            run.attempt(export_model, model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
 
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()

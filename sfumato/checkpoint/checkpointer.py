@@ -36,6 +36,7 @@ class Checkpointer:
         self.before_save: Callable[[], None] = lambda: None
         """Called before the state is looked at: tensors that were moved away must be back."""
         self._saved_step = -1
+        self._unwritten = ""
         self._staging = Staging() if config.save_async else None
         self._pending: tuple[Saving, threading.Thread] | None = None
         if mesh.is_first:
@@ -83,23 +84,31 @@ class Checkpointer:
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 
-    def after_step(self, state: TrainState, due: bool = False) -> None:
+    def after_step(self, state: TrainState, due: bool = False, unwritten: str = "") -> None:
         """Saves if it is due, at the end, or when the run was asked to stop.
 
         Args:
             state: what is saved.
             due: save also when the number of steps alone does not ask for it.
+            unwritten: why metrics of these steps cannot be written, where the run is in another process.
 
         Raises:
-            CheckpointError: when the last checkpoint of the run could not be written.
+            CheckpointError: when the checkpoint after a signal could not be written. That of the last step is
+                raised by ``Run.finish``, after the export.
             PreemptedError: after saving, when SIGTERM or SIGINT came on some rank.
         """
+        self._unwritten = unwritten
         stopping = self.mesh.any(self.run.stop_requested)
         total_steps = self.total_steps() if callable(self.total_steps) else self.total_steps
         last = state.step >= total_steps
         due = due or (self.config.save_steps > 0 and state.step % self.config.save_steps == 0)
-        if due or last or stopping:
-            self.save(state, must_succeed=last or stopping)
+        if last and not stopping:
+            try:
+                self.save(state)
+            except CheckpointError as error:
+                self.run.owe(error)  # an export may fit where a checkpoint does not
+        elif due or stopping:
+            self.save(state, must_succeed=stopping)
         elif self._pending is not None and not self.mesh.any(self._pending[1].is_alive()):
             self._settle()
         if stopping:
@@ -162,7 +171,8 @@ class Checkpointer:
             self._finish(saving, must_succeed=False)
 
     def _finish(self, saving: Saving, must_succeed: bool) -> None:
-        self.run.sync()  # no checkpoint may outlive the metrics of its steps
+        if unwritten := self.run.sync() or self._unwritten:  # no checkpoint may outlive the metrics of its steps
+            saving.fail(OSError(unwritten))
         try:
             saving.finish(self.config.max_checkpoints)
         except CheckpointError as error:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from sfumato.checkpoint.replacing import replace_folder
-from sfumato.errors import NonFiniteError
+from sfumato.checkpoint.saving import disk_error
+from sfumato.errors import CheckpointError, NonFiniteError
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
@@ -53,10 +55,15 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
         if bad:
             raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
         weights = whole_weights(model.trained, mesh, only_adapters, share=True)
+        problem = ""
         with mesh.first_rank_first():  # writing may take longer than a collective waits
             if mesh.is_first:
-                replace_folder(folder, lambda building: _write(model, building, weights, merge))
-    mesh.barrier()
+                try:
+                    replace_folder(folder, lambda building: _write(model, building, weights, merge))
+                except (OSError, SafetensorError) as error:
+                    problem = f"the export {folder} could not be written: {disk_error(error) or error}"
+        if problem := mesh.first(problem, among="world"):
+            raise CheckpointError(problem)
 
 
 def _write(model: Exportable, folder: Path, weights: dict[str, torch.Tensor], merge: bool) -> None:

@@ -93,6 +93,10 @@ class Saving:
         except Exception as error:  # a thread has nobody to raise it to
             self._error = error
 
+    def fail(self, error: OSError) -> None:
+        """Notes that what belongs to the checkpoint could not be written."""
+        self._error = self._error or error
+
     def finish(self, keep: int) -> None:
         """Makes the checkpoint complete once all ranks have written, and removes older ones. Every rank must call it.
 

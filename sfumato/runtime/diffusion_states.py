@@ -158,9 +158,12 @@ class Actor:
         """Writes a checkpoint of the finished iterations."""
         self.checkpointer.save(self.state)
 
-    def after_step(self) -> None:
-        """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop."""
-        self.checkpointer.after_step(self.state)
+    def after_step(self, unwritten: str = "") -> None:
+        """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop.
+
+        ``unwritten`` says why metrics of these steps cannot be written, which makes the checkpoint fail.
+        """
+        self.checkpointer.after_step(self.state, unwritten=unwritten)
 
     def export(self, config: DiffusionRLConfig) -> None:
         """Writes the trained pipeline or adapter to ``hf_ckpt``."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +18,12 @@ import torch
 
 from sfumato.config.base import Section
 from sfumato.config.load import parse_config
-from sfumato.errors import FolderError, PreemptedError, RoleLostError
+from sfumato.errors import CheckpointError, FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.parallel.peers import leave_peers, watch_peers
 from sfumato.tracking.ending import ending_of, keep_stacks, name_log
+from sfumato.tracking.environment import environment_of
 from sfumato.tracking.folder import RunFolder, read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.meters import PAUSES, Meter, peak_flops
@@ -36,14 +33,14 @@ from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stil
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.signals import check_early_stop, listen
 from sfumato.tracking.signs import signs_of_hacking
+from sfumato.tracking.sparing import Sparing
 from sfumato.tracking.timeline import Event, Timeline
-from sfumato.tracking.trackers import JsonLines, build_trackers, check_trackers, read_jsonl, series_of
+from sfumato.tracking.trackers import JsonLines, Trackers, build_trackers, check_trackers, read_jsonl, series_of
 
 Item = TypeVar("Item")
 
 REPORT_SHARE = 0.05
 """Of a run's time, what reports before the last may take."""
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
 
 class Run:
@@ -75,6 +72,8 @@ class Run:
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
             if train.profile_steps is not None:
                 self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
+        self._files = Sparing(self.say)
+        self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}
         self._signs_said: set[str] = set()
         self._report_due = 0.0
@@ -94,11 +93,11 @@ class Run:
         if self._enabled:
             drop_samples_after(self.output_dir, from_step)
             keep = from_step if from_step > 0 else None
-            self._metrics = JsonLines(self.output_dir / "metrics.jsonl", keep_until_step=keep)
-            self._times = JsonLines(self.output_dir / "timings.jsonl", keep_until_step=keep)
+            self._metrics = JsonLines(self.output_dir / "metrics.jsonl", keep, self._files.report)
+            self._times = JsonLines(self.output_dir / "timings.jsonl", keep, self._files.report)
             purge_step = from_step + 1 if from_step > 0 else None
-            self._timeline = Timeline(self.output_dir, keep)
-            self._trackers = build_trackers(trackers, self.output_dir, purge_step, self._config)
+            self._timeline = Timeline(self.output_dir, keep, report=self._files.report)
+            self._trackers = Trackers(build_trackers(trackers, self.output_dir, purge_step, self._config), self.say)
         self.is_open = True
         if self._profiler is not None:
             self._profiler.after_step(from_step)
@@ -110,7 +109,7 @@ class Run:
         problem = ""
         if self.folder is not None:
             try:
-                self.folder.begin(total_steps, from_step, {"task": self.label, **_environment(self.mesh)})
+                self.folder.begin(total_steps, from_step, {"task": self.label, **environment_of(self.mesh)})
             except FolderError as error:
                 problem = str(error)
             except OSError as error:
@@ -164,18 +163,27 @@ class Run:
             self.folder.lock.check(at_most_every_s=1.0)
         self._metrics.write({"step": step, **metrics})
         self._times.write({"step": step, **timings})
-        for tracker in self._trackers:
-            tracker.log(step, {**metrics, **timings})
+        self._trackers.log(step, {**metrics, **timings})
         shown = {label: metrics[name] for label, name in show.items() if name in metrics}
         if "throughput/tokens_per_s" in rates:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
 
-    def sync(self) -> None:
-        """Makes sure that a power failure does not take lines of metrics and timings that were written."""
-        if self.is_open and self._enabled:
-            self._metrics.sync()
+    def sync(self) -> str:
+        """Makes sure that a power failure does not take lines of metrics and timings that were written.
+
+        Returns:
+            Why metrics cannot be written, naming the file; empty when they could.
+        """
+        if not (self.is_open and self._enabled):
+            return ""
+        with self._files.spare(self._times.path):
             self._times.sync()
+        try:
+            self._metrics.sync()
+        except OSError as error:
+            return f"{error.filename} lacks {self._metrics.num_waiting} lines: {error.strerror}"
+        return ""
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
@@ -183,14 +191,26 @@ class Run:
             damaged = [each.damage for each in records if each.damage]
             if damaged:
                 self.say(f"samples of step {step}: {len(damaged)} of {len(records)} cannot be shown: {damaged[0]}")
-            save_samples_and_grids(self.output_dir, step, records)
-            self.show_samples(step)
+            with self._files.spare(self.output_dir / "samples"):
+                save_samples_and_grids(self.output_dir, step, records)
+                self.show_samples(step)
 
     def show_samples(self, step: int) -> None:
         """Gives the trackers a look at the pictures of a step that are in the run folder."""
-        for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers else ():
-            for tracker in self._trackers:
-                tracker.log_images(step, f"samples/{kind}", images)
+        for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers.all else ():
+            self._trackers.log_images(step, f"samples/{kind}", images)
+
+    def attempt(self, write: Callable[..., Any], *arguments: Any) -> None:
+        """Writes something that is written again at the end: that it could not be written is only said."""
+        try:
+            write(*arguments)
+        except CheckpointError as error:
+            self.say(f"{error}; the run goes on")
+
+    def owe(self, error: CheckpointError) -> None:
+        """The last checkpoint could not be written. What remains is done first; ``finish`` raises the error."""
+        self.say(str(error))
+        self._owed = error
 
     def set_devices(self, count: int) -> None:
         """How many processes compute, where they are not those that run the script."""
@@ -234,7 +254,8 @@ class Run:
             return
         from sfumato.tracking.report import write_report
 
-        write_report(self.output_dir)
+        with self._files.spare(self.output_dir / "report.html"):
+            write_report(self.output_dir)
         ended = time.monotonic()
         self._report_due = ended + (ended - started) / REPORT_SHARE
 
@@ -297,8 +318,7 @@ class Run:
             self._write_log([text])
 
     def _write_log(self, texts: Iterable[str]) -> None:
-        with (self.output_dir / "log.txt").open("a", encoding="utf-8") as file:
-            file.writelines(f"{each}\n" for each in texts)
+        self._files.append(self.output_dir / "log.txt", texts)
 
     def __enter__(self) -> Run:
         return self
@@ -307,10 +327,20 @@ class Run:
         self.close()
 
     def finish(self) -> None:
-        """Notes that the run has come to its end, and closes it."""
+        """Notes that the run has come to its end, and closes it.
+
+        Raises:
+            CheckpointError: when its last checkpoint, or lines of its metrics, could not be written.
+        """
+        self._settle()
         if self.folder is not None:
             self.folder.finish()
         self.close()
+
+    def _settle(self) -> None:
+        problem = str(self._owed or "") or self.sync()
+        if problem := self.mesh.first(problem, among="world"):
+            raise CheckpointError(problem)
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
@@ -331,8 +361,7 @@ class Run:
             self._metrics.close()
             self._times.close()
             self._timeline.close()
-            for tracker in self._trackers:
-                tracker.close()
+            self._trackers.close()
 
 
 def start_run(config: Section, mesh: Mesh, label: str) -> Run:
@@ -455,29 +484,3 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
-
-
-def _environment(mesh: Mesh) -> dict[str, Any]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    commit = ""
-    if shutil.which("git"):
-        command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-        commit = found.stdout.strip()
-    return {
-        "python": platform.python_version(),
-        "packages": versions,
-        "git_commit": commit or None,
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
-        "cpu_kernels": {"torch": torch.backends.cpu.get_cpu_capability(), "MKL_CBWR": os.environ.get("MKL_CBWR")},
-        "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
-        "num_processes": mesh.size,
-        "command": sys.argv,
-    }

@@ -114,13 +114,17 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
             raise ValueError(f"two samples of step {step} would be {name}; sample_id must be unique for each kind")
 
     tmp.mkdir(parents=True)
-    with (tmp / "samples.jsonl").open("w", encoding="utf-8", newline="\n") as file:
-        for name, sample in zip(names, samples, strict=True):
-            if sample.file_ending:
-                write_picture(sample.content, tmp / f"{name}{sample.file_ending}")
-            if sample.source is not None:
-                write_picture(sample.source, tmp / _source_name(sample.source))
-            file.write(strict_json(_row(name, sample)) + "\n")
+    try:
+        with (tmp / "samples.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+            for name, sample in zip(names, samples, strict=True):
+                if sample.file_ending:
+                    write_picture(sample.content, tmp / f"{name}{sample.file_ending}")
+                if sample.source is not None:
+                    write_picture(sample.source, tmp / _source_name(sample.source))
+                file.write(strict_json(_row(name, sample)) + "\n")
+    except OSError:
+        shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
+        raise
     # A folder cannot be renamed over a full one. Between the two renames the step is absent, never half there.
     if final.exists():
         final.rename(old)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import DataError
-from sfumato.tracking.trackers import JsonLines
+from sfumato.tracking.trackers import JsonLines, Report
 
 KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")
 """Kinds of work that the picture has colours for; others share one."""
@@ -58,14 +58,20 @@ class Timeline:
     """
 
     def __init__(
-        self, folder: Path, keep_until_step: int | None = None, processes: Mapping[str, int] | None = None
+        self,
+        folder: Path,
+        keep_until_step: int | None = None,
+        processes: Mapping[str, int] | None = None,
+        report: Report | None = None,
     ) -> None:
         """
         Args:
             folder: of the run.
             keep_until_step: as of ``JsonLines``: a resumed run drops the events of the steps that it repeats.
             processes: of each role; those of a role that is left out are the ranks that were seen so far.
+            report: as of ``JsonLines``.
         """
+        self._report = report
         self.path, self._keep_until_step = Path(folder) / _FILE_NAME, keep_until_step
         self._processes = dict(processes or {})
         self._lock = threading.Lock()
@@ -134,7 +140,13 @@ class Timeline:
 
     def _write(self, event: Event) -> None:
         if self._file is None:
-            self._file = JsonLines(self.path, self._keep_until_step)
+            try:
+                self._file = JsonLines(self.path, self._keep_until_step, self._report)
+            except OSError as error:
+                if self._report is None:
+                    raise
+                self._report(self.path, error)
+                return
         record = asdict(event) | {"start": round(event.start, 6), "end": round(event.end, 6)}
         self._file.write({name: value for name, value in record.items() if value is not None})
 

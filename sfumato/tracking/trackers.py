@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.services import SERVICES, missing
 
 KNOWN_TRACKERS = ("tensorboard", *SERVICES)
+Report = Callable[[Path, Exception | None], None]
+"""Takes note of a file that cannot be written, or with None that it can."""
 Series = dict[str, dict[int, float | None]]
 """Metric name -> step -> value; None is a value that was not finite."""
 
@@ -104,6 +107,37 @@ def build_trackers(
     ]
 
 
+class Trackers:
+    """The trackers of a run. One that fails is told nothing more, as it may hold a part only; the run goes on."""
+
+    def __init__(self, trackers: list[Tracker], say: Callable[[str], None]) -> None:
+        self.all, self._say = trackers, say
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """As of ``Tracker``."""
+        self._tell(lambda tracker: tracker.log(step, metrics))
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        """As of ``Tracker``."""
+        self._tell(lambda tracker: tracker.log_images(step, name, images))
+
+    def close(self) -> None:
+        """As of ``Tracker``."""
+        self._tell(lambda tracker: tracker.close())
+
+    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.all):
+            try:
+                tell(tracker)
+            except Exception as error:  # of another maker's program, which must not end the run
+                self.all.remove(tracker)
+                name = type(tracker).__name__.removesuffix("Tracker").lower()
+                self._say(
+                    f"tracker {name} failed and is told nothing more ({type(error).__name__}: {error}); the run goes "
+                    "on, and metrics.jsonl has all numbers"
+                )
+
+
 class JsonLines:
     """Appends JSON objects, one per line, to a file that survives crashes and resumes.
 
@@ -112,12 +146,14 @@ class JsonLines:
         keep_until_step: a resumed run passes the step k that it resumes from: the file is rewritten atomically with
             only the lines whose ``step`` is at most k (a torn last line is dropped), and writing goes on after them.
             None starts an empty file.
+        report: is told when lines cannot be written, with the error, and with None when they could; without it the
+            error is raised. Either way the lines are kept, and written before the next ones as soon as there is room.
 
     Raises:
         DataError: with ``keep_until_step``, a line other than the last is broken or a line has no ``step``.
     """
 
-    def __init__(self, path: Path, keep_until_step: int | None = None) -> None:
+    def __init__(self, path: Path, keep_until_step: int | None = None, report: Report | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[bytes] = []
@@ -128,7 +164,10 @@ class JsonLines:
                 if record["step"] <= keep_until_step:
                     kept.append(line + b"\n")
         write_atomically(self.path, b"".join(kept))
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        self._file = self.path.open("ab", buffering=0)
+        self._report = report
+        self._waiting: list[bytes] = []
+        self._torn_at: int | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line and hands it to the operating system.
@@ -138,21 +177,67 @@ class JsonLines:
         """
         if not isinstance(record.get("step"), numbers.Integral):
             raise ValueError(f'a record for {self.path} needs an integer "step", not {record.get("step")!r}')
-        # One write call per line: a crash can tear the last line only.
-        self._file.write(strict_json(record) + "\n")
-        self._file.flush()
+        self._waiting.append(strict_json(record).encode() + b"\n")
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if self._report is None:
+                raise
+            self._report(self.path, error)
+        else:
+            if self._report is not None:
+                self._report(self.path, None)
+
+    def _write_waiting(self) -> None:
+        """Writes the lines that wait, or none of them, in one call, so that a crash can tear the last line only."""
+        if self._torn_at is not None:
+            os.ftruncate(self._file.fileno(), self._torn_at)
+            self._torn_at = None
+        content, size = b"".join(self._waiting), os.fstat(self._file.fileno()).st_size
+        written = 0
+        try:
+            while written < len(content):  # a disk that fills up takes a part and refuses the rest
+                written += self._file.write(content[written:]) or 0
+        except OSError:
+            self._torn_at = size
+            with contextlib.suppress(OSError):  # tried again before the next write
+                os.ftruncate(self._file.fileno(), size)
+                self._torn_at = None
+            raise
+        self._waiting.clear()
 
     def sync(self) -> None:
-        """Makes sure that a power failure does not take the lines that were written."""
-        os.fsync(self._file.fileno())
-        folder = os.open(self.path.parent, os.O_RDONLY)
+        """Makes sure that a power failure does not take the lines that were written.
+
+        Raises:
+            OSError: when they cannot be written, naming the file.
+        """
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            self._write_waiting()
+            os.fsync(self._file.fileno())
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        self._file.close()
+        """Writes what waits, if it can now be written."""
+        with self._file:
+            if self._waiting:
+                try:
+                    self._write_waiting()
+                except OSError as error:
+                    if self._report is None:
+                        raise
+                    self._report(self.path, error)
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that could not be written yet."""
+        return len(self._waiting)
 
     def __enter__(self) -> JsonLines:
         return self
@@ -194,11 +279,15 @@ def strict_json(value: Any) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file so that a reader, or a crash, sees the old content or the new, never a part."""
     tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
+    try:
+        with tmp.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except OSError:
+        tmp.unlink(missing_ok=True)  # a full disk needs the room
+        raise
 
 
 def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:

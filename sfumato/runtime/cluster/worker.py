@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sfumato.errors import CheckpointError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
 
 
@@ -80,8 +81,13 @@ class RoleRun:
             with self._lock:
                 self._said.append(text)
 
-    def sync(self) -> None:
+    def sync(self) -> str:
         """Nothing: the driver has made sure that its metrics are on disk before it asks for a save."""
+        return ""
+
+    def owe(self, error: CheckpointError) -> None:
+        """The last checkpoint could not be written; the driver, where it comes to, goes no further."""
+        raise error
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
