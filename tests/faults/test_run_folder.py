@@ -251,6 +251,19 @@ def test_an_unfinished_run_is_offered_to_be_gone_on_with(crashed: tuple[dict[str
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 
 
+def test_a_mistake_in_the_first_start_leaves_no_folder(tmp_path: Path) -> None:
+    config = tiny_dit_config(tmp_path, train={"output_dir": str(tmp_path / "runs/of/mine")})
+    before = contents(tmp_path)
+    for mistake in (
+        {"data": {"data_type": "image_text", "train_path": str(tmp_path / "absent")}},
+        {"model": {"model_path": str(tmp_path / "absent")}},
+        {"train": {"load_checkpoint_path": str(tmp_path / "absent")}},
+    ):
+        with pytest.raises(UserError, match="absent"):
+            run_task_here("train_dit", merge(config, mistake))
+        assert contents(tmp_path) == before and not (tmp_path / "runs").exists()
+
+
 def test_a_run_that_saved_nothing_gives_way(tmp_path: Path) -> None:
     config = tiny_dit_config(tmp_path, train={"max_steps": 2})
     crash(config, at_step=1)
