@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_a_lock_that_a_kill_left_is_taken_over_and_that_is_said(tmp_path: Path, 
     assert lock_of(tmp_path / "run")["pid"] == os.getpid()
     assert len(said) == 1 and f"process {holder.pid}" in said[0] and "taken over" in said[0]
     assert names(tmp_path / "run") == [NAME]
+
+
+def test_what_another_took_over_meanwhile_is_not_taken_from_it(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a dead process's lock and taking it."""
+    look, looks = module._wait_for_death, []
+
+    def late(*args: object) -> object:
+        looks.append(look)
+        if len(looks) == 1:
+            dead = replace(module.Owner(**lock_of(tmp_path / "run")), token="dead")  # type: ignore[arg-type]
+            return (dead, 1.0), "it is dead"
+        return look(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_wait_for_death", late)
+    with pytest.raises(FolderError, match=f"process {holder.pid} on "):
+        lock_folder(tmp_path / "run", print)
+    assert len(looks) == 2
 
 
 def test_another_process_with_the_same_id_is_not_the_holder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
