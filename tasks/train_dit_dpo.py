@@ -75,7 +75,9 @@ def main(config: TrainDitDpoConfig) -> None:
     pair_flops = 2 * sum(denoiser_flops(model, config.data.height, config.data.width))  # and the reference's forward
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and eval_encoder is not None:
-        run.log(0, evaluate(policies, eval_encoder, eval_batches, objective, config, mesh), show={})
+        with run.timed("evaluate"):
+            metrics = evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
+        run.log(0, metrics, show={})
 
     for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         with run.timed("data"):
@@ -106,7 +108,7 @@ def main(config: TrainDitDpoConfig) -> None:
         means = seen.means(mesh, "pairs/")
         metrics = {"loss": means.pop("pairs/loss"), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs, **means}
         if eval_encoder is not None and is_due(state.step, config.eval.every_steps, loader.total_steps):
-            with run.timed("eval"), averaged_weights(ema):
+            with run.timed("evaluate"), averaged_weights(ema):
                 metrics |= evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
         if is_due(state.step, config.sample.every_steps, loader.total_steps):
             with run.timed("sample"), averaged_weights(ema):

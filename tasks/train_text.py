@@ -74,8 +74,10 @@ def main(config: TrainTextConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and validation is not None:
-        run.log(0, evaluate(model, validation, mesh), show={})
-        run.save_samples(0, answer_prompts(model, validation, config, 0))
+        with run.timed("evaluate"):
+            run.save_samples(0, answer_prompts(model, validation, config, 0))
+            metrics = evaluate(model, validation, mesh)
+        run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))
@@ -96,7 +98,7 @@ def main(config: TrainTextConfig) -> None:
         metrics |= by_source.means(mesh) | balance
         every = config.eval.every_steps
         if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
-            with run.timed("eval"), averaged_weights(ema):
+            with run.timed("evaluate"), averaged_weights(ema):
                 metrics |= evaluate(model, validation, mesh)
                 run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
         run.count(

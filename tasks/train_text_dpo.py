@@ -68,7 +68,9 @@ def main(config: TrainTextDpoConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and validation is not None:
-        run.log(0, evaluate(model, reference, validation.batches, config.dpo, mesh), show={})
+        with run.timed("evaluate"):
+            metrics = evaluate(model, reference, validation.batches, config.dpo, mesh)
+        run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         with run.timed("reference"):
@@ -91,7 +93,7 @@ def main(config: TrainTextDpoConfig) -> None:
         metrics |= seen.means(mesh) | balance
         every = config.eval.every_steps
         if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
-            with run.timed("eval"):
+            with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),

@@ -17,6 +17,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.run import quiet_libraries
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
@@ -36,6 +37,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     """
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: name another folder")
+    quiet_libraries()
     passed_over: list[str] = []
     run, folder = _find(checkpoint, passed_over)
     restore_folder(run / "hf_ckpt")

@@ -30,8 +30,12 @@ DARK: Mapping[str, str] = {
 }
 """The same on a dark page."""
 
-CURVE_AREA = (0.2, 0.2, 0.78, 0.72)
-"""Left, bottom, width and height of a curve's axes in its picture: a layout fitted to each doubles the time."""
+CURVE_SIZE = (4.6, 2.5)
+"""Inches of a curve's picture."""
+CURVE_AREA = (0.2, 0.2, 0.98, 0.92)
+"""Left, bottom, right and top of a curve's axes in its picture: a layout fitted to each doubles the time."""
+DIGIT_WIDTH, LABEL_WIDTH = 0.09, 0.3
+"""Inches of a digit beside the y axis, and of the axis' own label."""
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
 
@@ -98,8 +102,9 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     from matplotlib.ticker import MaxNLocator
 
     steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
-    figure = Figure(figsize=(4.6, 2.5))
-    axes = figure.add_axes(CURVE_AREA)
+    left, bottom, right, top = CURVE_AREA
+    figure = Figure(figsize=CURVE_SIZE)
+    axes = figure.add_axes((left, bottom, right - left, top - bottom))
     if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
         axes.plot(steps, ys, color=FAINT, linewidth=1.0, clip_on=False)
         axes.plot(steps, smooth(ys), color=ACCENT, linewidth=1.9, clip_on=False)
@@ -111,19 +116,26 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
         other.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
         other.set_axis_off()
     axes.set_xlabel("step", color=MUTED, fontsize=10)
-    axes.set_ylabel(_unit(name), color=MUTED, fontsize=10, parse_math=False)
+    axes.set_ylabel(unit_of(name), color=MUTED, fontsize=10, parse_math=False)
     plain_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
+    shown = axes.yaxis.get_major_formatter().format_ticks(axes.yaxis.get_majorticklocs())
+    left = max(left, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
+    axes.set_position((left, bottom, right - left, top - bottom))
     axes.yaxis.get_offset_text().set(color=MUTED, fontsize=10)
     return inline_svg(figure, prefix, f"{name} over steps")
 
 
-def _unit(name: str) -> str:
+def unit_of(name: str) -> str:
+    """What stands beside the axis of a metric's curve."""
     last = name.rsplit("/", 1)[-1]
     if last.endswith(("_mib", "_gib")):
         return last[-3].upper() + "iB"
+    if "_per_s" in last:
+        counted, _, of = last.partition("_per_s")
+        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{of.replace('_', ' ')}"
     return "seconds" if last.endswith("_s") else last[:28]
 
 

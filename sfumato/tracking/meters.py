@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -15,11 +16,34 @@ from sfumato.parallel.mesh import Mesh
 COUNTED = ("tokens", "images", "flops")
 """What can be counted."""
 
-PAUSES = ("time/sample_s", "time/evaluate_s", "time/save_s")
-"""Parts of a step that are no training: rates are over the rest."""
 
-PHASES = ("generate", "update", "evaluate")
-"""Parts of a step of which the GPU's peak memory is kept apart."""
+class Phase(StrEnum):
+    """The parts of a step whose time is told apart: ``time/<part>_s``."""
+
+    DATA = "data"
+    REFERENCE = "reference"
+    GENERATE = "generate"
+    WAIT_FOR_REWARDS = "wait_for_rewards"
+    UPDATE = "update"
+    EVALUATE = "evaluate"
+    SAMPLE = "sample"
+    SAVE = "save"
+    EXPORT = "export"
+    REPORT = "report"
+
+    @property
+    def metric(self) -> str:
+        """Its name among the timings."""
+        return f"time/{self}_s"
+
+    @property
+    def is_training(self) -> bool:
+        """Rates are over the time of these parts, and of what no part tells."""
+        return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT)
+
+
+WITH_PEAKS = (Phase.GENERATE, Phase.UPDATE, Phase.EVALUATE)
+"""Of which the GPU's peak memory is kept apart."""
 
 PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
     "A100": (312, 156, 19.5),
@@ -122,9 +146,9 @@ class Meter:
                 rates[f"time/{phase}_per_image_s"] = took / amounts["images"]
         return rates
 
-    def phase_ended(self, phase: str) -> None:
-        """Keeps the GPU's peak memory since the last phase ended, where ``phase`` is one of ``PHASES``."""
-        if phase in PHASES and torch.cuda.is_available():
+    def phase_ended(self, phase: Phase) -> None:
+        """Keeps the GPU's peak memory since the last phase ended, where ``phase`` is one of ``WITH_PEAKS``."""
+        if phase in WITH_PEAKS and torch.cuda.is_available():
             self._peaks[phase] = max(self._peaks.get(phase, 0.0), torch.cuda.max_memory_allocated() / 2**20)
             torch.cuda.reset_peak_memory_stats()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -15,13 +14,15 @@ import yaml
 
 from sfumato.tracking.drawing import curve_svg, theme_css
 from sfumato.tracking.progress import format_value
+from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
 from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.timeline import read_events
 from sfumato.tracking.timeline_picture import choose_stretch, timeline_svg
 from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of, write_atomically
 
-HEADLINES = ("eval/reward", "eval/exact_match", "eval/accuracy")
+HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
+NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
@@ -37,14 +38,15 @@ _ROLES = r"^(utilisation|staleness)/"  # and these
 SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
 
 
-def write_report(output_dir: Path) -> Path:
+def write_report(output_dir: Path, ending: str = "") -> Path:
     """Builds ``report.html`` in a run folder: one file that opens offline and refers to nothing outside itself.
 
     Works from the first second of a run on: what is not there yet is left out. The file is replaced atomically.
 
     Args:
         output_dir: a run folder with any of metrics.jsonl, timings.jsonl, timeline.jsonl, samples/, config.yaml,
-            environment.json.
+            log.txt, environment.json.
+        ending: why the run ended before its last step; empty where it did not.
 
     Returns:
         The path of the report.
@@ -58,16 +60,17 @@ def write_report(output_dir: Path) -> Path:
     samples = read_samples(output_dir)
     config = _read_text(output_dir / "config.yaml")
     parts = [
-        _header(output_dir, metrics, samples, config),
-        _headline(metrics),
+        _header(output_dir, metrics, samples, config, ending),
+        _headline(metrics, _weights(config)),
+        failed_rewards(_read_text(output_dir / "log.txt")),
         _signs(metrics),
         _eval_grid(output_dir, samples),
         _curves(metrics | timings),
         _roles(output_dir, metrics | timings),
         _train_samples(output_dir, samples),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
-        _last_values(metrics),
-        _timing(timings),
+        last_values(metrics),
+        time_per_phase(timings),
     ]
     name = escape(output_dir.resolve().name)
     page = (
@@ -86,7 +89,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str) -> str:
+def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str, ending: str) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
     last, total = max(steps, default=0), _planned_steps(config)
     state, kind = f"step {last}" + (f" of {total}" if total else ""), "open"
@@ -96,11 +99,12 @@ def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: 
         state, kind = f"all {total} steps finished", "done"
     bar = f'<progress max="{total}" value="{last}">{last} of {total}</progress>' if total else ""
     versions = "".join(f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment(output_dir).items())
+    ended = f'<p class="state ended">{escape(ending)}</p>' if ending and kind == "open" else ""
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (
         f'<header><p class="brand">sfumato run report</p><h1>{escape(output_dir.resolve().name)}</h1>'
         f'<p class="state"><span class="badge {kind}">{state}</span>{bar}<span>written {escape(written)}</span></p>'
-        f'<p class="state versions">{versions}</p></header>'
+        f'{ended}<p class="state versions">{versions}</p></header>'
     )
 
 
@@ -128,50 +132,67 @@ def _environment(output_dir: Path) -> dict[str, str]:
     return found
 
 
-def _headline(metrics: Series) -> str:
+def _weights(config: str) -> dict[str, float]:
+    """Weights of the rewards in a configuration, by name."""
+    try:
+        rewards = yaml.safe_load(config)["reward"]["rewards"]
+        found = {}
+        for each in rewards:
+            called = each.get("name") or (each["path"] if each["type"] == "function" else each["type"])
+            found[called.rpartition(":")[2]] = each.get("weight", 1.0)
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):  # a task without rewards
+        return {}
+    return found
+
+
+def _better(name: str, weights: dict[str, float]) -> float:
+    """Positive for a metric of which more is better, negative where less is, 0 where nobody has said."""
+    reward = name.removeprefix("eval/reward/")
+    return 1.0 if reward in (name, "total") else weights.get(reward, 0.0)
+
+
+def _headline(metrics: Series, weights: dict[str, float]) -> str:
     cards = []
     for name, points in metrics.items():
         values = list(finite(points).items())
-        if not name.startswith(HEADLINES) or not values or name.rsplit("/", 1)[-1] in {"std", "failed"}:
+        if not name.startswith(HEADLINES) or not values or name in NO_HEADLINES:
             continue
+        sign = _better(name, weights)
         (first_step, first), (last_step, last) = values[0], values[-1]
-        best_step, best = max(values, key=lambda item: item[1])
+        best_step, best = (min if sign < 0 else max)(values, key=lambda item: item[1])
         if len(values) == 1:
             numbers, note = f"<b>{first:.3f}</b>", f"one evaluation so far, at step {first_step}"
         else:
-            kind = "up" if last > first else "down" if last < first else "same"
+            kind = {1.0: "better", -1.0: "worse"}.get(np.sign(sign * (last - first)), "unknown")
             numbers = (
                 f'<span class="first">{first:.3f}</span><span class="arrow">→</span><b>{last:.3f}</b>'
                 f'<span class="change {kind}">{last - first:+.3f}</span>'
             )
-            note = f"before: step {first_step} · after: {last_step} · best: {best:.3f} at {best_step}"
+            which = "best" if sign else "highest"
+            note = f"before: step {first_step} · after: {last_step} · {which}: {best:.3f} at {best_step}"
         cards.append(
             f'<div class="card" data-metric="{escape(name)}"><p class="note">{escape(name.removeprefix("eval/"))}</p>'
             f'<p class="numbers">{numbers}</p><p class="note">{note}</p></div>'
         )
-    return _section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""
-
-
-def _section(title: str, note: str, body: str) -> str:
-    return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+    return section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""
 
 
 def _curves(series: Series) -> str:
     html, number = [], 0
-    for section in SECTIONS:
+    for group in SECTIONS:
         figures = []
         for name, points in series.items():
             values = finite(points)
-            own = next((group for group, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own != section or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
+            own = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
+            if own != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
                 continue
             number += 1
             missing = len(points) - len(values)
             note = f'<span class="warn">{missing} not finite</span>' if missing else ""
             figures.append(_figure(name, values, f"c{number}-", note))
         if figures:
-            html.append(f'<h3>{section}</h3><div class="curves">{"".join(figures)}</div>')
-    return _section("Curves", "", "".join(html)) if html else ""
+            html.append(f'<h3>{group}</h3><div class="curves">{"".join(figures)}</div>')
+    return section("Curves", "", "".join(html)) if html else ""
 
 
 def _signs(metrics: Series) -> str:
@@ -191,7 +212,7 @@ def _signs(metrics: Series) -> str:
         figures.append(_figure(name, values, f"s{number}-", note) if values else "")
     signs = [f'<li data-sign="{escape(each.metric)}">{escape(each.text)}</li>' for each in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
-    return _section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
+    return section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
 
 
 def _roles(output_dir: Path, series: Series) -> str:
@@ -207,7 +228,7 @@ def _roles(output_dir: Path, series: Series) -> str:
         hidden = "".join(f" · {shown} of {there} {role} rows" for role, (shown, there) in stretch.left_out.items())
         note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
     curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
-    return _section("What each role did", note, picture + curves) if picture or curves else ""
+    return section("What each role did", note, picture + curves) if picture or curves else ""
 
 
 def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside: dict[int, float] | None = None) -> str:
@@ -230,7 +251,7 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
         return ""
     steps = choose_evenly(sorted({step for by_step in cells.values() for step in by_step}), MAX_COLUMNS)
     shown = sorted(cells)[:MAX_ROWS]
-    chips = _Chips([cells[key][step].get("total") for key in shown for step in steps if step in cells[key]])
+    chips = _Chips([cells[key][step] for key in shown for step in steps if step in cells[key]])
     head = "".join(f'<th scope="col" data-step="{step}">step {step}</th>' for step in steps)
     body = []
     for key in shown:
@@ -247,7 +268,8 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
         f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
-    return _section("Same prompts and seeds over training", f"The reward stands under each sample{hidden}.", table)
+    note = f"The reward stands under each sample{hidden}." if chips.has_rewards else hidden.removeprefix(" · ")
+    return section("Same prompts and seeds over training", note, table)
 
 
 def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
@@ -259,7 +281,7 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row.get("prompt", ""), []).append(row)
-    chips = _Chips([row.get("total") for row in rows])
+    chips = _Chips(rows)
     html = []
     for prompt, members in list(groups.items())[:MAX_GROUPS]:
         scored = sorted((r for r in members if r.get("total") is not None), key=lambda r: r["total"], reverse=True)
@@ -271,18 +293,25 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
         )
     hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
     note = f"Step {step} · best and worst of each group{hidden}"
-    return _section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
+    return section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
 
 
 class _Chips:
     """Reward labels, coloured from red to green over 0 to 1, or over the values' own range if they leave it."""
 
-    def __init__(self, totals: list[float | None]) -> None:
-        values = [total for total in totals if total is not None]
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        """``rows`` are the samples that are shown."""
+        values = [row["total"] for row in rows if row.get("total") is not None]
+        has_rewards = any(row.get("rewards") for row in rows)
         low, high = min(values, default=0.0), max(values, default=1.0)
+        self.has_rewards = bool(values) or has_rewards
         self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
     def render(self, row: dict[str, Any]) -> str:
+        if row.get("damage"):
+            return f'<span class="warn">{escape(row["damage"])}</span>'
+        if not self.has_rewards:
+            return ""
         rewards = row.get("rewards") or {}
         title = escape(", ".join(f"{k} {'failed' if v is None else format_value(v)}" for k, v in rewards.items()))
         total = row.get("total")
@@ -320,36 +349,6 @@ def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
     return f'<div class="source">{picture}<small>source</small></div>'
 
 
-def _last_values(metrics: Series) -> str:
-    rows = []
-    for name, points in metrics.items():
-        step, value = list(points.items())[-1]
-        shown = "not finite" if value is None else f"{value:.6g}"  # six digits: a ratio of 1.00001 is not 1
-        rows.append(f"<tr><td>{escape(name)}</td><td>{shown}</td><td>{step}</td></tr>")
-    return _table("Last values", ("metric", "value", "step"), rows)
-
-
-def _timing(timings: Series) -> str:
-    seconds = {name: list(finite(points).values()) for name, points in timings.items() if name.startswith("time/")}
-    medians = {name: statistics.median(values) for name, values in seconds.items() if values}
-    whole = medians.get("time/step_s")
-    rows = []
-    for name, median in sorted(medians.items(), key=lambda item: -item[1]):
-        tail = np.percentile(seconds[name], 90)
-        share = f"{100 * median / whole:.0f} %" if whole else ""
-        phase = escape(name.removeprefix("time/").removesuffix("_s"))
-        rows.append(f"<tr><td>{phase}</td><td>{median:.3g}</td><td>{tail:.3g}</td><td>{share}</td></tr>")
-    return _table("Time per phase", ("phase", "median (s)", "90th percentile (s)", "share of step"), rows)
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[str]) -> str:
-    if not rows:
-        return ""
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return _section(title, "", f'<div class="scroll">{table}</div>')
-
-
 _CSS = (
     theme_css()
     + """
@@ -367,7 +366,7 @@ summary{font-weight:700;cursor:pointer}h3{font-size:14px;margin:22px 0 8px;color
 .card,figure,.group,pre{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;
 padding:14px 16px}.card .numbers{display:flex;flex-wrap:wrap;align-items:baseline;gap:0 10px;font-size:26px}
 table,.card,figcaption,.chip{font-variant-numeric:tabular-nums}.first,.arrow{color:var(--muted)}
-.change{font-size:15px;font-weight:600}.up{color:var(--good)}.down,.warn{color:var(--bad)}
+.change{font-size:15px;font-weight:600}.better{color:var(--good)}.worse,.warn{color:var(--bad)}
 .timeline{margin:8px 0 12px}.timeline svg{min-width:760px}
 figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:13px;margin-bottom:4px;overflow-wrap:anywhere}
 figcaption span:last-child{margin-left:auto;color:var(--muted)}figure svg{display:block;width:100%;height:auto}

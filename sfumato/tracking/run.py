@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ from sfumato.errors import CheckpointError, FolderError, PreemptedError, RoleLos
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.parallel.peers import leave_peers, watch_peers
-from sfumato.tracking.ending import ending_of, keep_stacks, name_log
+from sfumato.tracking.ending import Ending, ending_of, keep_stacks, name_log
 from sfumato.tracking.environment import environment_of
 from sfumato.tracking.folder import RunFolder, read_environment
 from sfumato.tracking.lock import release_locks
-from sfumato.tracking.meters import PAUSES, Meter, peak_flops
+from sfumato.tracking.meters import Meter, Phase, peak_flops
 from sfumato.tracking.profiler import StepProfiler
-from sfumato.tracking.progress import Progress
+from sfumato.tracking.progress import Progress, quiet_other_bars
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.signals import check_early_stop, listen
@@ -50,10 +50,14 @@ class Run:
     machine took for it.
     """
 
+    newest: ClassVar[Run | None] = None
+    """Of this process."""
+
     def __init__(
         self, output_dir: Path, label: str, mesh: Mesh, config: Section | None = None, folder: RunFolder | None = None
     ) -> None:
         """Use ``start_run``."""
+        self._enabled = False
         self.output_dir, self.label, self.mesh = output_dir, label, mesh
         self.stop_requested = False
         self.in_steps = False
@@ -149,7 +153,7 @@ class Run:
             show: what stands beside the progress bar, as label and metric name.
         """
         seconds = time.perf_counter() - self._step_started
-        training_s = seconds - sum(self._timings.get(name, 0.0) for name in PAUSES)
+        training_s = seconds - sum(self._timings.get(each.metric, 0.0) for each in Phase if not each.is_training)
         rates = self._meter.rates(training_s, self._timings)
         busy = self._timeline.end_step(step) if self._enabled else {}
         timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
@@ -168,6 +172,11 @@ class Run:
         if "throughput/tokens_per_s" in rates:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process writes its logs."""
+        return self._enabled
 
     def sync(self) -> str:
         """Makes sure that a power failure does not take lines of metrics and timings that were written.
@@ -203,7 +212,8 @@ class Run:
     def attempt(self, write: Callable[..., Any], *arguments: Any) -> None:
         """Writes something that is written again at the end: that it could not be written is only said."""
         try:
-            write(*arguments)
+            with self.timed(Phase.EXPORT):
+                write(*arguments)
         except CheckpointError as error:
             self.say(f"{error}; the run goes on")
 
@@ -244,24 +254,25 @@ class Run:
                 self.say(f"sign of reward hacking: {sign.text}")
                 self._signs_said.add(sign.metric)
 
-    def write_report(self, *, if_cheap: bool = False) -> None:
+    def write_report(self, *, if_cheap: bool = False, ending: str = "") -> None:
         """Makes ``report.html`` from what the run folder holds now.
 
-        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_SHARE`` of the time.
+        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_SHARE`` of the time;
+        ``ending`` says why the run ended before its last step.
         """
         started = time.monotonic()
         if not self._enabled or (if_cheap and started < self._report_due):
             return
         from sfumato.tracking.report import write_report
 
-        with self._files.spare(self.output_dir / "report.html"):
-            write_report(self.output_dir)
+        with self.timed(Phase.REPORT), self._files.spare(self.output_dir / "report.html"):
+            write_report(self.output_dir, ending)
         ended = time.monotonic()
         self._report_due = ended + (ended - started) / REPORT_SHARE
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to ``time/<name>_s`` of the step."""
+        """Adds the seconds spent inside to ``time/<name>_s`` of the step; ``name`` is one of ``Phase``."""
         started = time.perf_counter()
         yield
         self.add_time(name, time.perf_counter() - started)
@@ -278,9 +289,9 @@ class Run:
 
     def add_time(self, name: str, seconds: float) -> None:
         """Adds seconds to ``time/<name>_s`` of the step. Call it when that part of the step ends."""
-        self._meter.phase_ended(name)
-        key = f"time/{name}_s"
-        self._timings[key] = self._timings.get(key, 0.0) + seconds
+        phase = Phase(name)
+        self._meter.phase_ended(phase)
+        self._timings[phase.metric] = self._timings.get(phase.metric, 0.0) + seconds
 
     def add_timings(self, timings: Mapping[str, float]) -> None:
         """Adds what was measured of the step besides its parts: numbers that a rerun does not reproduce."""
@@ -386,6 +397,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
+    Run.newest = run
     listen(run)
     watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))
     return run
@@ -433,10 +445,25 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
         ending = ending_of(error)
     ending.tell()
     leave_peers()
+    if ending.code != 128 + signal.SIGINT:  # at once
+        _report_ending(ending)
     release_locks()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ending.code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
+
+
+def _report_ending(ending: Ending) -> None:
+    """Brings log and report of a run that has begun up to the step that it reached, with why it ended there."""
+    run = Run.newest
+    if run is None or not run.has_begun:
+        return
+    line = ending.text.splitlines()[-1 if ending.code == 1 else 0]  # of a stack trace the last says what it was
+    try:
+        run._write_log([line])
+        run.write_report(ending=line)
+    except Exception as error:  # what ended the run matters more
+        print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 
 
 def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
@@ -477,6 +504,7 @@ def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
 
 def quiet_libraries() -> None:
     """Keeps libraries' notices and bars out of the log; their errors still show."""
+    quiet_other_bars()
     import diffusers
     import transformers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.meters import PEAK_TFLOPS, Meter, known_peaks, memory_in_use, peak_flops
+from sfumato.tracking.meters import PEAK_TFLOPS, Meter, Phase, known_peaks, memory_in_use, peak_flops
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config
@@ -158,6 +159,17 @@ def test_a_run_writes_rates_beside_the_timings_and_leaves_pauses_out(tmp_path: P
     assert line["throughput/tokens_per_s"] == pytest.approx(50 / training_s)
     assert line["throughput/mfu"] == pytest.approx(500 / training_s / 1e6)
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 1.0}], "rates are not deterministic"
+
+
+def test_every_part_that_a_task_times_is_a_known_phase(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    sources = "".join(path.read_text() for folder in ("tasks", "sfumato") for path in (root / folder).rglob("*.py"))
+    named = set(re.findall(r'\.(?:timed|add_time|waiting)\("(\w+)"', sources))
+    assert {"data", "evaluate", "save", "update", "generate"} <= named
+    assert named <= set(Phase), "an evaluation under another name would count as training"
+    run = start(tmp_path)
+    with pytest.raises(ValueError, match="'eval' is not a valid Phase"), run.timed("eval"):
+        pass
 
 
 def profiled_steps(folder: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """The report is one safe file that holds what the run folder holds."""
 
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from sfumato.errors import DataError
-from sfumato.tracking.drawing import LIGHT, smooth, stand_in
+from sfumato.tracking.drawing import LIGHT, curve_svg, smooth, stand_in, unit_of
 from sfumato.tracking.report import write_report
+from sfumato.tracking.report_tables import failed_rewards, time_per_phase
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
-from sfumato.tracking.trackers import JsonLines
+from sfumato.tracking.trackers import JsonLines, series_of
 
 PROMPT = "write \"<script>alert(1)</script>\" & 'more'"
 VOID = {"meta", "img", "br", "use", "path"}
@@ -53,12 +55,14 @@ def make_run(folder, steps=40, every=4, prompt=PROMPT):
             record = {"step": step}
             if step:
                 record |= {"loss": 1.0 / step, "reward/ocr": step / 50, "ratio_mean": 1.0, "lr": 1e-4}
-                timings.write({"step": step, "time/step_s": 2.0, "time/rollout_s": 0.5, "memory/peak_mib": 812.0})
+                timings.write({"step": step, "time/step_s": 2.0, "time/generate_s": 0.5, "memory/peak_mib": 812.0})
             if step % every == 0:
                 record |= {"eval/reward/ocr": 0.25 + step / 100}
                 save_samples(folder, step, make_samples(step, prompt))
             metrics.write(record)
-    (folder / "config.yaml").write_text(f"train:\n  max_steps: {steps}\n  note: <script>alert(2)</script>\n")
+    (folder / "config.yaml").write_text(
+        f"train:\n  max_steps: {steps}\n  note: <script>alert(2)</script>\nreward: {{rewards: [{{type: ocr}}]}}\n"
+    )
     environment = {"python": "3.12.1", "packages": {"torch": "2.13.0"}, "git_commit": "0123456789abcdef"}
     (folder / "environment.json").write_text(json.dumps(environment))
 
@@ -139,7 +143,7 @@ def test_one_evaluation_has_no_after(tmp_path):
 def test_curves_stand_in_their_groups_and_keep_their_ids_apart(tmp_path):
     make_run(tmp_path)
     page, html = read_page(tmp_path)
-    order = ["eval/reward/ocr", "reward/ocr", "loss", "lr", "ratio_mean", "memory/peak_mib", "time/rollout_s"]
+    order = ["eval/reward/ocr", "reward/ocr", "loss", "lr", "ratio_mean", "memory/peak_mib", "time/generate_s"]
     assert page.values("data-metric", "figure") == [*order, "time/step_s"]
     ids = page.values("id")
     assert len(ids) == len(set(ids))
@@ -206,7 +210,7 @@ def test_header_config_tables_and_timing(tmp_path):
     page, _ = read_page(tmp_path)
     for text in ("all 40 steps finished", "torch 2.13.0", "git_commit 0123456789ab", "Configuration", "Last values"):
         assert text in page.text
-    assert "rollout0.50.525 %" in page.text and "step22100 %" in page.text
+    assert "generate40 of 400.50.525 %" in page.text and "whole step40 of 4022100 %" in page.text
     make_run(tmp_path, steps=8)
     (tmp_path / "config.yaml").write_text("train: {max_steps: 40}")
     assert "step 8 of 40" in read_page(tmp_path)[0].text
@@ -254,3 +258,89 @@ def test_drawing_leaves_matplotlib_settings_and_pyplot_alone(tmp_path):
         "assert changed == [], changed"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rare_part_of_a_step_counts_as_often_as_it_happened():
+    steps = [{"step": step, "time/step_s": 1.0, "time/update_s": 0.9} for step in range(1, 21)]
+    for each in steps[9::10]:
+        each |= {"time/save_s": 8.0, "time/step_s": 9.0, "time/reward_ocr_s": 3.0}
+    text = Page(time_per_phase(series_of(steps))).text
+    assert "update20 of 200.90.950 %" in text and "save2 of 208844 %" in text
+    assert "everything else6 %" in text and "whole step20 of 20" in text
+    assert "reward ocr2 of 2033beside the others" in text
+    for each in steps:
+        each["time/generate_s"] = each["time/step_s"] - 0.1  # by a sampler of its own, while the policy learns
+    text = Page(time_per_phase(series_of(steps))).text
+    assert re.search(r"generate20 of 20[\d.]+beside the others", text)
+    assert "update20 of 200.90.950 %" in text and "everything else6 %" in text
+
+
+def test_reasons_of_failed_rewards_are_counted_from_the_log():
+    log = (
+        "step 1: reward failed: ocr: returned NaN (2 of 16 samples)\n"
+        "resumed from checkpoints/global_step_0 at step 0\n"
+        "step 1: reward failed: ocr: returned NaN (3 of 16 samples)\n"
+        "step 4: reward failed: ocr: returned NaN (4 of 16 samples)\n"
+        "evaluation at step 4: reward failed: ocr: returned NaN (1 of 2 samples)\n"
+        "step 4: reward failed: judge: ValueError: two\nlines <b> (at judge.py:3) (16 of 16 samples)\n"
+        "step 4: reward attempts that a server did not answer: timeout (3)\n"
+    )
+    page = Page(failed_rewards(log))
+    assert "ocr: returned NaN711 to 4" in page.text, "7 training samples, 1 of an evaluation"
+    assert "judge: ValueError: two\nlines <b> (at judge.py:3)1604 to 4" in page.text
+    assert "attempts" not in page.text and ("b", {}) not in page.tags
+    assert failed_rewards("all went well\n") == ""
+
+
+def test_colours_stand_where_better_and_worse_are_known(tmp_path):
+    names = ("total", "ocr", "size", "mine", "std", "failed")
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        for step in (0, 1):
+            record = {f"eval/reward/{name}": 0.25 + step / 2 for name in names}
+            metrics.write({"step": step, **record, "eval/reward_failed/ocr": step / 1, "eval/kl": step / 1})
+    (tmp_path / "config.yaml").write_text(
+        "reward: {rewards: [{type: ocr}, {type: jpeg, name: size, weight: -1.0}, {type: 'my:Mine'}]}\n"
+    )
+    page, _ = read_page(tmp_path)
+    changes = [each.removeprefix("change ") for each in page.values("class", "span") if each.startswith("change ")]
+    shown = [name.removeprefix("eval/reward/") for name in page.values("data-metric", "div")]
+    assert dict(zip(shown, changes, strict=True)) == {
+        "total": "better",
+        "ocr": "better",
+        "size": "worse",
+        "mine": "unknown",  # its label is its class's, which only Python knows
+    }
+    assert "best: 0.250 at 0" in page.text and "highest: 0.750 at 1" in page.text
+
+
+def test_what_cannot_be_shown_is_said_and_no_reward_is_no_failure(tmp_path):
+    image = np.zeros((8, 8, 3), np.uint8)
+    save_samples(
+        tmp_path,
+        1,
+        [SampleRecord(image, "eval", "p", 7, 0, damage="it is NaN"), SampleRecord(image, "eval", "p", 7, 1)],
+    )
+    page, _ = read_page(tmp_path)
+    assert page.text.count("it is NaN") == 1 and "no reward" not in page.text and "The reward stands" not in page.text
+
+
+@pytest.mark.parametrize("values", [(1.00000012, 1.00000019), (-812345.6789, -812345.6781), (0.1, 0.9), (1e-9, 3e-9)])
+def test_no_label_of_a_curve_is_cut(values):
+    svg = curve_svg("loss", dict(enumerate(values)), "c-")
+    ticks = re.findall(r'id="c-ytick_.*?translate\(([-\d.]+) ', svg, re.S)
+    assert len(ticks) >= 2 and min(map(float, ticks)) > 14, "the axis' own label stands left of them"
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("throughput/tokens_per_s", "tokens/s"),
+        ("throughput/tokens_per_s_per_device", "tokens/s per device"),
+        ("throughput/generate_flops_per_s", "FLOP/s"),
+        ("time/save_s", "seconds"),
+        ("memory/gpu_peak_mib", "MiB"),
+        ("loss", "loss"),
+    ],
+)
+def test_units_of_curves(name, unit):
+    assert unit_of(name) == unit

@@ -18,7 +18,9 @@ from sfumato.config.load import load_config
 from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.run import Run, _run_again_when_lost, start_run
+from sfumato.tracking.ending import Ending
+from sfumato.tracking.progress import quiet_other_bars
+from sfumato.tracking.run import Run, _report_ending, _run_again_when_lost, start_run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config, tiny_rl_config
 
@@ -53,6 +55,39 @@ def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:
         run.close()
     losses = {name: read_jsonl(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("run.1", "run.2", "run")}
     assert losses == {"run.1": 0.0, "run.2": 1.0, "run": 2.0}
+
+
+def test_a_run_that_ends_early_reports_the_steps_that_it_made_and_why(tmp_path: Path) -> None:
+    run = start(tmp_path, max_steps=400)
+    _report_ending(Ending("error: not begun", 2))
+    assert not (tmp_path / "run" / "report.html").exists(), "nothing was written yet"
+    run.begin(400, 0, [])
+    run.log(0, {"eval/loss": 3.0}, show={})
+    run.write_report()
+    for step in range(1, 5):
+        run.log(step, {"loss": 1.0}, show={})
+    run.close()
+    _report_ending(Ending("stopped by signal after step 4; the state is saved", 143))
+    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "step 4 of 400" in html and "stopped by signal after step 4; the state is saved" in html
+    assert (tmp_path / "run" / "log.txt").read_text().endswith("stopped by signal after step 4; the state is saved\n")
+    _report_ending(Ending("Traceback\n  File x\nValueError: <b>", 1))
+    assert "ValueError: &lt;b&gt;" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_bars_of_libraries_that_come_later_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        monkeypatch.delenv(name, raising=False)
+    was_off = datasets.are_progress_bars_disabled()
+    datasets.enable_progress_bars()
+    try:
+        quiet_other_bars()
+        assert datasets.are_progress_bars_disabled()
+    finally:
+        (datasets.disable_progress_bars if was_off else datasets.enable_progress_bars)()
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] == "1"
 
 
 def test_metrics_are_what_was_computed_and_timings_what_it_took(tmp_path: Path) -> None:
@@ -170,7 +205,7 @@ def test_reports_before_the_last_are_left_out_where_they_would_take_too_long(
 ) -> None:
     now, written = [100.0], []
 
-    def write(output_dir: Path) -> None:
+    def write(output_dir: Path, ending: str) -> None:
         now[0] += 2.0
         written.append(now[0])
 

@@ -10,11 +10,13 @@ from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
 from sfumato.rewards.server.app import serve
+from sfumato.tracking.progress import quiet_other_bars
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a server and returns its exit code; a user's mistake prints its message and gives 2."""
     choose_kernels()
+    quiet_other_bars()
     try:
         asyncio.run(serve(parse_config(RewardServerConfig, arguments)))
     except UserError as error:

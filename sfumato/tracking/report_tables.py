@@ -1,0 +1,114 @@
+"""Tables of a report: last values, where the time went, and why samples have no reward."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from html import escape
+
+import numpy as np
+
+from sfumato.tracking.meters import Phase
+from sfumato.tracking.trackers import Series, finite
+
+MAX_REASONS = 20
+OVERLAP = 1.02
+"""Phases that add up to so much of the time have run at the same time."""
+
+# as the rollout's task says it; a reason may have several lines
+_FAILED = re.compile(r"^(evaluation at )?step (\d+): reward failed: (.*?) \((\d+) of \d+ samples\)$", re.M | re.S)
+
+
+def section(title: str, note: str, body: str) -> str:
+    """A part of the page with a heading and a line below it."""
+    return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+
+
+def last_values(metrics: Series) -> str:
+    """The newest value of every metric."""
+    rows = []
+    for name, points in metrics.items():
+        step, value = list(points.items())[-1]
+        shown = "not finite" if value is None else f"{value:.6g}"  # six digits: a ratio of 1.00001 is not 1
+        rows.append((name, shown, str(step)))
+    return _table("Last values", "", ("metric", "value", "step"), rows)
+
+
+def time_per_phase(timings: Series) -> str:
+    """Where the time of all steps went. A part that is rare, such as saving, counts as often as it happened."""
+    seconds = {name: list(finite(points).values()) for name, points in timings.items()}
+    steps = seconds.get("time/step_s", [])
+    phases = {each: values for each in Phase if (values := seconds.get(each.metric, []))}
+    whole, rest = sum(steps), max(sum(steps) - sum(map(sum, phases.values())), 0.0)
+    # generation by a sampler of its own goes on while the policy learns; nobody waits for it then
+    is_beside = sum(map(sum, phases.values())) > OVERLAP * whole and Phase.GENERATE in phases
+    if is_beside:
+        rest = max(whole - sum(sum(values) for each, values in phases.items() if each != Phase.GENERATE), 0.0)
+    rows = []
+    for each, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
+        share = "beside the others" if is_beside and each == Phase.GENERATE else _share(sum(values), whole)
+        rows.append((each.replace("_", " "), *_spread(values, len(steps)), share))
+    if rows and steps:
+        rest_of = "everything else" if Phase.UPDATE in phases else "training, and everything else"
+        rows.append((rest_of, "", "", "", _share(rest, whole)))
+    beside = {name: values for name, values in seconds.items() if re.fullmatch(r"time/(scoring|reward_.+)_s", name)}
+    for name, values in sorted(beside.items(), key=lambda item: -sum(item[1])):
+        label = name.removeprefix("time/").removesuffix("_s").replace("_", " ", 1)
+        rows.append((label, *_spread(values, len(steps)), "beside the others"))
+    if steps:
+        rows.append(("whole step", *_spread(steps, len(steps)), "100 %"))
+    columns = ("part of a step", "in steps", "median there (s)", "90th percentile (s)", "share of all time")
+    note = "Checkpoints, exports and reports after the last step are not in it."
+    return _table("Where the time went", note, columns, rows)
+
+
+def failed_rewards(log: str) -> str:
+    """Why samples have no reward, from what the run said; of a step that was repeated the last word counts."""
+    said: dict[tuple[bool, int, str], int] = {}
+    for is_evaluation, step, reason, count in _FAILED.findall(log):
+        said[bool(is_evaluation), int(step), reason] = int(count)
+    reasons: dict[str, _Failed] = {}
+    for (is_evaluation, step, reason), count in said.items():
+        found = reasons.setdefault(reason, _Failed())
+        found.samples[is_evaluation] += count
+        found.steps.add(step)
+    ordered = sorted(reasons.items(), key=lambda item: -item[1].samples.total())
+    rows = [
+        (reason, str(each.samples[False]), str(each.samples[True]), f"{min(each.steps)} to {max(each.steps)}")
+        for reason, each in ordered[:MAX_REASONS]
+    ]
+    hidden = f"{len(ordered) - MAX_REASONS} more reasons are in log.txt." if len(ordered) > MAX_REASONS else ""
+    columns = ("reward and reason", "training samples", "evaluation samples", "steps")
+    return _table("Samples without a reward", hidden, columns, rows)
+
+
+@dataclass
+class _Failed:
+    """Of one reason: how many samples, in evaluations or not, and when."""
+
+    samples: Counter[bool] = field(default_factory=Counter)
+    steps: set[int] = field(default_factory=set)
+
+
+def _spread(values: list[float], num_steps: int) -> tuple[str, str, str]:
+    return (
+        f"{len(values)} of {num_steps}",
+        f"{statistics.median(values):.3g}",
+        f"{float(np.percentile(values, 90)):.3g}",
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else ""
+
+
+def _table(title: str, note: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table with its texts escaped; nothing without rows."""
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return section(title, note, f'<div class="scroll">{table}</div>')
