@@ -17,7 +17,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.run import quiet_libraries
+from sfumato.tracking.quiet import quiet_libraries
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import time
@@ -114,14 +113,6 @@ class Progress:
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
-
-
-def quiet_other_bars() -> None:
-    """Keeps progress bars of libraries that are not loaded yet, also in processes started from here, out of the log."""
-    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):  # transformers obeys the first
-        os.environ.setdefault(name, "1")
-    if "datasets" in sys.modules:
-        sys.modules["datasets"].disable_progress_bars()
 
 
 def format_value(value: float) -> str:

@@ -28,7 +28,8 @@ from sfumato.tracking.folder import RunFolder, read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.meters import Meter, Phase, peak_flops
 from sfumato.tracking.profiler import StepProfiler
-from sfumato.tracking.progress import Progress, quiet_other_bars
+from sfumato.tracking.progress import Progress
+from sfumato.tracking.quiet import quiet_libraries
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.signals import check_early_stop, listen
@@ -172,11 +173,6 @@ class Run:
         if "throughput/tokens_per_s" in rates:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this process writes its logs."""
-        return self._enabled
 
     def sync(self) -> str:
         """Makes sure that a power failure does not take lines of metrics and timings that were written.
@@ -456,7 +452,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
 def _report_ending(ending: Ending) -> None:
     """Brings log and report of a run that has begun up to the step that it reached, with why it ended there."""
     run = Run.newest
-    if run is None or not run.has_begun:
+    if run is None or not run._enabled:
         return
     line = ending.text.splitlines()[-1 if ending.code == 1 else 0]  # of a stack trace the last says what it was
     try:
@@ -500,15 +496,3 @@ def _run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
                     "runtime": config.runtime.model_copy(update=waiting),
                 }
             )
-
-
-def quiet_libraries() -> None:
-    """Keeps libraries' notices and bars out of the log; their errors still show."""
-    quiet_other_bars()
-    import diffusers
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()

@@ -19,7 +19,7 @@ from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.ending import Ending
-from sfumato.tracking.progress import quiet_other_bars
+from sfumato.tracking.quiet import quiet_other_bars
 from sfumato.tracking.run import Run, _report_ending, _run_again_when_lost, start_run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config, tiny_rl_config
