@@ -88,6 +88,18 @@ def find_variants(source: str) -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
+def names_of(cls: type) -> set[str]:
+    """Public methods, attributes and fields of a dataclass."""
+    return {name for name in (*dir(cls), *(each.name for each in dataclasses.fields(cls))) if not name.startswith("_")}
+
+
+@functools.cache
+def shared_names(source: str) -> frozenset[str]:
+    """What all classes of a source have, and one from elsewhere must have to stand in their place."""
+    shared = set.intersection(*map(names_of, find_variants(source).values()))
+    return frozenset(shared - {"type"} if "label" in shared else shared)  # a reward's label does without a type
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """Marks a field whose value is an object of a class chosen by ``type:``, the other keys being its fields.
@@ -108,9 +120,12 @@ class Variant:
                 cls = getattr(importlib.import_module(module), attribute)
                 if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
                     raise TypeError("it is not a dataclass")
-            except (ImportError, AttributeError, TypeError, ValueError) as error:
+                if missing := sorted(shared_names(self.source) - names_of(cls)):
+                    raise TypeError(f"it has no {', '.join(missing)}, as all types that can stand here have")
+            except Exception as error:  # whatever a module of one's own raises when it is imported
+                why = str(error) or type(error).__name__
                 raise PydanticCustomError(
-                    "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": str(error)}
+                    "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": why}
                 ) from error
             return cls
         known = find_variants(self.source)
@@ -149,6 +164,10 @@ class Variant:
             errors = unknown
         except ValidationError as error:
             errors = unknown + [each for each in error.errors() if not odd]
+        except Exception as error:  # a class of one's own that cannot be made, such as one without a method it needs
+            raise PydanticCustomError(
+                "broken_variant", "cannot make {cls}: {why}", {"cls": cls.__name__, "why": str(error)}
+            ) from error
         if errors:
             raise PydanticCustomError(
                 "variant", "wrong fields of {cls}", {"cls": cls.__name__, "errors": errors, "names": ["type", *names]}

@@ -6,6 +6,7 @@ import difflib
 import json
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,13 @@ from sfumato.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-LONGEST_SHOWN = 80
-"""Characters of a given value that a message repeats."""
+LONGEST_SHOWN, LONGEST_MESSAGE, MOST_SHOWN = 80, 1200, 20
+"""Characters of a given value that a message repeats, characters of a mistake, and mistakes."""
+
+TOO_LARGE = "a whole number must fit into 64 bits"
+
+DEEPEST = 20
+"""Dots in the name of an override."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -54,23 +60,28 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--") or len(argument) == 2:
+        if not argument.startswith("--") or len(argument) == 2 or not argument.partition("=")[0].isprintable():
             raise ConfigError(
-                f"unexpected argument {argument!r}: after the YAML file come overrides such as --train.lr 1e-4"
+                f"unexpected argument {shorten(argument)}: after the YAML file come overrides such as --train.lr 1e-4"
             )
         name, equals, value = argument[2:].partition("=")
+        shown = _cut(name, LONGEST_SHOWN)
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"override --{name} has no value: write --{name} VALUE (true or false for a switch)")
+                raise ConfigError(
+                    f"override --{shown} has no value: write --{shown} VALUE (true or false for a switch)"
+                )
             value = rest.pop(0)
-        parsed = parse_yaml(value, f"the value of --{name}")
+        if name.count(".") > DEEPEST:
+            raise ConfigError(f"--{shown}: no field lies {name.count('.')} sections deep")
+        parsed = parse_yaml(value, f"the value of --{shown}")
         target = overrides
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents, start=1):
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 above = ".".join(parents[:depth])
-                raise ConfigError(f"--{name} goes into --{above}, which another override sets to a plain value")
+                raise ConfigError(f"--{shown} goes into --{above}, which another override sets to a plain value")
         target[last] = parsed
     return overrides
 
@@ -124,6 +135,8 @@ def load_config(
     overrides = overrides or {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
+    if huge := dict(_huge_numbers(merged)):
+        raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])
     try:
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
@@ -132,12 +145,30 @@ def load_config(
             reasons.get(".".join(map(str, each["loc"][:2])) or "-") or _describe(each, schema, path, overrides)
             for each in error.errors()
         ]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+        raise _all_of(lines) from error
 
 
 def asks_for_help(arguments: list[str]) -> bool:
     """Whether the arguments of a task ask for the list of all fields."""
     return "--help" in arguments or "-h" in arguments
+
+
+def _all_of(lines: list[str]) -> ConfigError:
+    """Mistakes as one error, each once, in letters that a terminal only shows."""
+    parts = [part for line in lines for part in line.split("\n")]
+    lines = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in _cut(part, 2400)) for part in parts]
+    lines = list(dict.fromkeys(lines))
+    more = [f"and {len(lines) - MOST_SHOWN} more mistakes"] if len(lines) > MOST_SHOWN else []
+    return ConfigError("\n".join([*lines[:MOST_SHOWN], *more]))
+
+
+def _huge_numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Whole numbers that torch, numpy and files have no room for, with their places."""
+    if isinstance(value, int) and not -(2**63) < value < 2**63:
+        yield place, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from _huge_numbers(each, (*place, key))
 
 
 def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:
@@ -185,7 +216,7 @@ def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | No
         return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"
     if error["type"] == "missing":
         return f"{where}: required, but not set"
-    message = error["msg"].removeprefix("Value error, ")
+    message = _cut(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
     given = error.get("input")
     shown = f" (given: {shorten(given)})" if isinstance(given, (str, int, float, bool, type(None))) else ""
     return f"{where}: {message}{shown}"
@@ -193,8 +224,11 @@ def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | No
 
 def shorten(value: Any) -> str:
     """A value as a message shows it, its middle left out where it is long."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
+    return _cut(repr(value), LONGEST_SHOWN)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 2 :]}"
 
 
 def suggest(name: str, names: list[str]) -> str:

@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class LoraConfig(Section):
     """Low-rank adapters (peft) instead of full fine-tuning."""
 
-    rank: int = Field(32, ge=1)
+    rank: int = Field(32, ge=1, le=65_536)
     """Rank r of the update."""
     alpha: float = Field(64.0, gt=0)
     """Scale: the update is multiplied by alpha / rank."""
@@ -130,9 +130,9 @@ class TrainConfig(ParallelConfig):
     """Autocast of the forward pass. Trained weights, gradients and optimiser stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU if there is one."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of each process; null leaves torch's choice (one per core, or 1 under torchrun)."""
-    seed: int = Field(42, ge=0, lt=2**63)
+    seed: int = Field(42, ge=0)
     """Seed of everything that is random."""
     load_checkpoint_path: FilePath | None = None
     """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir; `new` moves the run that

@@ -1,0 +1,123 @@
+"""Every field of every section, part and reward with hostile values: accepted, or refused in lines that people read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sfumato.commands.find_task import TASKS, schema_of
+from sfumato.config.base import Section
+from sfumato.config.load import MOST_SHOWN, dump_config, load_config, parse_config
+from sfumato.config.reward_server import RewardServerConfig
+from sfumato.errors import ConfigError
+from tests.hostile_values import TEXTS, hostile_arguments
+
+SCHEMAS: dict[str, type[Section]] = {**{task: schema_of(task) for task in TASKS}, "server": RewardServerConfig}
+TEXT = {"config_path": "m.yaml", "tokenizer_path": "bytes"}
+GLYPHS = {"model": {"config_path": "m.yaml"}, "data": {"data_type": "glyphs"}, "train": {"output_dir": "out"}}
+BASES: dict[str, dict[str, Any]] = {
+    "train_text": {"model": TEXT, "data": {"synthetic": {}}, "train": {"output_dir": "out"}},
+    "train_text_dpo": {
+        "model": TEXT,
+        "data": {"synthetic": {}, "data_type": "preference"},
+        "train": {"output_dir": "out"},
+    },
+    "train_dit": GLYPHS,
+    "train_dit_dpo": GLYPHS,
+    "train_autoencoder": GLYPHS,
+    "rl_diffusion": {
+        **GLYPHS,
+        "rollout": {"num_prompts": 4, "n": 4, "micro_batch_size": 8},
+        "reward": {"rewards": [{"type": "brightness"}]},
+        "train": {"output_dir": "out", "max_steps": 3},
+    },
+    "server": {"rewards": [{"type": "brightness"}]},
+}
+SLOWEST_S = 5.0
+
+
+def try_all(schema: type[Section], path: Path, every: int) -> tuple[int, int]:
+    """How many inputs were tried, and how many were accepted."""
+    tried = accepted = 0
+    for arguments in hostile_arguments(schema, every):
+        tried += 1
+        accepted += try_one(schema, path, arguments)
+    return tried, accepted
+
+
+def try_one(schema: type[Section], path: Path, arguments: list[str]) -> bool:
+    started = time.process_time()
+    try:
+        config = parse_config(schema, [str(path), *arguments])
+    except ConfigError as error:
+        lines = str(error).split("\n")
+        assert len(lines) <= MOST_SHOWN + 1, arguments
+        for line in lines:
+            assert line and line.isprintable() and len(line) < 2500, (arguments, line)
+        config = None
+    assert time.process_time() - started < SLOWEST_S, arguments
+    if config is not None:
+        dump_config(config, path.with_name("dumped.yaml"))
+        assert load_config(schema, path.with_name("dumped.yaml")) == config, arguments
+    return config is not None
+
+
+@pytest.fixture
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(BASES[request.param]))
+    return path
+
+
+@pytest.mark.parametrize(("task", "base"), [(task, task) for task in SCHEMAS], indirect=["base"])
+def test_some_hostile_values_in_every_field(task: str, base: Path) -> None:
+    tried, accepted = try_all(SCHEMAS[task], base, every=101 if task == "rl_diffusion" else 31)
+    assert tried > 80 and 0 < accepted < 0.3 * tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "base"), [(task, task) for task in SCHEMAS], indirect=["base"])
+def test_all_hostile_values_in_every_field(task: str, base: Path) -> None:
+    tried, accepted = try_all(SCHEMAS[task], base, every=1)
+    print(f"{task}: {tried} inputs, {accepted} accepted", file=sys.stderr)
+    assert tried > 2000 and 0 < accepted < 0.3 * tried
+
+
+@pytest.mark.parametrize("base", ["train_dit"], indirect=True)
+def test_broken_yaml_and_odd_command_lines(base: Path) -> None:
+    schema = SCHEMAS["train_dit"]
+    for text in TEXTS:
+        forms = [[f"--train.seed={text}"], ["--train.seed", text], [f"--{text}=1"], [text], [f"--model={text}"]]
+        for arguments in (*forms, [f"--train.{text}=1"]):
+            assert not try_one(schema, base, arguments), arguments
+        base.with_name("broken.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert not try_one(schema, base.with_name("broken.yaml"), [])
+    numbers = ["1" * 5000, "0x" + "f" * 9000, "1:" + "59:" * 3000 + "1", "!!int a", "!!timestamp a", "2020-13-45"]
+    odd = ["--..=1", "--train..seed=1", "--=1", "--train=5", "--", "-", "", "--\x1b[31m=1"]
+    odd.append(f"--{'.'.join('a' * 3000)}=1")
+    for argument in (*odd, *(f"--train.seed={number}" for number in numbers)):
+        assert not try_one(schema, base, [argument]), argument
+
+
+@pytest.mark.parametrize("base", ["rl_diffusion"], indirect=True)
+def test_a_class_of_another_kind_cannot_stand_for_a_part(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base.parent / "odd_parts.py").write_text(
+        "from dataclasses import dataclass\nfrom sfumato.rewards.base import Reward\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Abstract(Reward):\n    pass\n"
+    )
+    (base.parent / "odd_module.py").write_text("raise RuntimeError('not today')\n")
+    monkeypatch.syspath_prepend(base.parent)
+    for argument, said in (
+        ("--algorithm.window=sfumato.algorithms.kl:NoKL", "it has no check, steps, as all types that can stand here"),
+        ("--algorithm.kl=sfumato.rewards.jpeg:JpegCompressibility", "it has no coef, kinds"),
+        ("--reward.rewards.0=odd_parts:Abstract", "cannot make Abstract: Can't instantiate abstract class"),
+        ("--reward.rewards.0=odd_module:Reward", "cannot import type 'odd_module:Reward': not today"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(SCHEMAS["rl_diffusion"], [str(base), argument])
+        assert said in str(caught.value) and "\n" not in str(caught.value)
