@@ -1,10 +1,14 @@
-"""SIGKILL at random points of whole runs: each resumes, loses little, and ends as the undisturbed run, bit for bit."""
+"""SIGKILL at random points of whole runs of every task, in one process and on two ranks.
+
+Each resumes, loses little, and ends as the undisturbed run, bit for bit.
+"""
 
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,31 +17,90 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact
 from sfumato.config.load import merge
+from sfumato.parallel.mesh import close_mesh
 from sfumato.tracking.trackers import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in
-from tests.tiny import ROOT, run_task_here, tiny_dit_config, weights_in
+from tests.tiny import (
+    ROOT,
+    run_task_here,
+    tiny_dit_config,
+    tiny_dit_dpo_config,
+    tiny_pipeline_description,
+    tiny_rl_config,
+    tiny_text_config,
+    weights_in,
+)
 
-KILLS = 25
-"""For each way of saving."""
-STEPS, EVERY = 120, 3
+KILLS = {1: 15, 2: 20}
+"""Of each case, by number of ranks."""
+END_S = 30.0
+"""Seconds in which a rank ends whose peer was killed."""
 
 MAIN = "import sys; from tests.faults.test_kill_at_random import kill_again_and_again as main; main(*sys.argv[1:])"
 
 
-def start(config: dict[str, Any], log: Path) -> int:
-    """The run in a copy of this process, which has everything imported. Returns the process id."""
+def tiny_autoencoder_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A run of ``tasks/train_autoencoder.py`` on a pipeline that is made from scratch."""
+    description = tmp_path / "description.yaml"
+    description.write_text(yaml.safe_dump(tiny_pipeline_description()), encoding="utf-8")
+    config = tiny_dit_config(tmp_path, **overrides)
+    del config["sample"]
+    return config | {"model": {"config_path": str(description), "max_sequence_length": 7}}
+
+
+EMA = {"ema_decay": 0.9}
+CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
+    "train_dit": ("train_dit", tiny_dit_config, 1, 120, {"train": EMA}),
+    "train_dit, saved in the background": (
+        "train_dit",
+        tiny_dit_config,
+        1,
+        120,
+        {"train": {**EMA, "save_async": True}},
+    ),
+    "train_dit_dpo": ("train_dit_dpo", tiny_dit_dpo_config, 1, 60, {"eval": {"every_steps": 20}}),
+    "train_autoencoder": ("train_autoencoder", tiny_autoencoder_config, 1, 120, {}),
+    "train_text": ("train_text", tiny_text_config, 1, 60, {"train": EMA, "eval": {"every_steps": 20}}),
+    "train_text_dpo": (
+        "train_text_dpo",
+        tiny_text_config,
+        1,
+        60,
+        {"data": {"data_type": "preference"}, "eval": {"every_steps": 20}},
+    ),
+    "rl_diffusion": ("rl_diffusion", tiny_rl_config, 1, 30, {"train": EMA, "eval": {"every_steps": 10}}),
+    "train_text on two ranks": ("train_text", tiny_text_config, 2, 60, {"train": EMA, "eval": {"every_steps": 20}}),
+}
+"""Task, configuration, ranks, steps and what else is set."""
+EVERY = 3
+
+
+def start(task: str, config: dict[str, Any], log: Path, num_ranks: int) -> list[int]:
+    """The run in copies of this process, which has everything imported. Returns the process ids of its ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [_start_rank(task, config, log, rank, num_ranks, port) for rank in range(num_ranks)]
+
+
+def _start_rank(task: str, config: dict[str, Any], log: Path, rank: int, num_ranks: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    if num_ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}})
     code = 1
     try:
-        run_task_here("train_dit", config)
+        run_task_here(task, config)
+        close_mesh()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -46,28 +109,47 @@ def start(config: dict[str, Any], log: Path) -> int:
         os._exit(code)
 
 
-def kill_again_and_again(config_path: str, undisturbed: str) -> None:
+def kill_some(ranks: list[int], some: list[int]) -> bool:
+    """Kills some of the ranks; the others then end by themselves. Returns False when the run had ended before."""
+    if all(os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT) for rank in ranks):
+        assert not any(os.waitpid(rank, 0)[1] for rank in ranks), "the run failed by itself"
+        return False
+    for rank in some:
+        os.kill(rank, signal.SIGKILL)
+    deadline = time.monotonic() + END_S
+    left = set(ranks)
+    while left:
+        left -= {rank for rank in left if os.waitpid(rank, os.WNOHANG)[0]}
+        if time.monotonic() > deadline:
+            for rank in left:
+                os.kill(rank, signal.SIGKILL)
+            raise AssertionError(f"{len(left)} ranks still wait for one that was killed {END_S:.0f} s ago")
+        time.sleep(0.005)
+    return True
+
+
+def kill_again_and_again(case: str, config_path: str, undisturbed: str) -> None:
     """Starts runs and kills them until it has been done often enough; prints what happened as JSON."""
+    task, _, num_ranks, steps, _ = CASES[case]
     config = json.loads(Path(config_path).read_text(encoding="utf-8"))
     output_dir = Path(config["train"]["output_dir"])
     root, log = output_dir / "checkpoints", output_dir.with_suffix(".log")
     rng, kills, finished, in_save, newest, lost = random.Random(0), 0, 0, 0, 0, []
     for number in range(2):  # the first imports what the copies of this process then have
         began = time.monotonic()
-        run_task_here("train_dit", merge(config, {"train": {"max_steps": 1, "output_dir": f"{output_dir}.{number}"}}))
+        run_task_here(task, merge(config, {"train": {"max_steps": 1, "output_dir": f"{output_dir}.{number}"}}))
     usual = time.monotonic() - began  # what it takes to start
-    while kills < KILLS:
-        child = start(config, log)
-        time.sleep(rng.uniform(0, 4 * usual))
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            assert status == 0, log.read_text(encoding="utf-8")
-            assert_same(output_dir, Path(undisturbed))
+    if num_ranks > 1:
+        whole = merge(config, {"train": {"output_dir": undisturbed}})
+        assert all(os.waitpid(rank, 0)[1] == 0 for rank in start(task, whole, log, num_ranks)), log.read_text()
+    while kills < KILLS[num_ranks]:
+        ranks = start(task, config, log, num_ranks)
+        time.sleep(rng.uniform(0, 4 * num_ranks * usual))
+        if not kill_some(ranks, ranks if kills % 2 else [rng.choice(ranks)]):
+            assert_same(output_dir, Path(undisturbed), steps)
             shutil.rmtree(output_dir)
             finished, newest = finished + 1, 0
             continue
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         kills += 1
         if not root.is_dir():
             continue
@@ -78,40 +160,44 @@ def kill_again_and_again(config_path: str, undisturbed: str) -> None:
         newest = step
         lines = read_jsonl(output_dir / "metrics.jsonl") if (output_dir / "metrics.jsonl").exists() else []
         lost.append(max((line["step"] for line in lines), default=step) - step)
-    assert os.waitpid(start(config, log), 0)[1] == 0, log.read_text(encoding="utf-8")
-    assert_same(output_dir, Path(undisturbed))
-    print(json.dumps({"finished": finished + 1, "in_save": in_save, "lost": lost, "log": log.read_text()}))
+    assert all(os.waitpid(rank, 0)[1] == 0 for rank in start(task, config, log, num_ranks)), log.read_text()
+    assert_same(output_dir, Path(undisturbed), steps)
+    print(
+        json.dumps({"kills": kills, "finished": finished + 1, "in_save": in_save, "lost": lost, "log": log.read_text()})
+    )
 
 
 def complain(text: str) -> None:
     raise AssertionError(f"a kill has left a damaged checkpoint: {text}")
 
 
-def assert_same(left: Path, right: Path) -> None:
+def assert_same(left: Path, right: Path, steps: int) -> None:
     """Metrics, exported weights and the last checkpoint are equal byte by byte."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    last = [list_checkpoints(each / "checkpoints")[STEPS] for each in (left, right)]
+    last = [list_checkpoints(each / "checkpoints")[steps] for each in (left, right)]
     assert tensors_in(last[0]) == tensors_in(last[1])
     assert values_in(last[0]) == values_in(last[1])
     assert not list((left / "checkpoints").glob("*.tmp"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save_async", [False, True], ids=["waited for", "in the background"])
-def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(tmp_path, save_async):
-    train = {"max_steps": STEPS, "save_steps": EVERY, "save_async": save_async, "ema_decay": 0.9}
-    config = tiny_dit_config(tmp_path, train={**train, "load_checkpoint_path": "auto"})
-    undisturbed = run_task_here("train_dit", merge(config, {"train": {"output_dir": str(tmp_path / "undisturbed")}}))
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(tmp_path, case):
+    task, make, num_ranks, steps, settings = CASES[case]
+    settings = merge(settings, {"train": {"max_steps": steps, "save_steps": EVERY, "load_checkpoint_path": "auto"}})
+    config = make(tmp_path, **settings)
+    undisturbed = tmp_path / "undisturbed"
+    if num_ranks == 1:
+        run_task_here(task, merge(config, {"train": {"output_dir": str(undisturbed)}}))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MAIN, str(path), str(undisturbed)]
+    command = [sys.executable, "-c", MAIN, case, str(path), str(undisturbed)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(done.stdout.splitlines()[-1])
     log = result.pop("log")
-    print(result)
-    assert result["in_save"] >= 3, "the kills missed the saves, so this test shows little"
-    assert log.count("resumed from") >= KILLS // 3, "the kills came before the first save"
-    assert max(result["lost"]) <= (2 * EVERY if save_async else EVERY)
+    print(case, result)
+    assert log.count("resumed from") >= KILLS[num_ranks] // 3, "the kills came before the first save"
+    assert max(result["lost"]) <= (2 * EVERY if config["train"].get("save_async") else EVERY)
