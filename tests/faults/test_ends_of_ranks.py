@@ -51,11 +51,13 @@ class TwoRanks:
             time.sleep(0.05)
 
     def end(self) -> tuple[int, list[str]]:
-        """Exit code, and the lines that are not those of the progress."""
+        """Exit code, and what was said of the end: neither progress nor what libraries say when they are loaded."""
         code = self.process.wait(timeout=150)
         self.log.seek(0)
-        said = [line for line in self.log.read().splitlines() if not line.startswith("train_dit  ")]
-        return code, said
+        lines = [line for line in self.log.read().splitlines() if not line.startswith("train_dit  ")]
+        begins = [index for index, line in enumerate(lines) if line.startswith(("error:", "stopped", "rank ", "Trace"))]
+        assert begins, lines
+        return code, lines[begins[0] :]
 
     @property
     def saved(self) -> list[int]:
@@ -65,7 +67,7 @@ class TwoRanks:
 
 def test_an_error_on_one_rank_is_one_line_and_its_code(tmp_path):
     run = TwoRanks(tmp_path, [[1, 3, 4]])
-    assert run.end() == (4, ["stopped: rank 1: a loss is not finite"])
+    assert run.end() == (4, ["rank 1: stopped: a loss is not finite"])
     assert run.saved == [1, 2]
 
 
