@@ -147,7 +147,7 @@ class TrainConfig(ParallelConfig):
     """Newest checkpoints that are kept."""
     export_steps: int = Field(0, ge=0)
     """Steps between exports of the trained weights to hf_ckpt; 0 exports only at the end."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(900.0, gt=0)
     """Seconds after which a rank that waits for another one ends the run, with the stacks of all ranks; three times as
     many until the first step is done, for loading and compiling."""
     trackers: list[str] = ["tensorboard"]
