@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.cache_folder import make_cache_folder
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_pairs import PairDataset
 from sfumato.data.image_text import ImageTextDataset
@@ -201,11 +202,12 @@ def open_cache(
     Raises:
         DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
     """
+    make_cache_folder(Path(cache_dir))
     folder = Path(cache_dir) / _fingerprint(dataset, model)
     if not (folder / "manifest.json").is_file():
         building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
         shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
+        make_cache_folder(building)
         batch_size = batch_size or max(64 // dataset.size[2], 1)
         _build(building, dataset, model, bad_rows, batch_size, watch or (lambda starts, _count: starts))
         shutil.rmtree(folder, ignore_errors=True)

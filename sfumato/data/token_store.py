@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.cache_folder import make_cache_folder
 from sfumato.data.rows import Rows
 from sfumato.data.sources import Sources
 from sfumato.data.text import Document, Sample, TextTransform
@@ -128,7 +129,7 @@ def build_token_store(
             and when a source has no row that can.
     """
     place = folder / _key(sources, transform)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_cache_folder(folder)
     with _locked(place.with_suffix(".lock")):
         if not (place / "manifest.json").is_file():
             building = place.with_suffix(".tmp")

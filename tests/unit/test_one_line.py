@@ -13,13 +13,15 @@ import yaml
 
 from sfumato.checkpoint.offline import export_checkpoint
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import TrainDitConfig
+from sfumato.config.dit import ImageTextDataConfig, TrainDitConfig
 from sfumato.config.launched import read_launched
 from sfumato.config.load import parse_config
 from sfumato.config.recipes import DIFFUSION_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TextTrainConfig, TrainTextConfig
-from sfumato.errors import CheckpointError, ConfigError
+from sfumato.data.encoded import BadRows, open_cache
+from sfumato.data.image_text import open_image_text
+from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language_load import build_language_model
@@ -29,6 +31,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pretend import pretended_mesh
+from sfumato.tracking.lock import lock_folder
 from tests import tiny_families
 from tests.tiny import tiny_language_description, tiny_pipeline_description
 
@@ -248,6 +251,22 @@ def test_prompts_of_no_length(tmp_path: Path, pipeline_folder: Path) -> None:
     shorter, longer = (each.embed_prompts(["a"])["prompt_embeds"] for each in (without, with_one))
     assert shorter.shape[1] == longer.shape[1] - 1  # Stable Diffusion 3 does without T5, and CLIP's part stays
     assert torch.equal(shorter, longer[:, :-1])
+
+
+# Folders of runs and caches
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path, name: str, pipeline_folder: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    folder = tmp_path / name
+    message = refusal(FolderError, lock_folder, folder, print)
+    assert message.startswith(f"train.output_dir {folder} cannot be made: ")
+    model = build_diffusion_model(ModelConfig(model_path=str(pipeline_folder)))
+    data = ImageTextDataConfig(data_type="glyphs", height=16, width=16)
+    message = refusal(DataError, open_cache, folder, open_image_text(data, 0), model, BadRows(0, print))
+    assert f"the cache folder {folder} cannot be made" in message and "data.cache_dir" in message
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 # What does not go together
