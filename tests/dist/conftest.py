@@ -2,7 +2,14 @@
 
 import pytest
 
+from sfumato.tracking.run import Run
 from tests.dist.ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def without_reports(monkeypatch):
+    """No test here looks at ``report.html``, whose curves take longer than a tiny run; ranks leave it out too."""
+    monkeypatch.setattr(Run, "write_report", lambda run, **_: None)
 
 
 @pytest.fixture(scope="session")

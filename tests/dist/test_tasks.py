@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 
 from sfumato.config.load import merge
+from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux_kontext
@@ -75,9 +77,11 @@ def run_rank(task: str, config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}  # what a launcher says too; the group is there already
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
-        run_task_here(task, config)
+        with mock.patch.object(Run, "write_report"):
+            run_task_here(task, config)
     finally:
         for name in place:
             del os.environ[name]

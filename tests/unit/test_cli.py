@@ -19,11 +19,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_check_prints_json_and_nothing_else(tmp_path: Path) -> None:
+def test_check_prints_json_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_config(tiny_dit_config(tmp_path), tmp_path / "run.yaml")
-    done = run("check", str(path), "--json", "--train.micro_batch_size", "1")
-    content = json.loads(done.stdout)
-    assert done.returncode == content["exit_code"] == 0 and content["task"] == "train_dit"
+    capfd.readouterr()
+    code = main(["check", str(path), "--json", "--train.micro_batch_size", "1"])
+    content = json.loads(capfd.readouterr().out)
+    assert code == content["exit_code"] == 0 and content["task"] == "train_dit"
     assert not (tmp_path / "run").exists(), "nothing is made"
 
 
