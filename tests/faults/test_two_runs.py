@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -24,6 +25,8 @@ from tests.faults.test_resume import tensors_in, values_in
 from tests.tiny import ROOT, run_task_here, tiny_dit_config, weights_in, write_config
 
 ROUNDS, STEPS, EVERY = 20, 40, 2
+
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 MAIN = "import sys; from tests.faults.test_two_runs import meet_again_and_again as main; main(*sys.argv[1:])"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -91,6 +94,17 @@ def fork(config: dict[str, Any], log: Path) -> int:
         os._exit(code)
 
 
+def kill_holder(lock: Path, children: list[int], delay_s: float) -> None:
+    """Kills the one that is at work, some time after it began, if it has not ended by then."""
+    while not lock.exists() and any(os.waitid(os.P_PID, each, ENDED) is None for each in children):
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    with contextlib.suppress(FileNotFoundError):
+        holder = json.loads(lock.read_text(encoding="utf-8"))["pid"]
+        assert holder in children
+        os.kill(holder, signal.SIGKILL)
+
+
 def meet_again_and_again(config_path: str, undisturbed: str) -> None:
     """Starts pairs of runs with random delays, kills every second first one; prints what happened as JSON."""
     config = json.loads(Path(config_path).read_text(encoding="utf-8"))
@@ -108,9 +122,7 @@ def meet_again_and_again(config_path: str, undisturbed: str) -> None:
         second = fork(mine, log)
         children = [first, second]
         if number % 2:
-            time.sleep(rng.uniform(0, usual))
-            victim = rng.choice(children)
-            os.kill(victim, signal.SIGKILL)
+            kill_holder(output_dir / "run.lock", children, rng.uniform(0, usual / 2))
         ends = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
         said = log.read_text(encoding="utf-8")
         assert set(ends) <= {0, 2, -signal.SIGKILL}, (number, ends, said)
@@ -124,6 +136,7 @@ def meet_again_and_again(config_path: str, undisturbed: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_runs_meet_again_and_again_in_one_folder(tmp_path: Path) -> None:
     config = tiny_dit_config(tmp_path, train={"max_steps": STEPS, "save_steps": EVERY, "ema_decay": 0.9})
     undisturbed = run_task_here("train_dit", merge(config, {"train": {"output_dir": str(tmp_path / "undisturbed")}}))
