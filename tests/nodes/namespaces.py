@@ -44,7 +44,7 @@ class Node:
             address: within 10.77.0.0/24.
             switch: process id of the holder of the bridge.
             shared: folders that it sees besides those outside /tmp and /dev/shm.
-            hosts: takes the place of /etc/hosts.
+            hosts: takes the place of /etc/hosts; ``names`` beside it that of /etc/nsswitch.conf.
         """
         self.name, self.address, self._switch = name, address, switch
         kept = [str(each) for each in (*shared, ROOT, Path(sys.prefix)) if str(each).startswith(("/tmp/", "/dev/shm/"))]
@@ -52,7 +52,8 @@ class Node:
         script = (
             f"hostname {name}; mount -t tmpfs -o mode=1777 tmpfs /mnt; mkdir -p /mnt/tmp /mnt/dev/shm; {binds}"
             "mount --rbind /mnt/tmp /tmp; chmod 1777 /tmp; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
-            f"mount --bind {hosts} /etc/hosts; ip link set lo up; echo ready; exec sleep infinity"
+            f"mount --bind {hosts} /etc/hosts; mount --bind {hosts.with_name('names')} /etc/nsswitch.conf; "
+            "ip link set lo up; echo ready; exec sleep infinity"
         )
         private = ["--net", "--mount", "--uts", "--pid", "--ipc", "--fork", "--mount-proc"]
         self._holder = subprocess.Popen(
@@ -104,6 +105,8 @@ class Node:
         """Ends all its processes."""
         self._holder.kill()
         self._holder.wait()
+        delete = ["nsenter", f"--target={self._switch}", "--net", "ip", "link", "del", self._port]
+        subprocess.run(delete, capture_output=True, check=False)  # which the kernel does some time later
         if self._holder.stdout is not None:
             self._holder.stdout.close()
         deadline = time.monotonic() + 10
@@ -128,6 +131,9 @@ class Nodes:
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._addresses.items())]
         self._hosts.write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
         script = "ip link add switch type bridge; ip link set switch up; echo ready; exec sleep infinity"
+        (folder / "names").write_text(
+            "passwd: files\ngroup: files\nhosts: files\n", encoding="ascii"
+        )  # nobody is asked
         self._switch = subprocess.Popen(
             [*HOLD, "--net", "--fork", "sh", "-ec", script], stdout=subprocess.PIPE, text=True, process_group=0
         )

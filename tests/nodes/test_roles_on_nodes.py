@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ SEPARATE = merge(COLOCATED, {"runtime": {"pools": {"sampler": {"cpus": 1.5}}}, "
 ONE_STEP_OFF = merge(SEPARATE, {"rollout": {"async_strategy": "one-step-off"}})
 OTHER_CPUS = {"actor": {"cpus": 0.5}, "sampler": {"cpus": 1.0}, "scorer": {"cpus": 1.5}}
 SCORER_APART = merge(ONE_STEP_OFF, {"runtime": {"pools": OTHER_CPUS}})
-STEPS = 40
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,9 @@ def one_node(nodes: Nodes) -> Any:
 
     def run(name: str, where: dict[str, Any], **overrides: Any) -> Path:
         if name not in made:
-            config = config_in(nodes, f"one-{name}", merge(where, {"runtime": {"object_store_gb": 0.2}}), **overrides)
+            roles = where["runtime"]["pools"]
+            small = {"object_store_gb": 0.2, "pools": {role: {"cpus": 1.9 / (len(roles) + 1)} for role in roles}}
+            config = config_in(nodes, f"one-{name}", merge(where, {"runtime": small}), **overrides)
             command = [sys.executable, "tasks/rl_diffusion.py", str(config)]
             program = NodeProgram(nodes["carol"], command, config.with_suffix(".log"))
             assert program.wait(400) == 0, program.output
@@ -101,7 +104,7 @@ def test_the_nodes_of_sampler_and_actor_and_driver_are_lost(ray_nodes: RayNodes,
         before, began = last_step(folder), time.monotonic()
         lose(ray_nodes, host, power=power)
         run.wait_for_text(f"role {role}, rank")
-        print(f"{name}: {role} on {host} was lost after step {before}; known after {time.monotonic() - began:.0f} s")
+        print(f"{name}: {role} on {host} was lost after step {before}; said after {time.monotonic() - began:.0f} s")
         bring_back(ray_nodes, host)
         run.wait_for_step(folder, before + 3)
         print(f"{name}: {role}: three steps later after {time.monotonic() - began:.0f} s")
@@ -114,7 +117,7 @@ def test_the_nodes_of_sampler_and_actor_and_driver_are_lost(ray_nodes: RayNodes,
     ray_nodes.start(*CPUS)
     again = ray_nodes.run(config, "--train.load_checkpoint_path", "auto")
     assert again.wait(400) == 0, again.output
-    assert f"resumed from {folder}/checkpoints/global_step_{before}" in again.output or before == 0
+    assert int(re.findall(r"resumed from .*global_step_(\d+)", again.output)[-1]) >= before - 1, again.output
     assert_same(folder, one_node(name, where))
 
 

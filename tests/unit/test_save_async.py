@@ -20,6 +20,7 @@ from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.runtime.cluster.worker import RoleRun
 from sfumato.tracking.run import Run
 from tests.tiny import Position
 
@@ -170,3 +171,16 @@ def test_a_save_that_is_due_for_another_reason(tmp_path):
         train(state)
         checkpointer.after_step(state, due=state.step == 2)
     assert list(list_checkpoints(checkpointer.root)) == [2]
+
+
+def test_a_role_in_a_process_of_its_own_saves_too(tmp_path: Path):
+    """There the run is what that process knows of it."""
+    checkpointer, state = make(tmp_path)
+    checkpointer.run = RoleRun(tmp_path, speaks=True)
+    train(state)
+    state.step = 1
+    checkpointer.save(state)
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [1]
+    checkpointer.run.stop_requested = True
+    with pytest.raises(PreemptedError):
+        checkpointer.after_step(state)

@@ -301,7 +301,7 @@ class DriverLoop:
             self.lose(role, [process], f"the result of {process.where()} is lost with its machine")
             return
         made_by = next((each for each in handles if each.reference.hex() == lost), handles[0]).future.role
-        reason = f"values that role {made_by} had made for {future.function.name} are lost with the machine they lay on"
+        reason = f"values that role {made_by} had made are lost with the machine they lay on"
         if role.works_together and not future.brings:  # others of it may be at work on theirs already
             self.lose(role, role.processes, reason)
             return
