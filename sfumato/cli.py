@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("config", help="YAML file of a task")
     check.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
     check.add_argument("--ranks", type=_positive, help="processes (default: WORLD_SIZE, or the fewest possible)")
-    check.add_argument("--device-memory", type=float, metavar="GIB", help="memory of one GPU (default: of this one)")
+    check.add_argument("--device-memory", type=_memory, metavar="GIB", help="memory of one GPU (default: of this one)")
     check.add_argument("--skip-data", action="store_true", help="do not look at the data")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
@@ -73,6 +73,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(text)
+
+
+def _memory(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB above 0")
+    return size
 
 
 def _check(given: argparse.Namespace) -> int:

@@ -162,6 +162,7 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
         load_prompts(config.data, "eval", config.eval.num_prompts),
     )
     model = build_model(config, mesh)
+    model.say = run.say
     keep_previous = config.rollout.staleness > 0
     policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
     policies.parallelize(mesh, config.train)
@@ -179,8 +180,8 @@ def build_actor(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Actor:
 
 def build_sampler(config: DiffusionRLConfig, mesh: Mesh, run: Run) -> Sampler:
     """Loads a model that samples only."""
-    del run
     prompts, model = load_prompts(config.data, "train"), build_model(config, mesh)
+    model.say = run.say
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
     prepare_prompts(model, prompts, config)
     memory = RoleMemory(model.denoiser, device=model.device) if config.runtime.offload_idle else None

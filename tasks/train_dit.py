@@ -46,6 +46,7 @@ def main(config: TrainDitConfig) -> None:
     identity = identify_images(config, dataset, loader.global_batch_size)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    model.say = run.say
     set_output(model, dataset.size, "data")
 
     bad_rows = BadRows(config.data.max_bad_rows, run.say)

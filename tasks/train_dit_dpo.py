@@ -54,6 +54,7 @@ def main(config: TrainDitDpoConfig) -> None:
     identity = identify_images(config, dataset, loader.global_batch_size, held_out)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
+    model.say = run.say
     set_output(model, dataset.size, "data")
 
     encoder = open_encoder(dataset, model, config, mesh, run)

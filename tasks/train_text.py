@@ -26,7 +26,7 @@ from sfumato.data.text_batch import TextBatch
 from sfumato.data.text_loader import build_text_loader
 from sfumato.data.validation import Validation, build_validation
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel, Tensors, check_length
 from sfumato.models.language_load import build_language_model
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
@@ -48,6 +48,7 @@ def main(config: TrainTextConfig) -> None:
     run = start_run(config, mesh, "train_text")
 
     model = build_language_model(config.model, config.train)
+    check_length(model.module.config, config.data.max_seq_len)
     flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
     transform = build_transform(config.data, model.tokenizer)
     sources, held_out = open_sources(config.data), open_validation(config.data)

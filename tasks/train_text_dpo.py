@@ -26,7 +26,7 @@ from sfumato.data.text_batch import TextBatch
 from sfumato.data.text_loader import build_text_loader
 from sfumato.data.validation import build_validation
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel, Tensors, check_length
 from sfumato.models.language_load import build_language_model
 from sfumato.models.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
@@ -41,6 +41,7 @@ def main(config: TrainTextDpoConfig) -> None:
     run = start_run(config, mesh, "train_text_dpo")
 
     model = build_language_model(config.model, config.train)
+    check_length(model.module.config, config.data.max_seq_len)
     reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
     flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
     transform = build_transform(config.data, model.tokenizer)

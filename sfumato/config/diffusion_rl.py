@@ -7,37 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant
-from sfumato.config.paths import FilePath
+from sfumato.config.needless import MAX_SIDE, check_size, refuse_needless
+from sfumato.config.prompt_data import PromptDataConfig
 from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
 from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
-from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
+from sfumato.config.sections import ModelConfig, TrainConfig
 
 TRAJECTORY_PARTS = ("dynamics", "window")
 SAMPLE_PARTS = ("solver", "timesteps", "old", "ema")
 """Parts of an algorithm that mean something to objectives of one kind alone."""
 
 
-class PromptDataConfig(Section):
-    """Prompts to train and to evaluate on."""
-
-    data_type: Literal["prompts", "glyphs"] = "prompts"
-    """prompts reads files; glyphs makes captions of words, training on some and evaluating on held-out ones."""
-    train_path: FilePath | None = None
-    """Prompts: a .txt file with one a line, or .jsonl / .parquet with a column `prompt`; other columns are metadata."""
-    eval_path: FilePath | None = None
-    """Prompts of the evaluation, in the same format."""
-    prompt_key: str = "prompt"
-    """Column of the prompt."""
-    source_image_key: str = "source_image"
-    """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
-    glyphs: GlyphConfig = GlyphConfig()
-    """Words when data_type is glyphs."""
-
-    @model_validator(mode="after")
-    def _has_source(self) -> PromptDataConfig:
-        if self.data_type == "prompts" and (self.train_path is None or self.eval_path is None):
-            raise ValueError("data.train_path and data.eval_path are required when data.data_type is prompts")
-        return self
+MAX_SAMPLES = 2**20
+"""Most samples of one iteration."""
 
 
 class RolloutConfig(Section):
@@ -49,9 +31,9 @@ class RolloutConfig(Section):
     """Samples per prompt: the group size."""
     micro_batch_size: int = Field(ge=1)
     """Samples denoised together in one process."""
-    height: int = Field(512, ge=8)
+    height: int = Field(512, ge=8, le=MAX_SIDE)
     """Height of the images in pixels."""
-    width: int = Field(512, ge=8)
+    width: int = Field(512, ge=8, le=MAX_SIDE)
     """Width of the images in pixels."""
     num_frames: int = Field(1, ge=1)
     """Frames of a video; 1 makes images."""
@@ -99,6 +81,16 @@ class RolloutConfig(Section):
             )
         if self.async_strategy == "one-step-off" and self.staleness != 1:
             raise ValueError("rollout.async_strategy one-step-off means a max_staleness of 1: leave max_staleness out")
+        return self
+
+    @model_validator(mode="after")
+    def _size_fits(self) -> RolloutConfig:
+        check_size("rollout", *self.size)
+        if self.num_prompts * self.n > MAX_SAMPLES:
+            raise ValueError(
+                f"rollout.num_prompts {self.num_prompts} x rollout.n {self.n} are {self.num_prompts * self.n:,} "
+                f"samples of one iteration, more than {MAX_SAMPLES:,}: lower one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -219,6 +211,20 @@ class AlgorithmConfig(Section):
                 f"algorithm.kl.reference_guidance_scale: objective {self.objective.type} compares with the reference, "
                 "too, and would see another guidance: set it to null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_have_effect(self) -> AlgorithmConfig:
+        kept = self.other_policies
+        moves = self.reference.type != "constant" or self.reference.value != 1
+        for name in ("old", "ema", "reference"):
+            is_given = moves if name == "reference" else getattr(self, name) is not None
+            if is_given and name not in kept:
+                remedy = "remove it" if name == "reference" else "set it to null"
+                raise ValueError(
+                    f"algorithm.{name} has no effect: neither objective {self.objective.type} nor algorithm.kl "
+                    f"compares with that policy, and algorithm.sample_with is {self.sample_with}: {remedy}"
+                )
         return self
 
     @property
@@ -359,6 +365,16 @@ class DiffusionRLConfig(Section):
                 f"the {num_samples} samples of an iteration (rollout.num_prompts {self.rollout.num_prompts} x "
                 f"rollout.n {self.rollout.n}) do not divide into optimiser steps of train.global_batch_size {batch}"
             )
+        if not self.rollout.with_reward:
+            why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
+            refuse_needless(self.reward, "reward", ("max_pending",), why)
+        for number, each in enumerate(self.reward.rewards):
+            if each.evaluation_only and (each.weight != 1 or each.normalise != "none"):
+                name = "weight" if each.weight != 1 else "normalise"
+                raise ValueError(
+                    f"reward.rewards.{number}.{name} has no effect, since {each.label!r} is evaluation_only: "
+                    "remove one of them"
+                )
         if all(each.evaluation_only for each in self.reward.rewards):
             raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
         standardised = [each.label for each in self.reward.rewards if each.normalise != "none"]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.launched import world_size
+from sfumato.config.needless import MAX_SIDE, check_size, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
 
@@ -25,9 +26,9 @@ class ImageDataConfig(Section):
     """Column of the caption."""
     glyphs: GlyphConfig = GlyphConfig()
     """Words to render when data_type is glyphs."""
-    height: int = Field(512, ge=8)
+    height: int = Field(512, ge=8, le=MAX_SIDE)
     """Height of the training images in pixels."""
-    width: int = Field(512, ge=8)
+    width: int = Field(512, ge=8, le=MAX_SIDE)
     """Width of the training images in pixels."""
     num_frames: int = Field(1, ge=1)
     """Frames that are taken of each video, at even distances; 1 reads images."""
@@ -44,6 +45,7 @@ class ImageDataConfig(Section):
             raise ValueError(f"data.train_path is required when data.data_type is {self.data_type}")
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
+        check_size("data", self.height, self.width, self.num_frames)
         return self
 
 
@@ -68,6 +70,13 @@ class FlowConfig(Section):
     prompt_dropout: float = Field(0.1, ge=0, lt=1)
     """Share of captions that are replaced by the empty prompt, for classifier-free guidance."""
 
+    @model_validator(mode="after")
+    def _has_effect(self) -> FlowConfig:
+        if self.timestep_sampling == "uniform":
+            why = "with flow.timestep_sampling uniform: remove it, or take logit_normal"
+            refuse_needless(self, "flow", ("logit_mean", "logit_std"), why)
+        return self
+
 
 class SampleConfig(Section):
     """Sample grids during training: fixed prompts and seeds, no noise after the first latent."""
@@ -82,6 +91,15 @@ class SampleConfig(Section):
     """Denoising steps."""
     guidance_scale: float = Field(4.5, ge=0)
     """Classifier-free guidance; 1 is none."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> SampleConfig:
+        if self.prompts:
+            why = (
+                f"beside the {len(self.prompts)} prompts of sample.prompts, all of which are drawn: remove one of them"
+            )
+            refuse_needless(self, "sample", ("num_prompts",), why)
+        return self
 
 
 class DitTrainConfig(TrainConfig):
@@ -157,3 +175,18 @@ class TrainAutoencoderConfig(Section):
         if self.data.num_frames > 1:
             raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
         return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> TrainAutoencoderConfig:
+        refuse_needless(self.model, "model", ("lora", "keep_encoders"), f"here, {WHOLE}: remove it")
+        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir"), f"here, {WHOLE}: remove it")
+        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate", "compile"]
+        names += [
+            "activation_checkpointing",
+            *(name for name in DitTrainConfig.model_fields if name.startswith("enable_")),
+        ]
+        refuse_needless(self.train, "train", names, f"here, {WHOLE}: remove it")
+        return self
+
+
+WHOLE = "where the autoencoder alone is trained on images, whole and in float32 in each process"

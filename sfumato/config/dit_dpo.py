@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.dit import ImageDataConfig, TrainDitConfig
+from sfumato.config.needless import refuse_needless
 from sfumato.config.paths import FilePath
 
 
@@ -68,3 +69,13 @@ class TrainDitDpoConfig(TrainDitConfig):
     """Objective."""
     eval: PairEvalConfig = PairEvalConfig()
     """Evaluation."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> TrainDitDpoConfig:
+        if self.dpo.loss != "sigmoid":
+            why = f"with dpo.loss {self.dpo.loss}: remove it, or take sigmoid"
+            refuse_needless(self.dpo, "dpo", ("label_smoothing",), why)
+        if self.data.eval_path is None and self.data.data_type != "glyphs":
+            why = "without data.eval_path: remove it, or set data.eval_path"
+            refuse_needless(self.eval, "eval", ("every_steps", "num_rows"), why)
+        return self

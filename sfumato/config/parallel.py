@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.needless import refuse_needless
 
 
 class ParallelConfig(Section):
@@ -63,6 +64,21 @@ class ParallelConfig(Section):
     def _meta_fits(self) -> ParallelConfig:
         if self.init_device == "meta" and self.data_parallel_mode == "fsdp1":
             raise ValueError("train.init_device meta and train.data_parallel_mode fsdp1 do not go together; take fsdp2")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_effect(self) -> ParallelConfig:
+        mode = self.data_parallel_mode
+        sharded = ["enable_reshard_after_forward", "enable_fsdp_offload", "enable_forward_prefetch"]
+        if mode != "fsdp2":
+            names = [*(sharded if mode == "ddp" else []), "enable_reduce_every_micro_batch"]
+            refuse_needless(self, "train", names, f"with train.data_parallel_mode {mode}: remove it, or take fsdp2")
+        if self.pipeline_parallel_size == 1:
+            why = "with train.pipeline_parallel_size 1: remove it, or raise pipeline_parallel_size"
+            refuse_needless(self, "train", ("pipeline_schedule",), why)
+        if self.init_device != "meta":
+            why = f"with train.init_device {self.init_device}, where every process reads files: remove it, or take meta"
+            refuse_needless(self, "train", ("broadcast_model_weights_from_rank0",), why)
         return self
 
     @property

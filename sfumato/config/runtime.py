@@ -87,13 +87,27 @@ class RuntimeConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> RuntimeConfig:
         if self.backend == "in_process":
-            given = [name for name in ("address", "pools", "weight_sync", "object_store_gb") if name in self.given]
+            names = (
+                "address",
+                "pools",
+                "weight_sync",
+                "object_store_gb",
+                "heartbeat_s",
+                "call_timeout_s",
+                "max_restarts",
+            )
+            given = [name for name in names if name in self.given]
             if given:
                 raise ValueError(f"runtime.{given[0]} is for roles on Ray: set runtime.backend to ray, or remove it")
         elif world_size() > 1:
             raise ValueError(
                 "runtime.backend ray starts its processes itself: start the task once, not with torchrun, and give "
                 "their number in runtime.pools.actor.processes"
+            )
+        if self.address is not None and self.object_store_gb is not None:
+            raise ValueError(
+                "runtime.object_store_gb is for a Ray that is started here; that of runtime.address has its own: "
+                "remove one of them, or start Ray there with --object-store-memory"
             )
         for name in ("actor", "sampler"):
             pool = getattr(self.pools, name)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.needless import refuse_needless
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.paths import FilePath
 
@@ -161,6 +162,20 @@ class TrainConfig(ParallelConfig):
     def _rates_fit(self) -> TrainConfig:
         if self.lr_min > self.lr:
             raise ValueError(f"train.lr_min {self.lr_min} is above train.lr {self.lr}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> TrainConfig:
+        if self.lr_decay_style == "constant":
+            why = "with train.lr_decay_style constant: remove it, or set lr_decay_style to linear, cosine or wsd"
+            refuse_needless(self, "train", ("lr_min", "lr_decay_ratio"), why)
+        if not self.ema_decay:
+            refuse_needless(self, "train", ("ema_interval",), "without train.ema_decay: remove it, or set ema_decay")
+        first = 1 if self.profile_steps is None else self.profile_steps[0]
+        if self.max_steps is not None and first > self.max_steps:
+            raise ValueError(
+                f"train.profile_steps begins with step {first}, after the last of train.max_steps {self.max_steps}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.needless import refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import LoraConfig, TrainConfig
 
@@ -116,6 +117,19 @@ class TextDataConfig(Section):
             raise ValueError("data.synthetic.turns must be 1 when data.data_type is preference")
         return self
 
+    @model_validator(mode="after")
+    def _has_effect(self) -> TextDataConfig:
+        if self.data_type == "plaintext":
+            why = "with data.data_type plaintext, whose texts are learned as they are and cut into pieces: remove it"
+            refuse_needless(self, "data", ("chat_template", "overlong"), why)
+        if self.datasets_type == "iterable":
+            why = "with data.datasets_type iterable, which keeps no tokens: remove it, or take mapping"
+            refuse_needless(self, "data", ("num_workers", "cache_dir"), why)
+            if not self.shuffle:
+                why = "without data.shuffle: remove it, or set shuffle to true"
+                refuse_needless(self, "data", ("shuffle_buffer",), why)
+        return self
+
 
 class TextTrainConfig(TrainConfig):
     """The optimiser, the batch, the run folder and the checkpoints.
@@ -166,7 +180,13 @@ class TrainTextConfig(Section):
     def _fits(self) -> TrainTextConfig:
         if self.data.data_type == "preference":
             raise ValueError("data.data_type preference is trained by tasks/train_text_dpo.py")
-        _check_text(self.data, self.train)
+        if self.model.lora is None:
+            why = (
+                "without model.lora, since nothing is frozen: remove it, or set train.mixed_precision to bf16, which "
+                "computes in bf16"
+            )
+            refuse_needless(self.model, "model", ("dtype",), why)
+        _check_text(self.data, self.train, self.eval)
         return self
 
 
@@ -207,11 +227,19 @@ class TrainTextDpoConfig(Section):
             raise ValueError(
                 "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
             )
-        _check_text(self.data, self.train)
+        if self.dpo.loss != "sigmoid":
+            why = f"with dpo.loss {self.dpo.loss}: remove it, or take sigmoid"
+            refuse_needless(self.dpo, "dpo", ("label_smoothing",), why)
+        why = "here: preference training scores the answers of the data and writes none: remove it"
+        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
+        _check_text(self.data, self.train, self.eval)
         return self
 
 
-def _check_text(data: TextDataConfig, train: TextTrainConfig) -> None:
+def _check_text(data: TextDataConfig, train: TextTrainConfig, evaluation: TextEvalConfig) -> None:
+    if data.eval_path is None and data.synthetic is None:
+        names = list(type(evaluation).model_fields)
+        refuse_needless(evaluation, "eval", names, "without data.eval_path: remove it, or set data.eval_path")
     if data.datasets_type == "iterable" and train.max_steps is None and data.train_size is None:
         raise ValueError(
             "data.datasets_type iterable does not know how long the data is: set train.max_steps or data.train_size"

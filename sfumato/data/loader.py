@@ -24,6 +24,25 @@ class IndexBatch:
     """Positions in the stream of all samples of the run, from which their noise is keyed."""
 
 
+MOST_TIMES = 100
+"""How often a step may take each row."""
+
+
+def refuse_repetition(option: str, count: int, num_rows: int) -> None:
+    """Raises DataError when a step takes every row so often that it cannot be meant.
+
+    Args:
+        option: the configuration field that says how many a step takes.
+        count: how many that are.
+        num_rows: how many there are.
+    """
+    if count > MOST_TIMES * num_rows:
+        raise DataError(
+            f"{option} would make one step of {count:,} samples, which takes each of the {num_rows:,} of the data "
+            f"{count // num_rows:,} times: lower it, to at most {MOST_TIMES} times"
+        )
+
+
 class IndexLoader:
     """Which rows each step trains on, the same whatever the number of processes and the micro-batch size."""
 
@@ -50,7 +69,8 @@ class IndexLoader:
             rank, num_ranks: this process's place.
 
         Raises:
-            DataError: when there are fewer rows than a step needs and no max_steps.
+            DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
+                ``MOST_TIMES`` times.
         """
         self.num_rows, self.seed = num_rows, seed
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
@@ -61,6 +81,7 @@ class IndexLoader:
                 f"{num_epochs} epochs of {num_rows} rows do not fill one step of train.global_batch_size "
                 f"{global_batch_size}: lower it, or set train.max_steps"
             )
+        refuse_repetition("train.global_batch_size", global_batch_size, num_rows)
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     @classmethod

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from sfumato.algorithms.noise import keyed_permutation
-from sfumato.config.diffusion_rl import PromptDataConfig
+from sfumato.config.prompt_data import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
+from sfumato.data.loader import refuse_repetition
 from sfumato.data.pictures import File, check_image, find_file, fitted, read_image
 from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError
@@ -134,6 +135,7 @@ class PromptLoader:
     def __init__(self, count: int, num_prompts: int, group_size: int, seed: int) -> None:
         """Args are how many prompts there are, the groups of one iteration, the samples of a group, and the order's
         seed."""
+        refuse_repetition("rollout.num_prompts", num_prompts, count)
         self.count = count
         self.num_prompts, self.group_size = num_prompts, group_size
         self.seed = seed

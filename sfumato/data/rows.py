@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -303,8 +303,23 @@ def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
         DataError: when a file is missing, empty, broken, or of another kind.
     """
     parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
-    opened = [_open_file(file, text_column, option) for part in parts for file in _find_files(part, option)]
+    files = [file for part in parts for file in _find_files(part, option)]
+    refuse_twice(files, option)
+    opened = [_open_file(file, text_column, option) for file in files]
     return opened[0] if len(opened) == 1 else JoinedRows(opened)
+
+
+def refuse_twice(files: Iterable[Path], option: str) -> None:
+    """Raises DataError when a file is given twice, by whatever path: its rows would count double."""
+    seen: dict[Path, Path] = {}
+    for file in files:
+        first = seen.setdefault(file.resolve(), file)
+        if first is not file:
+            also = "" if str(first) == str(file) else f" ({first})"
+            raise DataError(
+                f"{option}: {file} is given twice{also}, so that its rows would count double: give it once; the "
+                "weights of a .yaml file with sources make rows come more often"
+            )
 
 
 def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:

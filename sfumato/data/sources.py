@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text import TextDataConfig
-from sfumato.data.rows import Rows, open_rows
+from sfumato.data.rows import Rows, open_rows, refuse_twice
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.errors import DataError
 
@@ -106,6 +106,7 @@ def _open(path: str, config: TextDataConfig, option: str) -> Sources:
         if Path(source).suffix.lower() in (".yaml", ".yml"):
             raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
         rows.append(open_rows(_beside(path, source), text_column, entry))
+    refuse_twice([part.path for each in rows for part in getattr(each, "parts", [each])], path)
     weights = file.schedule[0].weights if file.schedule and len(rows) > 1 else None
     return Sources(file.names or file.sources, rows, weights, file.level, file.stopping_strategy)
 

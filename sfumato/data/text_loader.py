@@ -11,6 +11,7 @@ from pathlib import Path
 from sfumato.config.text import TextDataConfig, TextTrainConfig
 from sfumato.data.background import in_background
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.loader import refuse_repetition
 from sfumato.data.mixing import Order
 from sfumato.data.packing import micro_batch_rule, pack
 from sfumato.data.sources import Sources
@@ -196,6 +197,8 @@ def _store_steps(
 ) -> StoreSteps:
     folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
     store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, watch)
+    taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
+    refuse_repetition("train.global_batch_size", taken, len(store))
     mixing = (sources.weights, sources.level, sources.stopping)
     order = Order(store.lengths, store.source_of, store.names, *mixing, train.seed, data.shuffle)
     return StoreSteps(store, order, _digest([store.fingerprint, *_order_key(data, train, sources)]), rule, length)

@@ -340,6 +340,30 @@ def _scores(logits: torch.Tensor) -> TokenScores:
     return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
 
+def check_length(config: Any, max_seq_len: int) -> None:
+    """Whether a model has as many positions as the longest sample.
+
+    Args:
+        config: transformers' configuration of the model.
+        max_seq_len: ``data.max_seq_len``.
+
+    Raises:
+        ConfigError: when it has fewer, those that the scaling of its rotary positions adds among them.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return  # it knows no positions, or any number of them
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:  # one, or one a kind of layer
+        own = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        positions = max(positions, round(own * float(each.get("factor") or 1)))
+    if max_seq_len > positions:
+        raise ConfigError(
+            f"data.max_seq_len {max_seq_len} is above the {positions} positions that the model knows "
+            f"(max_position_embeddings, and the factor of its rope scaling): lower it, or extend the model"
+        )
+
+
 def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:
     """Raises ConfigError for settings that this model cannot be trained with."""
     if mesh.layout.cfg > 1:

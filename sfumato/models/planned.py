@@ -18,7 +18,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
-from sfumato.models.language import check_settings
+from sfumato.models.language import check_length, check_settings
 from sfumato.models.language_load import read_model_config
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
@@ -80,6 +80,7 @@ def plan_language_model(
     """
     module = language_model_on_meta(model, on_gpu)
     check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
+    check_length(module.config, data.max_seq_len)
     documents = 2 if data.data_type == "preference" else 1
     rows, length = train.micro_batch_size * documents, data.max_seq_len
     if train.rmpad_with_pos_ids:

@@ -71,7 +71,9 @@ class Run:
         self._config = {} if config is None else config.model_dump(mode="json")
         self._timeout_s: float | None = None
         self._meter, self._profiler = Meter(mesh), None
+        self._warmup = 0
         if config is not None:
+            self._warmup = config.train.lr_warmup_steps  # type: ignore[attr-defined]
             train = config.train  # type: ignore[attr-defined]
             self._timeout_s = train.timeout_s
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
@@ -107,6 +109,11 @@ class Run:
         if self._profiler is not None:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
+        if self._warmup > total_steps:
+            self.say(
+                f"train.lr_warmup_steps {self._warmup} is more than the {total_steps} steps of the run: the learning "
+                f"rate ends at {total_steps / self._warmup:.1%} of train.lr"
+            )
 
     def _claim(self, total_steps: int, from_step: int) -> None:
         if self._early is None:  # not from start_run

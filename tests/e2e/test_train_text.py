@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
 def test_bad_rows_stop_the_run_with_file_and_row(tmp_path, rows, overrides, reason):
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    config = tiny_text_config(tmp_path, data={"synthetic": None, "train_path": str(data)})
+    config = tiny_text_config(tmp_path, data={"synthetic": None, "train_path": str(data), "eval_path": str(data)})
     result = run_task_process("train_text", write_config(config, tmp_path / "run.yaml"), *overrides)
     assert result.returncode == 2
     message = result.output.strip().splitlines()[-1]

@@ -168,7 +168,8 @@ def test_a_mistake_behind_a_new_start_moves_nothing(finished: Finished) -> None:
     finished.refused(ConfigError, missing, wanted="new", model=model)
     if finished.task != "rl_diffusion":
         data = {"train_path": missing} | ({"synthetic": None} if finished.is_text else {"data_type": "image_text"})
-        data |= {"data_type": "pairs"} if finished.task == "train_dit_dpo" else {}
+        data |= {"data_type": "pairs", "eval_path": missing} if finished.task == "train_dit_dpo" else {}
+        data |= {"eval_path": missing} if finished.is_text else {}
         finished.refused(DataError, missing, wanted="new", data=data)
 
 

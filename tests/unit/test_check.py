@@ -235,6 +235,7 @@ def test_pairs_of_images(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "chosen": "gone.png", "rejected": "b.png", "better": each} for each in (1, 0.5, 0)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
     data = {"data_type": "pairs", "train_path": str(tmp_path / "pairs.jsonl"), "label_key": "better"}
+    data |= {"eval_path": data["train_path"]}
     found = check_config(write_config(tiny_dit_dpo_config(tmp_path, data=data), tmp_path / "run.yaml"))
     assert (found.task, found.exit_code, found.data.training[0].num_rows) == ("train_dit_dpo", WRONG, 2)
     assert "pairs.jsonl, line 1: image file not found" in found.problems[0]

@@ -8,14 +8,25 @@ from typing import Any
 
 import pytest
 
+from sfumato.cli import main
+from sfumato.commands.check import check_config
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import dump_config, load_config, merge
 from sfumato.config.reward_server import RewardServerConfig
-from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
-from sfumato.errors import ConfigError
+from sfumato.config.sections import ModelConfig
+from sfumato.config.text import TextDataConfig, TrainTextConfig, TrainTextDpoConfig
+from sfumato.data.loader import IndexLoader
+from sfumato.data.prompts import PromptLoader
+from sfumato.data.rows import open_rows
+from sfumato.data.sources import open_sources
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.language import check_length
+from tests import tiny_families
+from tests.tiny import run_task_here, tiny_dit_config, tiny_text_config, write_config
 
 SECTIONS: dict[type[Section], dict[str, Any]] = {
     TrainTextConfig: {"data": {"train_path": "d.jsonl"}},
@@ -127,3 +138,234 @@ def test_a_norm_without_limit_is_written_and_read_again(tmp_path: Path) -> None:
     assert load_config(TrainDitConfig, tmp_path / "config.yaml") == config
     with pytest.raises(ConfigError, match=r"rewards.0: weight|rewards.0.weight"):
         load_config(RewardServerConfig, None, {"rewards": [{"type": "brightness", "weight": math.inf}]})
+
+
+GLYPH_PATHS = "has no effect when data.data_type is glyphs"
+WITHOUT_EFFECT: list[tuple[type[Section], str, Any, dict[str, Any], str]] = [
+    (DiffusionRLConfig, "data.train_path", "gone.txt", {}, GLYPH_PATHS),
+    (DiffusionRLConfig, "data.eval_path", "gone.txt", {}, GLYPH_PATHS),
+    (DiffusionRLConfig, "reward.max_pending", 3, {"rollout": {"with_reward": False}}, "with rollout.with_reward false"),
+    (DiffusionRLConfig, "runtime.heartbeat_s", 5.0, {}, "runtime.heartbeat_s is for roles on Ray"),
+    (DiffusionRLConfig, "runtime.call_timeout_s", 5.0, {}, "runtime.call_timeout_s is for roles on Ray"),
+    (DiffusionRLConfig, "runtime.max_restarts", 5, {}, "runtime.max_restarts is for roles on Ray"),
+    (
+        DiffusionRLConfig,
+        "runtime.object_store_gb",
+        1.0,
+        {"runtime": {"backend": "ray", "address": "auto"}},
+        "that of runtime.address has its own",
+    ),
+    (
+        DiffusionRLConfig,
+        "algorithm.ema",
+        {"type": "constant", "value": 0.5},
+        {"algorithm": {"recipe": "diffusion_nft"}},
+        "algorithm.ema has no effect: neither objective nft nor algorithm.kl",
+    ),
+    (
+        DiffusionRLConfig,
+        "algorithm.reference",
+        {"type": "refresh", "every": 4},
+        {"algorithm": {"kl": {"type": "none"}}},
+        "algorithm.reference has no effect: neither objective clipped_ratio nor algorithm.kl",
+    ),
+    (TrainDitConfig, "train.lr_min", 1e-6, {}, "with train.lr_decay_style constant"),
+    (TrainDitConfig, "train.lr_decay_ratio", 0.5, {}, "with train.lr_decay_style constant"),
+    (TrainDitConfig, "train.ema_interval", 4, {}, "without train.ema_decay"),
+    (TrainDitConfig, "train.profile_steps", [8, 9], {"train": {"max_steps": 7}}, "after the last of train.max_steps 7"),
+    (TrainDitConfig, "train.pipeline_schedule", "gpipe", {}, "with train.pipeline_parallel_size 1"),
+    (TrainDitConfig, "train.broadcast_model_weights_from_rank0", True, {}, "with train.init_device cpu"),
+    (TrainDitConfig, "train.enable_fsdp_offload", True, {"train": {"data_parallel_mode": "ddp"}}, "mode ddp"),
+    (TrainDitConfig, "train.enable_reshard_after_forward", False, {"train": {"data_parallel_mode": "ddp"}}, "mode ddp"),
+    (TrainDitConfig, "train.enable_forward_prefetch", True, {"train": {"data_parallel_mode": "ddp"}}, "mode ddp"),
+    (
+        TrainDitConfig,
+        "train.enable_reduce_every_micro_batch",
+        True,
+        {"train": {"data_parallel_mode": "fsdp1"}},
+        "mode fsdp1",
+    ),
+    (TrainDitConfig, "flow.logit_mean", 1.0, {"flow": {"timestep_sampling": "uniform"}}, "timestep_sampling uniform"),
+    (TrainDitConfig, "sample.num_prompts", 3, {"sample": {"prompts": ["a"]}}, "beside the 1 prompts"),
+    (TrainDitDpoConfig, "dpo.label_smoothing", 0.1, {"dpo": {"loss": "hinge"}}, "with dpo.loss hinge"),
+    (
+        TrainDitDpoConfig,
+        "eval.num_rows",
+        4,
+        {"data": {"data_type": "pairs", "train_path": "d.jsonl"}},
+        "without data.eval_path",
+    ),
+    (TrainAutoencoderConfig, "model.lora", {"rank": 4}, {}, "where the autoencoder alone is trained"),
+    (TrainAutoencoderConfig, "data.cache_dir", "cache", {}, "where the autoencoder alone is trained"),
+    (TrainAutoencoderConfig, "train.ema_decay", 0.9, {}, "where the autoencoder alone is trained"),
+    (TrainAutoencoderConfig, "train.mixed_precision", "bf16", {}, "where the autoencoder alone is trained"),
+    (TrainAutoencoderConfig, "train.compile", True, {}, "where the autoencoder alone is trained"),
+    (TrainTextConfig, "model.dtype", "bf16", {}, "without model.lora, since nothing is frozen"),
+    (TrainTextConfig, "data.chat_template", "chatml", {"data": {"data_type": "plaintext"}}, "data_type plaintext"),
+    (TrainTextConfig, "data.overlong", "skip", {"data": {"data_type": "plaintext"}}, "data_type plaintext"),
+    (
+        TrainTextConfig,
+        "data.cache_dir",
+        "tokens",
+        {"data": {"datasets_type": "iterable"}, "train": {"max_steps": 2}},
+        "with data.datasets_type iterable",
+    ),
+    (
+        TrainTextConfig,
+        "data.num_workers",
+        2,
+        {"data": {"datasets_type": "iterable"}, "train": {"max_steps": 2}},
+        "with data.datasets_type iterable",
+    ),
+    (
+        TrainTextConfig,
+        "data.shuffle_buffer",
+        5,
+        {"data": {"datasets_type": "iterable", "shuffle": False}, "train": {"max_steps": 2}},
+        "without data.shuffle",
+    ),
+    (TrainTextConfig, "eval.every_steps", 5, {}, "without data.eval_path"),
+    (TrainTextConfig, "eval.max_new_tokens", 5, {}, "without data.eval_path"),
+    (TrainTextDpoConfig, "eval.num_samples", 5, {"data": {"eval_path": "e.jsonl"}}, "preference training"),
+    (TrainTextDpoConfig, "dpo.label_smoothing", 0.1, {"dpo": {"loss": "ipo"}}, "with dpo.loss ipo"),
+]
+
+
+@pytest.mark.parametrize(("schema", "field", "value", "others", "message"), WITHOUT_EFFECT)
+def test_a_field_that_another_leaves_without_effect_is_refused(
+    schema: type[Section], field: str, value: Any, others: dict[str, Any], message: str
+) -> None:
+    given(schema, others)
+    refused = refusal(schema, others, nested(field, value))
+    assert field in refused and message in refused and "\n" not in refused
+
+
+def test_a_reward_that_is_only_watched_has_no_weight() -> None:
+    rewards = ["brightness", {"type": "jpeg_compressibility", "evaluation_only": True, "weight": 2.0}]
+    message = refusal(DiffusionRLConfig, {"reward": {"rewards": rewards}})
+    assert "reward.rewards.1.weight has no effect, since 'jpeg_compressibility' is evaluation_only" in message
+
+
+@pytest.mark.parametrize(
+    ("schema", "overrides", "message"),
+    [
+        (TrainDitConfig, {"data": {"height": 100_000}}, "--data.height: Input should be less than or equal to 16384"),
+        (DiffusionRLConfig, {"rollout": {"width": 100_000}}, "--rollout.width: Input should be less than or equal"),
+        (
+            TrainDitConfig,
+            {"data": {"height": 9000, "width": 9000, "num_frames": 81}},
+            "6,561,000,000 pixels, more than",
+        ),
+        (DiffusionRLConfig, {"rollout": {"num_frames": 10**9}}, "pixels, more than 268,435,456: lower one of them"),
+        (DiffusionRLConfig, {"rollout": {"n": 10**8}}, "400,000,000 samples of one iteration, more than 1,048,576"),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused(schema: type[Section], overrides: dict[str, Any], message: str) -> None:
+    assert message in refusal(schema, overrides)
+
+
+def described(**fields: Any) -> Any:
+    """A configuration of a language model, without the model."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields.pop("model_type", "qwen2")](max_position_embeddings=256, **fields)
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (described(), 256),
+        (described(model_type="gpt2"), 256),
+        (described(**rope("linear", factor=4.0)), 1024),
+        (described(**rope("yarn", factor=4.0, original_max_position_embeddings=256)), 1024),
+        (described(**rope("yarn", factor=4.0, original_max_position_embeddings=64)), 256),
+        (described(model_type="llama", **rope("default")), 256),
+    ],
+)
+def test_samples_longer_than_the_positions_of_the_model_are_refused(config: Any, positions: int) -> None:
+    check_length(config, positions)
+    with pytest.raises(ConfigError, match=f"max_seq_len {positions + 1} is above the {positions} positions"):
+        check_length(config, positions + 1)
+
+
+def test_a_run_refuses_samples_that_are_longer_than_its_model(tmp_path: Path) -> None:
+    config = tiny_text_config(tmp_path, data={"max_seq_len": 300})
+    with pytest.raises(ConfigError, match=r"data\.max_seq_len 300 is above the 256 positions"):
+        run_task_here("train_text", config)
+    found = check_config(write_config(config, tmp_path / "run.yaml"), task="train_text", with_data=False)
+    assert "data.max_seq_len 300 is above the 256 positions" in found.problems[0]
+
+
+def test_a_warm_up_that_never_ends_is_said(tmp_path: Path) -> None:
+    config = tiny_dit_config(tmp_path, train={"max_steps": 1, "lr_warmup_steps": 40})
+    run_task_here("train_dit", config)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "train.lr_warmup_steps 40 is more than the 1 steps of the run: the learning rate ends at 2.5% of" in log
+
+
+def test_the_same_file_twice_is_refused_by_whatever_path(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    twice = [f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl,{tmp_path}/a.jsonl", f"{tmp_path}/a.jsonl,{tmp_path}/link.jsonl"]
+    for path in [*twice, str(tmp_path)]:
+        with pytest.raises(DataError, match=r"data\.train_path: .*jsonl is given twice.* give it once"):
+            open_rows(path, "text", "data.train_path")
+    assert len(open_rows(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", "text", "data.train_path")) == 2
+    (tmp_path / "sources.yaml").write_text("sources: [a.jsonl, b.jsonl, link.jsonl]\n")
+    config = TextDataConfig(train_path=str(tmp_path / "sources.yaml"), data_type="plaintext")
+    with pytest.raises(DataError, match=r"sources\.yaml: .*link\.jsonl is given twice"):
+        open_sources(config)
+
+
+def test_a_step_that_takes_each_row_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    IndexLoader(300, 30_000, 4, 0, max_steps=1, num_epochs=1)
+    message = r"train\.global_batch_size would make one step of 100,000,000 samples, .* of the 300 .* 333,333 times"
+    with pytest.raises(DataError, match=message):
+        IndexLoader(300, 10**8, 4, 0, max_steps=1, num_epochs=1)
+    with pytest.raises(DataError, match=r"rollout\.num_prompts would make one step of 5,000 samples"):
+        PromptLoader(4, 5000, 4, 0)
+    config = tiny_text_config(tmp_path, train={"global_batch_size": 10**8})
+    with pytest.raises(DataError, match=r"train\.global_batch_size would make one step of"):
+        run_task_here("train_text", config)
+
+
+@pytest.mark.parametrize("size", ["-80", "0", "nan", "inf", "eighty", "1e9"])
+def test_a_memory_that_no_device_has_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "run.yaml", f"--device-memory={size}"])
+    assert caught.value.code == 2 and "is no number of GiB above 0" in capsys.readouterr().err
+
+
+FAMILIES = {
+    "sd3": (tiny_families.tiny_sd3, 64),
+    "sd3 without T5": (tiny_families.tiny_sd3, 0),
+    "flux": (tiny_families.tiny_flux, 64),
+    "sd15": (tiny_families.tiny_stable_diffusion, 77),
+    "sdxl": (tiny_families.tiny_stable_diffusion_xl, 77),
+    "wan": (tiny_families.tiny_wan, 64),
+    "z_image": (tiny_families.tiny_z_image, 128),
+    "qwen_image": (tiny_families.tiny_qwen_image, 64),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_are_cut_are_said_and_counted(tmp_path: Path, family: str) -> None:
+    described, tokens = FAMILIES[family]
+    path = write_config(described(), tmp_path / "model.yaml")
+    model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=tokens))
+    said: list[str] = []
+    model.say = said.append
+    short, long = "a", "write " * 600
+    model.encode_prompts([short], with_negative=True)
+    assert said == []
+    model.encode_prompts([long, long + "b", long + "c", long])
+    assert len(said) == 2 and said[0].startswith("1 prompt was cut so far, since the model reads ")
+    assert said[1].startswith("2 different prompts were cut") and f"{model.prompt_limit} tokens" in said[1]
+    model.forget_prompts()
+    model.encode_prompts([long, long + "b", long + "c", long + "d"])
+    assert len(said) == 3 and said[2].startswith("4 different")

@@ -126,7 +126,8 @@ def test_wsd_falls_by_the_square_root_over_its_last_part():
     ("total", "warmup", "ratio"), [(1, 0, 1.0), (7, 3, 0.4), (50, 0, 1.0), (50, 20, 0.9), (4, 9, 1)]
 )
 def test_every_style_starts_above_zero_and_never_decays_below_its_minimum(style, total, warmup, ratio):
-    found = rates(total, lr=0.3, lr_min=0.1, lr_warmup_steps=warmup, lr_decay_style=style, lr_decay_ratio=ratio)
+    decay = {"lr_min": 0.1, "lr_decay_style": style, "lr_decay_ratio": ratio} if style != "constant" else {}
+    found = rates(total, lr=0.3, lr_warmup_steps=warmup, **decay)
     assert found[0] == pytest.approx(0.3 / max(warmup, 1), rel=1e-12)
     assert all(earlier >= later for earlier, later in itertools.pairwise(found[warmup:]))
     assert all(0.1 - 1e-12 <= rate <= 0.3 + 1e-12 for rate in found[warmup:])

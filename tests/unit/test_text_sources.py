@@ -70,10 +70,11 @@ def test_paths_are_sought_beside_the_yaml_file_and_then_in_the_working_directory
     here = tmp_path / "elsewhere"
     write_jsonl(here / "a.jsonl", "not this one")
     write_jsonl(here / "c.jsonl", "c1")
+    write_jsonl(here / "d.jsonl", "d1")
     monkeypatch.chdir(here)
-    sources = opened(write_yaml(tmp_path, 'sources: [a.jsonl, c.jsonl, "deep, c.jsonl"]'))
+    sources = opened(write_yaml(tmp_path, 'sources: [a.jsonl, c.jsonl, "deep, d.jsonl"]'))
     texts = [[rows[index]["text"] for index in range(len(rows))] for rows in sources.rows]
-    assert texts == [["a1", "a2"], ["c1"], ["b1", "c1"]]
+    assert texts == [["a1", "a2"], ["c1"], ["b1", "d1"]]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ class Flux(DiffusionModel):
             tokenizer_2=t5_tokenizer,
         )
 
+    prompt_tokenizer = "tokenizer_2"
+
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` of T5 and ``pooled`` ``[B, P]`` of CLIP, as the pipeline computes them."""
         prompt_embeds, pooled, _ = self.pipeline.encode_prompt(

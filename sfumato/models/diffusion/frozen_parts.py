@@ -6,7 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; F frames.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -43,6 +43,8 @@ class FrozenParts(ABC):
     """Text encoders, which can be freed when all prompts are embedded."""
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
     """What makes latents of pixels, and pixels of latents."""
+    prompt_tokenizer: ClassVar[str] = "tokenizer"
+    """The pipeline's tokenizer for the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
     """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
 
@@ -57,6 +59,10 @@ class FrozenParts(ABC):
         """Where the networks are and the denoiser computes."""
         self.idle_device: torch.device | None = None
         """Where text encoders and autoencoder wait for work; None leaves them where they are."""
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told of prompts that are cut."""
+        self._cut: set[int] = set()
+        """Hashes of prompts that were cut."""
         self._prompts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
         """Remembered embeddings by prompt and digest of its image, empty without one."""
         for component in self.components.values():
@@ -209,6 +215,8 @@ class FrozenParts(ABC):
         working = self.encoder_names if found is None else (*self.encoder_names, *self.autoencoder_names)
         with torch.no_grad(), self.at_work(*working):
             self._embed(missing, found)
+        for prompt, _ in missing:
+            self._say_if_cut(prompt)
 
     def _embed(self, missing: list[tuple[str, str]], found: dict[str, np.ndarray] | None) -> None:
         if found is not None:
@@ -219,6 +227,34 @@ class FrozenParts(ABC):
             chunk = missing[start : start + EMBED_BATCH]
             texts = [prompt for prompt, _ in chunk]
             self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
+
+    @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt that are read."""
+        return self.max_sequence_length
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """A prompt with what the encoder reads around it, as far as that counts for ``prompt_limit``."""
+        return prompt
+
+    def _say_if_cut(self, prompt: str) -> None:
+        """Counts prompts that are longer than what is read, and says the first and each doubling of their number."""
+        tokenizer = getattr(self.pipeline, self.prompt_tokenizer, None)
+        if tokenizer is None or hash(prompt) in self._cut:
+            return
+        num_tokens = len(tokenizer(self.prompt_as_read(prompt), verbose=False)["input_ids"])
+        if num_tokens <= self.prompt_limit:
+            return
+        self._cut.add(hash(prompt))
+        count = len(self._cut)
+        if count & (count - 1) == 0:  # a power of two
+            shown = prompt if len(prompt) < 80 else f"{prompt[:77]}..."
+            what = "prompt was" if count == 1 else "different prompts were"
+            hint = " (model.max_sequence_length)" if self.prompt_limit == self.max_sequence_length else ""
+            self.say(
+                f"{count} {what} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this one "
+                f"has {num_tokens}: {shown!r}"
+            )
 
     def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, torch.Tensor]) -> None:
         for row, key in enumerate(keys):

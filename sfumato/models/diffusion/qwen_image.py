@@ -107,6 +107,10 @@ class QwenImage(DiffusionModel):
             parts["processor"] = build_qwen_vl_processor(tokenizer, **sizes)
         return make(**parts)
 
+    def prompt_as_read(self, prompt: str) -> str:
+        """With what follows a prompt in the template; what comes before it is dropped."""
+        return prompt + self.pipeline.prompt_template_encode.partition("{}")[2]
+
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.
 

@@ -92,6 +92,17 @@ class StableDiffusion3(DiffusionModel):
             tokenizer_3=t5_tokenizer,
         )
 
+    @property
+    def prompt_tokenizer(self) -> str:  # type: ignore[override]
+        """That of T5, where there is one and it is read."""
+        return "tokenizer_3" if self.max_sequence_length and self.pipeline.text_encoder_3 is not None else "tokenizer"
+
+    @property
+    def prompt_limit(self) -> int:
+        """What T5 reads, or CLIP without it."""
+        clip = self.prompt_tokenizer == "tokenizer"
+        return self.pipeline.tokenizer.model_max_length if clip else self.max_sequence_length
+
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
         pipeline = self.pipeline

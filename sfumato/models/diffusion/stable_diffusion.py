@@ -119,6 +119,11 @@ class StableDiffusion(DiffusionModel):
         """Arguments of the UNet with those that follow from the encoders."""
         return {"cross_attention_dim": parts["text_encoder"].config.hidden_size, **settings}
 
+    @property
+    def prompt_limit(self) -> int:
+        """What CLIP reads."""
+        return self.pipeline.tokenizer.model_max_length
+
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]``, as the pipeline itself computes them."""
         return {"prompt_embeds": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}

@@ -68,6 +68,13 @@ class ZImage(DiffusionModel):
             tokenizer=tokenizer,
         )
 
+    def prompt_as_read(self, prompt: str) -> str:
+        """As a message of a chat."""
+        messages = [{"role": "user", "content": prompt}]
+        return self.pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+
     def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``."""
         length = self.max_sequence_length
