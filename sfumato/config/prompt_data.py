@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.needless import refuse_needless
+from sfumato.config.paths import FilePath
 from sfumato.config.sections import GlyphConfig
 
 
