@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from sfumato.config.sections import TrainConfig
 
@@ -32,3 +33,19 @@ def decay_factor(style: str, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
     assert style == "wsd", style
     return 1 - math.sqrt(progress)
+
+
+def unfinished_warmup(config: dict[str, Any], total_steps: int) -> str | None:
+    """What is to be said of a run that ends before its warm-up does, if it does.
+
+    Args:
+        config: the whole configuration as plain values; empty of a run without one.
+        total_steps: steps of the run.
+    """
+    warmup = config.get("train", {}).get("lr_warmup_steps", 0)
+    if warmup <= total_steps:
+        return None
+    return (
+        f"train.lr_warmup_steps {warmup} is more than the {total_steps} steps of the run: the learning rate ends at "
+        f"{total_steps / warmup:.1%} of train.lr"
+    )

@@ -20,6 +20,7 @@ from sfumato.config.base import Section
 from sfumato.config.load import parse_config
 from sfumato.errors import CheckpointError, FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
+from sfumato.optim.schedule import unfinished_warmup
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.parallel.peers import leave_peers, watch_peers
 from sfumato.tracking.ending import Ending, ending_of, keep_stacks, name_log
@@ -71,9 +72,7 @@ class Run:
         self._config = {} if config is None else config.model_dump(mode="json")
         self._timeout_s: float | None = None
         self._meter, self._profiler = Meter(mesh), None
-        self._warmup = 0
         if config is not None:
-            self._warmup = config.train.lr_warmup_steps  # type: ignore[attr-defined]
             train = config.train  # type: ignore[attr-defined]
             self._timeout_s = train.timeout_s
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
@@ -109,11 +108,8 @@ class Run:
         if self._profiler is not None:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
-        if self._warmup > total_steps:
-            self.say(
-                f"train.lr_warmup_steps {self._warmup} is more than the {total_steps} steps of the run: the learning "
-                f"rate ends at {total_steps / self._warmup:.1%} of train.lr"
-            )
+        if text := unfinished_warmup(self._config, total_steps):
+            self.say(text)
 
     def _claim(self, total_steps: int, from_step: int) -> None:
         if self._early is None:  # not from start_run
