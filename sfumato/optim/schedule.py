@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from sfumato.config.sections import TrainConfig
@@ -35,17 +36,17 @@ def decay_factor(style: str, progress: float) -> float:
     return 1 - math.sqrt(progress)
 
 
-def unfinished_warmup(config: dict[str, Any], total_steps: int) -> str | None:
-    """What is to be said of a run that ends before its warm-up does, if it does.
+def say_unfinished_warmup(config: dict[str, Any], total_steps: int, say: Callable[[str], None]) -> None:
+    """Says when a run ends before its warm-up does.
 
     Args:
         config: the whole configuration as plain values; empty of a run without one.
         total_steps: steps of the run.
+        say: takes a line for the person who watches.
     """
     warmup = config.get("train", {}).get("lr_warmup_steps", 0)
-    if warmup <= total_steps:
-        return None
-    return (
-        f"train.lr_warmup_steps {warmup} is more than the {total_steps} steps of the run: the learning rate ends at "
-        f"{total_steps / warmup:.1%} of train.lr"
-    )
+    if warmup > total_steps:
+        say(
+            f"train.lr_warmup_steps {warmup} is more than the {total_steps} steps of the run: the learning rate ends at "
+            f"{total_steps / warmup:.1%} of train.lr"
+        )

@@ -20,7 +20,7 @@ from sfumato.config.base import Section
 from sfumato.config.load import parse_config
 from sfumato.errors import CheckpointError, FolderError, PreemptedError, RoleLostError
 from sfumato.kernels import choose_kernels
-from sfumato.optim.schedule import unfinished_warmup
+from sfumato.optim.schedule import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh, close_mesh
 from sfumato.parallel.peers import leave_peers, watch_peers
 from sfumato.tracking.ending import Ending, ending_of, keep_stacks, name_log
@@ -76,8 +76,8 @@ class Run:
             train = config.train  # type: ignore[attr-defined]
             self._timeout_s = train.timeout_s
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
-            if train.profile_steps is not None:
-                self._profiler = StepProfiler(*train.profile_steps, output_dir / "traces", mesh.rank)
+            if (steps := train.profile_steps) is not None:
+                self._profiler = StepProfiler(*steps, output_dir / "traces", mesh.rank)
         self._files = Sparing(self.say)
         self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}
@@ -108,8 +108,7 @@ class Run:
         if self._profiler is not None:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
-        if text := unfinished_warmup(self._config, total_steps):
-            self.say(text)
+        say_unfinished_warmup(self._config, total_steps, self.say)
 
     def _claim(self, total_steps: int, from_step: int) -> None:
         if self._early is None:  # not from start_run
