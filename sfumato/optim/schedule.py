@@ -47,6 +47,6 @@ def say_unfinished_warmup(config: dict[str, Any], total_steps: int, say: Callabl
     warmup = config.get("train", {}).get("lr_warmup_steps", 0)
     if warmup > total_steps:
         say(
-            f"train.lr_warmup_steps {warmup} is more than the {total_steps} steps of the run: the learning rate ends at "
-            f"{total_steps / warmup:.1%} of train.lr"
+            f"train.lr_warmup_steps {warmup} is more than the {total_steps} steps of the run: the learning rate ends "
+            f"at {total_steps / warmup:.1%} of train.lr"
         )
