@@ -58,7 +58,7 @@ def test_each_step_takes_what_the_one_before_made_in_folders_of_its_seed(seed: i
 
 
 def test_the_readmes_variations_have_folders_of_their_own() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     given = re.findall(r"tasks/(\w+)\.py +(configs/quickstart/\w+\.yaml) +(--.*)", text)
     assert len(given) >= 3
     folders = []
