@@ -63,7 +63,7 @@ def test_the_readmes_variations_have_folders_of_their_own() -> None:
     assert len(given) >= 3
     folders = []
     for task, path, overrides in given:
-        changes = parse_overrides(shlex.split(overrides))
+        changes = parse_overrides(shlex.split(overrides, comments=True))
         plain = load_config(SCHEMAS[task], ROOT / path)
         config = load_config(SCHEMAS[task], ROOT / path, changes)
         if config.train.output_dir == plain.train.output_dir:
