@@ -36,8 +36,18 @@ test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit -m "exact and not slow"
 
-slow-test: setup
+slow-test: setup $(VENV)-extras/.installed
 	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m slow $(EXTRAS_TESTS)
+
+# Trackers require versions that contradict the constraints, and every import of transformers loads torchao.
+EXTRAS_TESTS := tests/unit/test_tracker_services.py tests/unit/test_adamw8bit.py tests/unit/test_role_memory.py \
+	tests/dist/test_optim_ranks.py tests/dist/test_role_memory_ranks.py
+$(VENV)-extras/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-extras
+	$(VENV)-extras/bin/python -m pip install --quiet -c constraints.txt torch
+	$(VENV)-extras/bin/python -m pip install --quiet -e ".[dev,trackers,low-memory]"
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -48,4 +58,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-extras runs

@@ -162,6 +162,7 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
     return {name: pieces.whole(name, local(each.detach())) for name, each in pieces.parameters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("config", [DDP, {}], ids=["ddp", "fsdp2"])
 def test_8_bits_equal_one_process_and_are_saved_exactly(config, ranks):

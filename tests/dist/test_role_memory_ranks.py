@@ -22,7 +22,7 @@ MODES = {
     "fsdp1": ({"data_parallel_mode": "fsdp1"}, "adamw", False),
     "tp": ({"data_parallel_mode": "ddp", "tensor_parallel_size": 2}, "muon", False),
 }
-SLOW = ("fsdp2 without resharding", "tp")
+SLOW = ("fsdp2, 8 bits", "fsdp2 without resharding", "tp")
 
 
 def train(move: bool, config: dict, optimizer_name: str, lora: bool) -> tuple[dict[str, torch.Tensor], list[int]]:

@@ -16,6 +16,8 @@ pytest.importorskip("torchao")
 
 from sfumato.optim.adamw8bit import BLOCK, compressed
 
+pytestmark = pytest.mark.slow
+
 
 def model() -> nn.Module:
     torch.manual_seed(0)

@@ -21,7 +21,8 @@ from sfumato.runtime.memory import RoleMemory, _plain, _state_tensors
 from tests.dist.cases import CASES, build, make_mesh
 
 CPU = torch.device("cpu")
-OPTIMIZERS = ["adamw", "muon"] + (["adamw8bit"] if importlib.util.find_spec("torchao") else [])
+HAS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+OPTIMIZERS = ["adamw", "muon", pytest.param("adamw8bit", marks=[pytest.mark.slow, HAS_TORCHAO])]
 
 
 class Tied(nn.Module):

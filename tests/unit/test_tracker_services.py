@@ -1,4 +1,7 @@
-"""Trackers of other makers, without a network: what was logged is read back from their files. Skipped where absent."""
+"""Trackers of other makers, without a network: what was logged is read back from their files. Skipped where absent.
+
+Those that need a tracker are slow: what trackers require contradicts ``constraints.txt``, so ``make slow-test``
+installs them apart."""
 
 import json
 import math
@@ -66,6 +69,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(service, tmp_
         SERVICES[service](tmp_path, False, CONFIG)
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_the_run_id(tmp_path):
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
@@ -85,6 +89,7 @@ def test_wandb_offline_keeps_the_run_id(tmp_path):
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png"))) >= 2
 
 
+@pytest.mark.slow
 def test_swanlab_local_keeps_the_run_id(tmp_path):
     pytest.importorskip("swanlab")
     first, second = log_and_resume("swanlab", tmp_path)
@@ -96,6 +101,7 @@ def test_swanlab_local_keeps_the_run_id(tmp_path):
     assert scalars == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
 
 
+@pytest.mark.slow
 def test_mlflow_writes_a_database_below_the_run_folder(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -114,6 +120,7 @@ def test_mlflow_writes_a_database_below_the_run_folder(tmp_path):
     assert "samples/eval/step_000004_1.png" in {each.path for each in client.list_artifacts(first, "samples/eval")}
 
 
+@pytest.mark.slow
 def test_trackio_keeps_the_run_name(tmp_path):
     pytest.importorskip("trackio")
     first, second = log_and_resume("trackio", tmp_path)
