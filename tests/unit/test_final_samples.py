@@ -13,7 +13,7 @@ from sfumato.algorithms.decay import FROZEN, Constant, Linear, Refresh
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.solvers.dpm2 import DPMSolver2
 from sfumato.algorithms.solvers.euler import Euler
-from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid
+from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid, UniformTimesteps
 from sfumato.commands.check import check_config
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config
@@ -299,3 +299,11 @@ def test_what_is_damaged_becomes_zeros_and_nothing_else_changes(kind: str) -> No
         assert not getattr(made.kept, name)[1].any()
     assert torch.equal(made.conditioning.tensors["prompt"], torch.stack([embedded[0], torch.zeros(5)]))
     assert made.conditioning.tensors["mask"].all()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num": 0}, {"shift": 0.0}, {"low": -0.1}, {"low": 0.5, "high": 0.5}, {"high": 1.01}], ids=str
+)
+def test_levels_outside_the_schedule_are_refused(wrong):
+    with pytest.raises(ValueError, match="num must be at least 1, 0 <= low < high <= 1, and shift above 0"):
+        UniformTimesteps(**wrong)

@@ -233,6 +233,13 @@ def test_which_version_makes_an_iteration(staleness: int, start: int, made_by: l
     assert "transfer 4" not in weights.events, "nothing is made by the last weights"
 
 
+def test_weights_are_on_their_way_as_soon_as_they_are_published() -> None:
+    stream, weights, _ = apart()
+    next(stream.steps())
+    stream.publish(version=1)
+    assert weights.events[-1] == "transfer 1", "before the next iteration is asked for"
+
+
 def test_with_a_lag_of_one_the_next_iteration_is_begun_before_the_update() -> None:
     stream, _, log = apart(max_staleness=1)
     for step, _ in stream.steps():
