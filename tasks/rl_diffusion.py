@@ -50,7 +50,8 @@ from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.memory import RoleMemory
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.stream import RolloutStream
-from sfumato.tracking.run import Run, run_task, start_run
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.task import run_task
 
 SHOWN = {"reward": "reward/total", "eval": "eval/reward/total"}
 

@@ -28,8 +28,9 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.data import broadcast_parameters
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
-from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
+from sfumato.tracking.task import run_task
 
 
 def main(config: TrainAutoencoderConfig) -> None:

@@ -34,7 +34,8 @@ from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.sample_grid import choose_grid, draw_grid
-from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.run import start_run
+from sfumato.tracking.task import run_task
 
 
 def main(config: TrainDitConfig) -> None:

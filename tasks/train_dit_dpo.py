@@ -38,7 +38,8 @@ from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.final_samples import FinalSamples, predict_noised
 from sfumato.rollout.sample_grid import choose_grid, draw_grid
-from sfumato.tracking.run import Run, run_task, start_run
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.task import run_task
 
 EVALUATION = -1
 """Stands for the step in the keys of what evaluation draws, which is always the same."""

@@ -35,9 +35,10 @@ from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text import answer_greedily
-from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.source_losses import SourceLosses
+from sfumato.tracking.task import run_task
 
 
 def main(config: TrainTextConfig) -> None:

@@ -33,7 +33,8 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.tracking.run import run_task, start_run
+from sfumato.tracking.run import start_run
+from sfumato.tracking.task import run_task
 
 
 def main(config: TrainTextDpoConfig) -> None:

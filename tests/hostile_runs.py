@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from sfumato.config.base import Section
-from sfumato.tracking.run import run_task
+from sfumato.tracking.task import run_task
 
 LIMIT_CPU_S = 10.0
 """Processor time after which a process that has neither ended nor made a step hangs."""

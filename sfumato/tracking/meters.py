@@ -5,41 +5,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.phases import Phase
 
 COUNTED = ("tokens", "images", "flops")
 """What can be counted."""
-
-
-class Phase(StrEnum):
-    """The parts of a step whose time is told apart: ``time/<part>_s``."""
-
-    DATA = "data"
-    REFERENCE = "reference"
-    GENERATE = "generate"
-    WAIT_FOR_REWARDS = "wait_for_rewards"
-    UPDATE = "update"
-    EVALUATE = "evaluate"
-    SAMPLE = "sample"
-    SAVE = "save"
-    EXPORT = "export"
-    REPORT = "report"
-
-    @property
-    def metric(self) -> str:
-        """Its name among the timings."""
-        return f"time/{self}_s"
-
-    @property
-    def is_training(self) -> bool:
-        """Rates are over the time of these parts, and of what no part tells."""
-        return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT)
 
 
 WITH_PEAKS = (Phase.GENERATE, Phase.UPDATE, Phase.EVALUATE)

@@ -48,7 +48,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def work(rank: int, folder: str) -> None:
     """What each of two ranks does; the results are compared in the tests below."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = build_mesh(DitTrainConfig(output_dir="unused", device="cpu", num_threads=1))
     found = {

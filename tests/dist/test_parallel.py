@@ -66,7 +66,7 @@ def test_bf16_is_as_near_to_float32_as_bf16_of_one_process(kind, lora, ranks):
     for outcome in ranks.run(2, functools.partial(train, kind, lora, torch.bfloat16)):
         assert 0 < difference(outcome, exact) < 2 * difference(plain, exact)
         assert outcome.losses == pytest.approx(plain.losses, rel=2e-3)
-        assert outcome.norms == pytest.approx(plain.norms, rel=2e-2)
+        assert outcome.norms == pytest.approx(plain.norms, rel=4e-2)  # 2.2 % with the bf16 units of another CPU
         assert difference(outcome, plain) < 6e-2
 
 

@@ -19,6 +19,7 @@ from tests.tiny_families import tiny_flux_kontext
 STEPS = 4
 PLAIN = {
     "init_device": "cpu",
+    "broadcast_model_weights_from_rank0": False,
     "data_parallel_mode": "fsdp2",
     "activation_checkpointing": "none",
     "data_parallel_replicate_size": 1,

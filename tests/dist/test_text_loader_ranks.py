@@ -18,6 +18,7 @@ def run(folder, train, from_state=None, count=None):
         import torch.distributed as dist
 
         place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}  # as a launcher says; the group is there already
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
         train = {name: each for name, each in train.items() if name != "SINGLE"}

@@ -264,6 +264,7 @@ def test_videos_and_their_first_frames_from_files(pipelines: Callable[[str], Pat
         with Image.open(step_folder(run, 3) / row["source"]) as image:
             assert (np.asarray(image) == shade).all()
     config["data"]["max_bad_rows"] = 1
+    config["train"]["output_dir"] = str(tmp_path / "strict")
     with pytest.raises(DataError, match=r"rows.jsonl, line [34]: "):
         run_task_here("train_dit", config)
 

@@ -36,8 +36,10 @@ QUICK = {("flux", True), ("flux_kontext", True), ("stable_diffusion", False), ("
 
 
 def run(folder: Path, name: str = "run", **overrides: Any) -> list[dict[str, Any]]:
-    """The metrics of a run in ``folder/name``."""
+    """The metrics of a run in ``folder/name``; ``eval={}`` leaves that section out."""
     config = tiny_dit_dpo_config(folder, **overrides)
+    if overrides.get("eval") == {}:
+        del config["eval"]
     config["train"]["output_dir"] = str(folder / name)
     return read_jsonl(run_task_here("train_dit_dpo", config) / "metrics.jsonl")
 
@@ -142,7 +144,7 @@ def test_a_broken_pair_is_left_out_and_named(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "pairs", 8, seed=0)
     (tmp_path / "pairs" / "3_rejected.png").write_bytes(b"no image")
     data = {"data_type": "pairs", "train_path": path, "max_bad_rows": 1}
-    lines = run(tmp_path, data=data, train={"max_steps": 2})
+    lines = run(tmp_path, data=data, train={"max_steps": 2}, eval={})
     assert [line["pairs"] for line in lines] in ([3, 4], [4, 3]), "one epoch of 8 pairs in steps of 4"
     assert "pairs.jsonl, line 4: broken image" in (tmp_path / "run" / "log.txt").read_text()
     assert not any("eval/loss" in line for line in lines), "there are no held-out pairs"

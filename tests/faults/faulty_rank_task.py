@@ -17,7 +17,7 @@ from sfumato.errors import (
     SelfCheckError,
     WeightSyncError,
 )
-from sfumato.tracking.run import run_task
+from sfumato.tracking.task import run_task
 from tests.tiny import load_task
 
 ERRORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.tracking.run import run_task
+from sfumato.tracking.task import run_task
 from tests.tiny import load_task
 
 FLIPPED_VERSION = 3

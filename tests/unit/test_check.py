@@ -40,9 +40,12 @@ from tests.unit.test_flops import KINDS
 CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "train" in read_yaml(path)]
 
 
-def text_config(tmp_path: Path, kind: str = "qwen3", rows: list[Any] | None = None, **more: Any) -> Path:
+def text_config(
+    tmp_path: Path, kind: str = "qwen3", rows: list[Any] | None = None, positions: int | None = None, **more: Any
+) -> Path:
     """A run of the tiny model of ``test_flops`` on conversations."""
     described = {"model_type": kind, **KINDS[kind], "vocab_size": 300}
+    described |= {"max_position_embeddings": positions} if positions else {}
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(described))
     if rows is None:
         rows = [conversation("hello", "world" * (index % 7 + 1)) for index in range(200)]
@@ -147,7 +150,7 @@ def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) ->
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = text_config(tmp_path)
+    path = text_config(tmp_path, positions=100000)
     path.write_text(path.read_text().replace("max_seq_len: 128", "max_seq_len: 100000"))
     enough = check_config(path, device_gib=100)
     total = enough.model.largest.total

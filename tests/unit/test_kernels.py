@@ -23,7 +23,7 @@ import json, os
 from typing import ClassVar
 import torch
 from sfumato.config.base import Section
-from sfumato.tracking.run import run_task
+from sfumato.tracking.task import run_task
 
 class Empty(Section):
     "Nothing."

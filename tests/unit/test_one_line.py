@@ -88,8 +88,10 @@ def test_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found.train.output_dir == f"{tmp_path}/a" and found.data.cache_dir == str(tmp_path)
     assert found.model.config_path == f"{tmp_path}/m.yaml"
     overrides = ["--data.synthetic", "null", "--data.train_path", "~/a.jsonl, ~/b.jsonl,c~d"]
+    overrides += ["--data.eval_path", "~/held.jsonl"]
     text = parse_config(TrainTextConfig, [str(QUICKSTART / "text_sft.yaml"), *overrides])
     assert text.data.train_path == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl,c~d"
+    assert text.data.eval_path == f"{tmp_path}/held.jsonl"
     overrides = ["--reward.rewards.0", "{type: pickscore, model_path: ~/pick}"]
     rl = parse_config(DiffusionRLConfig, [str(QUICKSTART / "rl.yaml"), *overrides])
     assert rl.reward.rewards[0].model_path == f"{tmp_path}/pick"

@@ -20,7 +20,8 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.ending import Ending
 from sfumato.tracking.quiet import quiet_other_bars
-from sfumato.tracking.run import Run, _report_ending, _run_again_when_lost, start_run
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.task import report_ending, run_again_when_lost
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config, tiny_rl_config
 
@@ -59,7 +60,7 @@ def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_early_reports_the_steps_that_it_made_and_why(tmp_path: Path) -> None:
     run = start(tmp_path, max_steps=400)
-    _report_ending(Ending("error: not begun", 2))
+    report_ending(Ending("error: not begun", 2))
     assert not (tmp_path / "run" / "report.html").exists(), "nothing was written yet"
     run.begin(400, 0, [])
     run.log(0, {"eval/loss": 3.0}, show={})
@@ -67,11 +68,11 @@ def test_a_run_that_ends_early_reports_the_steps_that_it_made_and_why(tmp_path: 
     for step in range(1, 5):
         run.log(step, {"loss": 1.0}, show={})
     run.close()
-    _report_ending(Ending("stopped by signal after step 4; the state is saved", 143))
+    report_ending(Ending("stopped by signal after step 4; the state is saved", 143))
     html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "step 4 of 400" in html and "stopped by signal after step 4; the state is saved" in html
     assert (tmp_path / "run" / "log.txt").read_text().endswith("stopped by signal after step 4; the state is saved\n")
-    _report_ending(Ending("Traceback\n  File x\nValueError: <b>", 1))
+    report_ending(Ending("Traceback\n  File x\nValueError: <b>", 1))
     assert "ValueError: &lt;b&gt;" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
@@ -168,7 +169,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 from sfumato.config.base import Section
-from sfumato.tracking.run import run_task
+from sfumato.tracking.task import run_task
 
 class Empty(Section):
     "Nothing."
@@ -259,5 +260,5 @@ def test_a_run_whose_actor_is_lost_goes_on_with_its_own_checkpoints_only(
                 (root / "checkpoints/global_step_2").mkdir()
             raise RoleLostError("actor", [0], "it died")
 
-    _run_again_when_lost(main, config)
+    run_again_when_lost(main, config)
     assert seen == [named, again]

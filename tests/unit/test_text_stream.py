@@ -30,9 +30,8 @@ CASES = {
 @pytest.fixture
 def make(tmp_path):
     def build(sources, data=(), train=(), rank=0, ranks=1, transform=None, said=None):
-        data = {"train_path": "unused", "datasets_type": "iterable", "max_seq_len": 16, "shuffle_buffer": 5} | dict(
-            data
-        )
+        buffer = {"shuffle_buffer": 5} if dict(data).get("shuffle", True) else {}
+        data = {"train_path": "unused", "datasets_type": "iterable", "max_seq_len": 16, **buffer, **dict(data)}
         train = {"output_dir": str(tmp_path), "micro_batch_size": 2, "global_batch_size": 4, "max_steps": 12} | dict(
             train
         )

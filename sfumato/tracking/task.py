@@ -1,0 +1,95 @@
+"""Runs a task: from the command line to the exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sfumato.config.base import Section
+from sfumato.config.load import parse_config
+from sfumato.errors import PreemptedError, RoleLostError
+from sfumato.kernels import choose_kernels
+from sfumato.parallel.mesh import close_mesh
+from sfumato.parallel.peers import leave_peers
+from sfumato.tracking.ending import Ending, ending_of, keep_stacks
+from sfumato.tracking.folder import read_environment
+from sfumato.tracking.lock import release_locks
+from sfumato.tracking.run import Run
+
+
+def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
+    """Parses the command line, runs a task, and turns errors into messages and exit codes.
+
+    A user's mistake prints its message without a stack trace; anything else keeps its trace.
+    """
+    keep_stacks()
+    choose_kernels()
+    try:
+        run_again_when_lost(main, parse_config(schema))
+        leave_peers()
+        release_locks()
+        close_mesh()
+        return
+    except (Exception, KeyboardInterrupt) as error:
+        ending = ending_of(error)
+    ending.tell()
+    leave_peers()
+    if ending.code != 128 + signal.SIGINT:  # at once
+        report_ending(ending)
+    release_locks()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ending.code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
+
+
+def report_ending(ending: Ending) -> None:
+    """Brings log and report of a run that has begun up to the step that it reached, with why it ended there."""
+    run = Run.newest
+    if run is None or not run._enabled:
+        return
+    line = ending.text.splitlines()[-1 if ending.code == 1 else 0]  # of a stack trace the last says what it was
+    try:
+        run._write_log([line])
+        run.write_report(ending=line)
+    except Exception as error:  # what ended the run matters more
+        print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
+
+
+def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
+    """Runs a task; when its actor or all of Ray is lost, again from the newest checkpoint, as if it was resumed."""
+    runtime = getattr(config, "runtime", None)
+    if runtime is None:  # a task without roles
+        return main(config)
+    folder = Path(config.train.output_dir)
+    root = folder / "checkpoints"
+    before = {each: each.stat().st_mtime_ns for each in root.glob("global_step_*")}
+    id_before = read_environment(folder).get("run_id")
+    for left in reversed(range(runtime.max_restarts + 1)):
+        try:
+            return main(config)
+        except RoleLostError as lost:
+            if lost.role not in ("actor", "ray") or left == 0:
+                raise
+            if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
+                raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
+            has_saved = any(before.get(each) != each.stat().st_mtime_ns for each in root.glob("global_step_*[0-9]"))
+            named = again = config.train.load_checkpoint_path
+            if named in (None, "new"):
+                has_begun = read_environment(folder).get("run_id") != id_before
+                again = "auto" if has_begun else named  # before, the folder may hold an earlier run
+            elif has_saved:
+                again = "auto"
+            starts = again in (None, "new")
+            what = "starting again" if starts else f"going on from the newest checkpoint (load_checkpoint_path {again})"
+            print(f"{lost}\n{what}", file=sys.stderr)
+            waiting = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}  # one that is lost
+            config = config.model_copy(
+                update={
+                    "train": config.train.model_copy(update={"load_checkpoint_path": again}),
+                    "runtime": config.runtime.model_copy(update=waiting),
+                }
+            )
