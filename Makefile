@@ -32,9 +32,11 @@ quickstart: setup
 	$(LAUNCH) tasks/rl_diffusion.py configs/quickstart/rl.yaml $(QUICKSTART_RUN)/rl \
 		--model.model_path $(QUICKSTART)/pretrain/hf_ckpt
 
+EXACT_TESTS = $(shell grep -l "mark.exact" tests/unit/*.py)
+
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
-	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit -m "exact and not slow"
+	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "exact and not slow" $(EXACT_TESTS)
 
 slow-test: setup $(VENV)-extras/.installed
 	$(BIN)/python -m pytest -m slow
