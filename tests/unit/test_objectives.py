@@ -411,3 +411,11 @@ def test_every_objective_says_what_it_is_given() -> None:
     for objective in SAMPLE:
         assert isinstance(objective.whole_groups, bool) and isinstance(objective.shared_noise, bool)
         assert objective.needs <= {"old", "reference", "ema"}
+
+
+def test_crd_without_warmth_centres_by_the_good_samples_of_a_group_or_by_all_where_none_is():
+    q, cells = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1])
+    towards_good, towards_all = CRD(temperature=0.0)._weights(q, cells)
+    assert torch.equal(towards_good[:3, :3], torch.tensor([[1.0, 0.0, 0.0]] * 3))
+    assert torch.equal(towards_good[3:, 3:], torch.full((2, 2), 0.5)) and not towards_good[3:, :3].any()
+    torch.testing.assert_close(towards_all[:3, :3], torch.full((3, 3), 1 / 3))

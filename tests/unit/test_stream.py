@@ -235,9 +235,12 @@ def test_which_version_makes_an_iteration(staleness: int, start: int, made_by: l
 
 def test_weights_are_on_their_way_as_soon_as_they_are_published() -> None:
     stream, weights, _ = apart()
+    labels, transfer = [], weights.transfer
+    weights.transfer = lambda version: (transfer(version), labels.append(stream.roles.driver.record.label))
     next(stream.steps())
     stream.publish(version=1)
     assert weights.events[-1] == "transfer 1", "before the next iteration is asked for"
+    assert [(label.step, label.version) for label in labels] == [(1, 0), (2, 1)], "in the timeline of the next step"
 
 
 def test_with_a_lag_of_one_the_next_iteration_is_begun_before_the_update() -> None:
