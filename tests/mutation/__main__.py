@@ -8,7 +8,8 @@ import os
 from tests.mutation.campaign import MAP, ROOT, choose, make_map, plan, run, table
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command line may hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     mapping = commands.add_parser("map", help="which test runs which line; further arguments are pytest's")
@@ -20,6 +21,11 @@ def main() -> int:
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     running.add_argument("--budget", type=float, default=300.0, help="seconds of tests for each mutant")
     running.add_argument("--list", action="store_true", help="only list them")
+    return parser
+
+
+def main() -> int:
+    parser = build_parser()
     given, others = parser.parse_known_args()
     if given.command == "map":
         return make_map(others, given.add)

@@ -94,6 +94,14 @@ def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
         assert rest == [] and callable(arguments.run)
 
 
+def breaks_lines(command: Command, patch: pytest.MonkeyPatch) -> None:
+    """By the parser of ``tests.mutation``."""
+    from tests.mutation.__main__ import build_parser
+
+    if command.words[3:]:
+        build_parser().parse_args(command.words[3:])
+
+
 def is_a_server(command: Command, patch: pytest.MonkeyPatch) -> None:
     """Reads the file that the page shows, beside the other files that it shows."""
     for _, text in FENCE.findall((ROOT / command.page).read_text(encoding="utf-8")):
@@ -157,6 +165,11 @@ RULES = [
     Rule(r"python -m sfumato\.rewards\.server$", None, NAMED),
     Rule(r"python -m sfumato\.rewards\.convert", None, "run on small files by tests/unit/test_rewards_convert.py"),
     Rule(r"python -m pytest tests/", names_files, "tests themselves"),
+    Rule(
+        r"python -m tests\.mutation( map| run|$)",
+        breaks_lines,
+        "runs the suite again and again; what it makes of a line: tests/unit/test_mutants.py",
+    ),
     Rule(r"python (benchmarks/pipeline_model\.py|-m benchmarks\.weight_sync)", has_those_flags, SLOW),
     Rule(
         r"python benchmarks/rollout_update\.py --measure .*--device cuda", has_those_flags, "needs a GPU and real sizes"
