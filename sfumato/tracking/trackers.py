@@ -178,15 +178,19 @@ class JsonLines:
         if not isinstance(record.get("step"), numbers.Integral):
             raise ValueError(f'a record for {self.path} needs an integer "step", not {record.get("step")!r}')
         self._waiting.append(strict_json(record).encode() + b"\n")
+        if self._has_written() and self._report is not None:
+            self._report(self.path, None)
+
+    def _has_written(self) -> bool:
+        """Writes what waits; whether that was possible. What keeps it from it is reported, or raised."""
         try:
             self._write_waiting()
         except OSError as error:
             if self._report is None:
                 raise
             self._report(self.path, error)
-        else:
-            if self._report is not None:
-                self._report(self.path, None)
+            return False
+        return True
 
     def _write_waiting(self) -> None:
         """Writes the lines that wait, or none of them, in one call, so that a crash can tear the last line only."""
@@ -227,12 +231,7 @@ class JsonLines:
         """Writes what waits, if it can now be written."""
         with self._file:
             if self._waiting:
-                try:
-                    self._write_waiting()
-                except OSError as error:
-                    if self._report is None:
-                        raise
-                    self._report(self.path, error)
+                self._has_written()
 
     @property
     def num_waiting(self) -> int:
