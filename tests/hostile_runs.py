@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -76,7 +77,7 @@ def run_hostile(task: ModuleType, schema: type[Section], arguments: list[str], f
         done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
             break
-        made_step = made_step or (metrics.is_file() and b'"step": 1,' in metrics.read_bytes())
+        made_step = made_step or (metrics.is_file() and re.search(rb'"step": 1[,}]', metrics.read_bytes()) is not None)
         most = max(most, _resident(child))
         if made_step or most - before > LIMIT_BYTES or _cpu_s(child) > LIMIT_CPU_S or time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)

@@ -119,8 +119,11 @@ class Peers:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether ranks could not reach each other. Gloo says so with a RuntimeError that names its source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    """Whether ranks could not reach each other. Gloo says so with a plain RuntimeError that names its source file.
+
+    Errors of sfumato that quote it are about other processes, such as those that weights are sent to.
+    """
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
 
 
 def watch_peers(rank: int, size: int, say: Callable[[str], None]) -> None:

@@ -294,6 +294,28 @@ def test_sizes_that_do_not_divide_are_refused(built: Built) -> None:
         build_diffusion_model(ModelConfig(config_path=str(path)))
 
 
+def test_sizes_beyond_the_positions_are_refused(built: Built) -> None:
+    model, unit = built.model, built.row.unit
+
+    def velocity(shape: tuple[int, ...]) -> torch.Tensor:
+        return model.predict_velocity(torch.zeros(1, *shape), torch.tensor([0.5]), conditioning, 1.0)
+
+    if model.takes_image:
+        pytest.skip("the same family is tried without images, which would have to be embedded for every size")
+    conditioning = model.encode_prompts(PROMPTS[:1])
+    with torch.no_grad():
+        try:
+            shape = model.latent_shape(unit, 300 * unit)
+        except ValueError as error:
+            longest = int(re.search(r"may be (\d+) pixels at most: it has no more positions", str(error)).group(1))
+            *rest, width = model.latent_shape(unit, longest)
+            velocity((*rest, width))
+            with pytest.raises((ValueError, RuntimeError, IndexError)):  # what diffusers says
+                velocity((*rest, width + width * unit // longest))
+        else:
+            velocity(shape)
+
+
 def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
     image = np.zeros((*built.row.size, 3), np.uint8)
     if not built.model.takes_image:

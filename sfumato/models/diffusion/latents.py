@@ -17,12 +17,21 @@ PATCH = 2
 """Latent pixels along each side of a token."""
 
 
-def check_size(height: int, width: int, unit: int, frames: int = 1) -> None:
-    """Raises ValueError for a size in pixels that does not divide, or for more than one frame."""
+def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int | None = None) -> None:
+    """Raises ValueError for a size that a model cannot make.
+
+    Args:
+        height, width: of the image, in pixels.
+        unit: pixels that both must be multiples of.
+        frames: must be 1.
+        longest: most pixels along a side that the model has positions for, if that is limited.
+    """
     if frames != 1:
         raise ValueError(f"frames {frames}: this model makes single images")
     if height % unit or width % unit or not height or not width:
         raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
+    if longest is not None and max(height, width) > longest:
+        raise ValueError(f"height {height} and width {width} may be {longest} pixels at most: it has no more positions")
 
 
 @torch.no_grad()

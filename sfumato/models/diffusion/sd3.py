@@ -120,8 +120,8 @@ class StableDiffusion3(DiffusionModel):
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, factor * self.pipeline.patch_size, frames)
+        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        check_size(height, width, unit, frames, longest=unit * self.denoiser.config.pos_embed_max_size)
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
     @property

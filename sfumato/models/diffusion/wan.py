@@ -21,6 +21,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import check_size
 from sfumato.models.diffusion.scratch import build_t5_tokenizer, section_of, unknown_keys
 from sfumato.models.diffusion.scratch_video import (
     build_clip_vision_encoder,
@@ -165,8 +166,7 @@ class Wan(DiffusionModel):
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         factor, unit = self.pipeline.vae_scale_factor_spatial, self.probe_size
-        if height % unit or width % unit:
-            raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
+        check_size(height, width, unit, longest=unit * self._network.config.rope_max_seq_len)
         step = self.pipeline.vae_scale_factor_temporal
         if frames < 1 or (frames - 1) % step:
             near = max(frames - 1, 0) // step * step + 1

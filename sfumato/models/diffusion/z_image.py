@@ -93,8 +93,8 @@ class ZImage(DiffusionModel):
         }
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, factor * PATCH, frames)
+        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
     @property
