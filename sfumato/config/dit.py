@@ -7,53 +7,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.launched import world_size
-from sfumato.config.needless import MAX_SIDE, check_size, refuse_needless
-from sfumato.config.paths import FilePath
-from sfumato.config.sections import GlyphConfig, ModelConfig, TrainConfig
-
-
-class ImageDataConfig(Section):
-    """Images or videos for captions: what all tasks that train on given ones share."""
-
-    data_type: Literal["image_text", "glyphs"] = "image_text"
-    """image_text reads train_path; glyphs renders words in code."""
-    train_path: FilePath | None = None
-    """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
-    source_image_key: str = "source_image"
-    """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
-    text_key: str = "text"
-    """Column of the caption."""
-    glyphs: GlyphConfig = GlyphConfig()
-    """Words to render when data_type is glyphs."""
-    height: int = Field(512, ge=8, le=MAX_SIDE)
-    """Height of the training images in pixels."""
-    width: int = Field(512, ge=8, le=MAX_SIDE)
-    """Width of the training images in pixels."""
-    num_frames: int = Field(1, ge=1)
-    """Frames that are taken of each video, at even distances; 1 reads images."""
-    crop: Literal["center", "none"] = "center"
-    """center scales the shorter side and cuts the rest; none stretches the image."""
-    max_bad_rows: int = Field(0, ge=0)
-    """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
-    cache_dir: FilePath | None = None
-    """Folder for latents and text embeddings, computed once before training; null encodes online."""
-
-    @model_validator(mode="after")
-    def _has_source(self) -> ImageDataConfig:
-        if self.data_type != "glyphs" and self.train_path is None:
-            raise ValueError(f"data.train_path is required when data.data_type is {self.data_type}")
-        if self.data_type == "glyphs" and self.train_path is not None:
-            raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
-        check_size("data", self.height, self.width, self.num_frames)
-        return self
-
-
-class ImageTextDataConfig(ImageDataConfig):
-    """Images or videos with captions."""
-
-    image_key: str = "image"
-    """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
+from sfumato.config.needless import refuse_needless
+from sfumato.config.sections import EpochTrainConfig, ModelConfig
 
 
 class FlowConfig(Section):
@@ -102,11 +59,8 @@ class SampleConfig(Section):
         return self
 
 
-class DitTrainConfig(TrainConfig):
+class DitTrainConfig(EpochTrainConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
-
-    num_train_epochs: int = Field(1, ge=1)
-    """Passes over the data when max_steps is null."""
 
     @model_validator(mode="after")
     def _has_no_guidance(self) -> DitTrainConfig:

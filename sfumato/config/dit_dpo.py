@@ -7,37 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
-from sfumato.config.dit import ImageDataConfig, TrainDitConfig
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.image_data import PairDataConfig
 from sfumato.config.needless import refuse_needless
-from sfumato.config.paths import FilePath
-
-
-class PairDataConfig(ImageDataConfig):
-    """Pairs of a better and a worse image for one prompt."""
-
-    data_type: Literal["pairs", "glyphs"] = "pairs"
-    """pairs reads train_path; glyphs renders words in code: the right one, and another one as the worse image."""
-    train_path: FilePath | None = None
-    """A .jsonl or .parquet file, a folder of them, or a folder with metadata.jsonl."""
-    eval_path: FilePath | None = None
-    """Held-out pairs, like train_path; null evaluates nothing (glyphs: pairs of held-out words)."""
-    text_key: str = "prompt"
-    """Column of the prompt."""
-    chosen_key: str = "chosen"
-    """Column of the better image: a path relative to the file, or in parquet the bytes."""
-    rejected_key: str = "rejected"
-    """Column of the worse image."""
-    label_key: str | None = None
-    """Column that says which is which: 1 leaves them so, 0 makes rejected_key's image the better one, and rows with
-    any other number are ties, which are left out. null: all are so."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> PairDataConfig:
-        if self.data_type == "glyphs" and self.eval_path is not None:
-            raise ValueError("data.eval_path has no meaning when data.data_type is glyphs: remove one of them")
-        if self.chosen_key == self.rejected_key:
-            raise ValueError(f"data.chosen_key and data.rejected_key are both {self.chosen_key!r}")
-        return self
 
 
 class DitDpoConfig(Section):

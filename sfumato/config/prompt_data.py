@@ -1,4 +1,4 @@
-"""The section data of ``tasks/rl_diffusion.py``."""
+"""The section data of tasks that learn from prompts by reinforcement."""
 
 from __future__ import annotations
 

@@ -187,6 +187,13 @@ class TrainConfig(ParallelConfig):
         return self
 
 
+class EpochTrainConfig(TrainConfig):
+    """The section train of tasks that go over a data set, perhaps several times."""
+
+    num_train_epochs: int = Field(1, ge=1)
+    """Passes over the data when nothing else says how long the run is (train.max_steps; text: data.train_size)."""
+
+
 class GlyphConfig(Section):
     """Rendered words as images with captions, made in code: nothing is downloaded."""
 

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from sfumato.config.dit import ImageDataConfig, ImageTextDataConfig
-from sfumato.config.dit_dpo import PairDataConfig
+from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
 from sfumato.data.glyphs import GlyphPairs
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.rows import open_rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from sfumato.config.dit import ImageTextDataConfig
+from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.pictures import (
     ANIMATION_ENDINGS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sfumato.algorithms.noise import keyed_permutation
-from sfumato.config.dit import DitTrainConfig
+from sfumato.config.sections import EpochTrainConfig
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 
@@ -85,7 +85,7 @@ class IndexLoader:
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     @classmethod
-    def from_config(cls, num_rows: int, train: DitTrainConfig, mesh: Mesh) -> IndexLoader:
+    def from_config(cls, num_rows: int, train: EpochTrainConfig, mesh: Mesh) -> IndexLoader:
         """The loader that a task's ``train`` section asks for, for this rank of the mesh."""
         return cls(
             num_rows=num_rows,

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
-from sfumato.config.text import TextDataConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data.rows import Rows, open_rows, refuse_twice
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sfumato.algorithms.noise import keyed_generator
-from sfumato.config.text import SyntheticTextConfig
+from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.errors import DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from sfumato.config.text import TextDataConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, Encoded, build_chat_template, check_fast
 from sfumato.data.json_rows import parse_json
 from sfumato.data.rows import text_field

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from sfumato.config.text import TextDataConfig, TextTrainConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.data.background import in_background
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.loader import refuse_repetition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sfumato.config.text import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.packing import pack
 from sfumato.data.sources import Sources
 from sfumato.data.text import Sample, TextTransform

@@ -13,7 +13,8 @@ from torch import nn
 from sfumato.algorithms.flow_matching import flow_matching_loss
 from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
-from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index

@@ -17,7 +17,7 @@ from torch import nn
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.rl import RLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.policies import Policies
@@ -141,7 +141,7 @@ class Actor:
         self.policies.begin()
         return self.state.step
 
-    def probe_rows(self, config: DiffusionRLConfig) -> RowProbe:
+    def probe_rows(self, config: RLConfig) -> RowProbe:
         """Measures whether rows depend on their batch, where trajectories are replayed."""
         if config.algorithm.objective.kind == "trajectory":
             with self.policy() as model:
@@ -150,7 +150,7 @@ class Actor:
             self.rows = RowProbe(reason="nothing is replayed")
         return self.rows
 
-    def count_costs(self, config: DiffusionRLConfig) -> Costs:
+    def count_costs(self, config: RLConfig) -> Costs:
         """What drawing and learning from samples takes."""
         return count_costs(self.model, config)
 
@@ -165,7 +165,7 @@ class Actor:
         """
         self.checkpointer.after_step(self.state, unwritten=unwritten)
 
-    def export(self, config: DiffusionRLConfig) -> None:
+    def export(self, config: RLConfig) -> None:
         """Writes the trained pipeline or adapter to ``hf_ckpt``."""
         self.wake_all()
         export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.rl import RLConfig
 from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
@@ -30,7 +30,7 @@ class Evaluated:
 
 
 def evaluate(
-    roles: Roles, run: Run, draw: Callable[..., Any], config: DiffusionRLConfig, step: int
+    roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
 ) -> tuple[dict[str, float], list[Evaluated]]:
     """Draws one sample per held-out prompt, each of the actor's shares its part, and scores them.
 
@@ -70,7 +70,7 @@ def evaluate(
 def save_samples(
     roles: Roles,
     run: Run,
-    config: DiffusionRLConfig,
+    config: RLConfig,
     step: int,
     evaluated: Sequence[Evaluated],
     trained: Sequence[Part] = (),

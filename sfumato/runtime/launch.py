@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.rl import RLConfig
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, LocalDriver, LocalRole, Record, Roles, ThreadRole
@@ -18,7 +18,7 @@ Build = Callable[[Any, Mesh, Any], Any]
 ``timed`` and ``stop_requested``."""
 
 
-def main_mesh(config: DiffusionRLConfig) -> Mesh:
+def main_mesh(config: RLConfig) -> Mesh:
     """The processes that run the task's script: torchrun's ranks, or with roles on Ray this one.
 
     Raises:
@@ -29,7 +29,7 @@ def main_mesh(config: DiffusionRLConfig) -> Mesh:
     return build_mesh(config.train)
 
 
-def launch_roles(config: DiffusionRLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build) -> Roles:
+def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build) -> Roles:
     """Builds all roles; use what it returns in a ``with``.
 
     Args:

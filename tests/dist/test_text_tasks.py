@@ -79,7 +79,7 @@ def sources(tmp_path: Any) -> dict[str, Any]:
     """Two files, mixed two to one by tokens."""
     import json
 
-    from sfumato.config.text import SyntheticTextConfig
+    from sfumato.config.text_data import SyntheticTextConfig
     from sfumato.data.synthetic_text import SyntheticRows
 
     for number, problem in enumerate(("reverse", "add")):

@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sfumato.config.load import merge
-from sfumato.config.text import SyntheticTextConfig
+from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl

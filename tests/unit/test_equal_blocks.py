@@ -14,7 +14,8 @@ from torch import nn
 
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
-from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.models import equal_blocks, saved_bytes
 from sfumato.models.equal_blocks import run_some
 from sfumato.models.memory_plan import count_activations

@@ -17,7 +17,8 @@ from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import dump_config, load_config, merge
 from sfumato.config.reward_server import RewardServerConfig
 from sfumato.config.sections import ModelConfig
-from sfumato.config.text import TextDataConfig, TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import PromptLoader
 from sfumato.data.rows import open_rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from sfumato.config.dit import ImageTextDataConfig
+from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.encoded import BadRows, read_pixels
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sfumato.config.text import TextDataConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data import rows as rows_module
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.image_text import FolderRows

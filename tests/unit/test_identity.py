@@ -12,11 +12,12 @@ import pytest
 from PIL import Image
 
 from sfumato.checkpoint.identity import KEY, compare_identity, identify
-from sfumato.config.diffusion_rl import PromptDataConfig
-from sfumato.config.dit import ImageTextDataConfig, TrainDitConfig
-from sfumato.config.dit_dpo import PairDataConfig
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.load import load_config
-from sfumato.config.text import TextDataConfig, TrainTextConfig
+from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data import identity as module
 from sfumato.data.identity import content_of_file, content_of_images, content_of_prompts, content_of_sources
 from sfumato.data.image_pairs import PairDataset

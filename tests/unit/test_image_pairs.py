@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.config.dit_dpo import PairDataConfig
+from sfumato.config.image_data import PairDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.encoded import OnlineEncoder, encode_rows, open_cache

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.config.dit import ImageTextDataConfig
+from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.encoded import BadRows, LatentCache, OnlineEncoder, open_cache, read_pixels
 from sfumato.data.glyphs import GlyphDataset

@@ -123,6 +123,23 @@ def test_rewards_know_neither_models_nor_algorithms():
         assert not known, f"{relative(path)} imports {known}"
 
 
+TASK_CONFIGS = {"diffusion_rl", "dit", "dit_dpo", "text"}
+"""Modules of sfumato.config that hold the configuration of one modality's tasks."""
+
+
+def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
+    assert {f"{each}.py" for each in TASK_CONFIGS} <= {path.name for path in (ROOT / "sfumato/config").iterdir()}
+    for path in LIBRARY:
+        if {"rewards", "runtime", "data", "tracking"} & set(module_of(path)[1:2]):
+            known = {name.split(".")[2] for name in imports_of(path) if name.startswith("sfumato.config.")}
+            assert not known & TASK_CONFIGS, f"{relative(path)} imports {known & TASK_CONFIGS}"
+
+
+def test_the_configuration_that_all_rl_tasks_share_knows_no_modality():
+    known = set(imports_of(ROOT / "sfumato/config/rl.py"))
+    assert not known & {f"sfumato.config.{each}" for each in TASK_CONFIGS | {"recipes", "image_data", "text_data"}}
+
+
 def test_the_walk_sees_every_kind_of_import():
     source = "import ray\ndef f():\n    from sfumato.models.lora import x\nfrom sfumato import data\nimport a.b as c\n"
     assert set(imports_of(Path("x.py"), source)) == {"ray", "sfumato.models.lora", "sfumato.data", "a.b"}

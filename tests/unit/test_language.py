@@ -10,7 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sfumato.config.load import load_config
-from sfumato.config.text import LanguageModelConfig, TextTrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.text import Document, Sample
 from sfumato.data.text_batch import make_batch
 from sfumato.errors import ConfigError, MissingDependencyError

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
-from sfumato.config.text import LanguageModelConfig, TextDataConfig, TextTrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import RankMemory, count_activations, plan_memory

@@ -26,7 +26,7 @@ from sfumato.algorithms.objectives.regression import BestOfN, RewardWeighted
 from sfumato.algorithms.objectives.sample import NoisedSamples, reward_probability
 from sfumato.algorithms.objectives.trajectory import SampledSteps, clipped_surrogate
 from sfumato.config.base import find_variants
-from sfumato.config.diffusion_rl import AlgorithmConfig
+from sfumato.config.diffusion_rl import DiffusionAlgorithmConfig
 from sfumato.config.recipes import DIFFUSION_RECIPES
 
 SHAPE = (4, 2, 3, 3)
@@ -392,7 +392,7 @@ def test_an_error_has_the_weight_of_its_noise_level() -> None:
 
 @pytest.mark.parametrize("name", DIFFUSION_RECIPES)
 def test_the_parts_of_every_recipe_fit_together(name: str) -> None:
-    algorithm = AlgorithmConfig(recipe=name, **DIFFUSION_RECIPES[name])
+    algorithm = DiffusionAlgorithmConfig(recipe=name, **DIFFUSION_RECIPES[name])
     given = {part for part, value in DIFFUSION_RECIPES[name].items() if isinstance(value, dict)}
     if algorithm.objective.kind == "trajectory":
         assert given == {"dynamics", "window", "advantage", "objective", "kl"}

@@ -13,12 +13,14 @@ import yaml
 
 from sfumato.checkpoint.offline import export_checkpoint
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import ImageTextDataConfig, TrainDitConfig
+from sfumato.config.dit import TrainDitConfig
+from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.launched import read_launched
 from sfumato.config.load import parse_config
 from sfumato.config.recipes import DIFFUSION_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
-from sfumato.config.text import LanguageModelConfig, TextTrainConfig, TrainTextConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig
+from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.encoded import BadRows, open_cache
 from sfumato.data.image_text import open_image_text
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError

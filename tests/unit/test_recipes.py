@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.config.diffusion_rl import AlgorithmConfig
+from sfumato.config.diffusion_rl import DiffusionAlgorithmConfig
 from sfumato.config.load import merge
 from sfumato.config.recipes import DIFFUSION_RECIPES
 from sfumato.config.sections import ModelConfig
@@ -42,7 +42,7 @@ HOME = {"ddpo": "stable_diffusion", "dpok": "stable_diffusion", "flow_grpo_wan":
 
 def kind_of(recipe: str) -> str:
     """trajectory, sample, or groups: samples of which whole groups are needed."""
-    algorithm = AlgorithmConfig(recipe=recipe, **DIFFUSION_RECIPES[recipe])
+    algorithm = DiffusionAlgorithmConfig(recipe=recipe, **DIFFUSION_RECIPES[recipe])
     return "groups" if algorithm.whole_groups else algorithm.objective.kind
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from sfumato.config.text import SyntheticTextConfig
+from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic_text import SyntheticRows, is_right
 from sfumato.errors import DataError
 

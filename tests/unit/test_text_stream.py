@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sfumato.config.text import TextDataConfig, TextTrainConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.data.background import in_background
 from sfumato.data.text_loader import build_text_loader
 from sfumato.errors import ConfigError, DataError, OverlongError

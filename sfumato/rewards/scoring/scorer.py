@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.config.diffusion_rl import RewardConfig
+from sfumato.config.rl import RewardConfig
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.combinations.combination import Combination, normalised

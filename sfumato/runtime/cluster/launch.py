@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.rl import RLConfig
 from sfumato.runtime.cluster.cluster import start_cluster
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Roles
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
 
-def launch_on_ray(config: DiffusionRLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any) -> Roles:
+def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any) -> Roles:
     """Starts or joins Ray, and builds all roles at the same time. Args are those of ``launch_roles``.
 
     Raises:

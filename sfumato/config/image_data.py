@@ -1,0 +1,83 @@
+"""The section data of tasks that learn from given images or videos."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section
+from sfumato.config.needless import MAX_SIDE, check_size
+from sfumato.config.paths import FilePath
+from sfumato.config.sections import GlyphConfig
+
+
+class ImageDataConfig(Section):
+    """Images or videos for captions: what all tasks that train on given ones share."""
+
+    data_type: Literal["image_text", "glyphs"] = "image_text"
+    """image_text reads train_path; glyphs renders words in code."""
+    train_path: FilePath | None = None
+    """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
+    source_image_key: str = "source_image"
+    """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
+    text_key: str = "text"
+    """Column of the caption."""
+    glyphs: GlyphConfig = GlyphConfig()
+    """Words to render when data_type is glyphs."""
+    height: int = Field(512, ge=8, le=MAX_SIDE)
+    """Height of the training images in pixels."""
+    width: int = Field(512, ge=8, le=MAX_SIDE)
+    """Width of the training images in pixels."""
+    num_frames: int = Field(1, ge=1)
+    """Frames that are taken of each video, at even distances; 1 reads images."""
+    crop: Literal["center", "none"] = "center"
+    """center scales the shorter side and cuts the rest; none stretches the image."""
+    max_bad_rows: int = Field(0, ge=0)
+    """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
+    cache_dir: FilePath | None = None
+    """Folder for latents and text embeddings, computed once before training; null encodes online."""
+
+    @model_validator(mode="after")
+    def _has_source(self) -> ImageDataConfig:
+        if self.data_type != "glyphs" and self.train_path is None:
+            raise ValueError(f"data.train_path is required when data.data_type is {self.data_type}")
+        if self.data_type == "glyphs" and self.train_path is not None:
+            raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
+        check_size("data", self.height, self.width, self.num_frames)
+        return self
+
+
+class ImageTextDataConfig(ImageDataConfig):
+    """Images or videos with captions."""
+
+    image_key: str = "image"
+    """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
+
+
+class PairDataConfig(ImageDataConfig):
+    """Pairs of a better and a worse image for one prompt."""
+
+    data_type: Literal["pairs", "glyphs"] = "pairs"
+    """pairs reads train_path; glyphs renders words in code: the right one, and another one as the worse image."""
+    train_path: FilePath | None = None
+    """A .jsonl or .parquet file, a folder of them, or a folder with metadata.jsonl."""
+    eval_path: FilePath | None = None
+    """Held-out pairs, like train_path; null evaluates nothing (glyphs: pairs of held-out words)."""
+    text_key: str = "prompt"
+    """Column of the prompt."""
+    chosen_key: str = "chosen"
+    """Column of the better image: a path relative to the file, or in parquet the bytes."""
+    rejected_key: str = "rejected"
+    """Column of the worse image."""
+    label_key: str | None = None
+    """Column that says which is which: 1 leaves them so, 0 makes rejected_key's image the better one, and rows with
+    any other number are ties, which are left out. null: all are so."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> PairDataConfig:
+        if self.data_type == "glyphs" and self.eval_path is not None:
+            raise ValueError("data.eval_path has no meaning when data.data_type is glyphs: remove one of them")
+        if self.chosen_key == self.rejected_key:
+            raise ValueError(f"data.chosen_key and data.rejected_key are both {self.chosen_key!r}")
+        return self

@@ -1,0 +1,236 @@
+"""What every task of reinforcement learning shares, whatever it generates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section, Variant
+from sfumato.config.needless import refuse_needless
+from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
+from sfumato.config.sections import TrainConfig
+
+MAX_SAMPLES = 2**20
+"""Most samples of one iteration."""
+
+
+class RolloutConfig(Section):
+    """How many samples are drawn from the policy, and by which processes."""
+
+    num_prompts: int = Field(ge=1)
+    """Prompts (groups) of one iteration, over all processes."""
+    n: int = Field(ge=2)
+    """Samples per prompt: the group size."""
+    micro_batch_size: int = Field(ge=1)
+    """Samples generated together in one process."""
+    with_reward: bool = True
+    """Score finished micro-batches while the next ones are generated; false scores after generation."""
+    hybrid_engine: bool = True
+    """The sampler is the actor: same process, same weights. false gives it a model of its own, which is sent the
+    weights; with runtime.backend ray in processes of its own."""
+    async_strategy: Strategy = "sync"
+    """What generation may overlap with, without hybrid_engine: nothing; one-step-off, the update of the samples before;
+    fully-async, several updates. They preset max_staleness to 0, 1 and 4."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Most updates that the policy may be ahead of the samples that it learns from; null as async_strategy says."""
+
+    @property
+    def staleness(self) -> int:
+        """``max_staleness``, given or preset."""
+        return STALENESS[self.async_strategy] if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> RolloutConfig:
+        if self.hybrid_engine and self.staleness:
+            name = "async_strategy" if self.max_staleness is None else "max_staleness"
+            raise ValueError(
+                f"rollout.{name} lets the sampler lag behind the actor, but with rollout.hybrid_engine they are one: "
+                "set hybrid_engine to false"
+            )
+        if self.async_strategy == "sync" and self.staleness:
+            raise ValueError(
+                "rollout.max_staleness above 0 is not synchronous: set rollout.async_strategy to one-step-off or "
+                "fully-async"
+            )
+        if self.async_strategy == "one-step-off" and self.staleness != 1:
+            raise ValueError("rollout.async_strategy one-step-off means a max_staleness of 1: leave max_staleness out")
+        return self
+
+    @model_validator(mode="after")
+    def _number_fits(self) -> RolloutConfig:
+        if self.num_prompts * self.n > MAX_SAMPLES:
+            raise ValueError(
+                f"rollout.num_prompts {self.num_prompts} x rollout.n {self.n} are {self.num_prompts * self.n:,} "
+                f"samples of one iteration, more than {MAX_SAMPLES:,}: lower one of them"
+            )
+        return self
+
+
+class RewardConfig(Section):
+    """What is optimised and what is watched."""
+
+    rewards: list[Annotated[Any, Variant("sfumato.rewards")]] = Field(min_length=1)
+    """Rewards; what is optimised is a combination of those that are not evaluation_only."""
+    combination: Annotated[Any, Variant("sfumato.rewards.combinations")] = "weighted_sum"
+    """What is optimised, made of the values, each normalised as its reward says."""
+    max_failed_fraction: float = Field(0.5, ge=0, le=1)
+    """The run stops, after a checkpoint, when more than this share of an iteration's samples could not be scored."""
+    num_workers: int = Field(1, ge=1)
+    """Micro-batches that a rank scores at the same time, in threads or, where a reward says so, processes."""
+    max_pending: int = Field(8, ge=1)
+    """Micro-batches that may wait for their rewards before generation waits for them."""
+    cache_size: int = Field(65_536, ge=0)
+    """Values that each of the costly rewards remembers, so that equal samples are scored once; 0 remembers none."""
+
+
+class AlgorithmConfig(Section):
+    """The RL algorithm: what all have, however the policy learns from advantages."""
+
+    advantage: Annotated[Any, Variant("sfumato.algorithms.advantages")]
+    """From rewards to advantages."""
+    drop_no_spread: bool = True
+    """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
+
+
+class EvalConfig(Section):
+    """Evaluation on prompts that training does not see, always with the same seeds."""
+
+    every_steps: int = Field(10, ge=1)
+    """Iterations between evaluations; there is one before the first and one after the last."""
+    num_prompts: int = Field(64, ge=1)
+    """Prompts evaluated, the first of the evaluation set."""
+    num_saved: int = Field(12, ge=0)
+    """Evaluation samples kept at each evaluation, for the report."""
+    seed: int = Field(1234, ge=0)
+    """Seed of the evaluation's samples."""
+
+
+class RLConfig(Section):
+    """Sections of every RL task. A task narrows those that know what is generated: model, rollout, algorithm, eval."""
+
+    model: Section
+    """Model."""
+    data: PromptDataConfig
+    """Prompts."""
+    rollout: RolloutConfig
+    """Rollout."""
+    reward: RewardConfig
+    """Rewards."""
+    algorithm: AlgorithmConfig
+    """Algorithm."""
+    train: TrainConfig
+    """Training."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Processes."""
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> RLConfig:
+        if self.train.max_steps is None:
+            raise ValueError("train.max_steps (the number of RL iterations) is required")
+        num_ranks = max(self.runtime.actor_processes // self.train.ranks_per_sample, 1)
+        for name, count in (("rollout", self.rollout.num_prompts), ("eval", self.eval.num_prompts)):
+            if count < num_ranks:
+                raise ValueError(
+                    f"{name}.num_prompts {count} leaves some of the {num_ranks} data-parallel processes without work"
+                )
+        if self.train.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the {num_ranks} data-parallel "
+                f"processes: with train.data_parallel_mode {self.train.data_parallel_mode} all of them must make "
+                "equally many forward passes; change it, or take ddp"
+            )
+        num_samples = self.rollout.num_prompts * self.rollout.n
+        batch = self.train.global_batch_size
+        if batch is not None and num_samples % batch:
+            raise ValueError(
+                f"the {num_samples} samples of an iteration (rollout.num_prompts {self.rollout.num_prompts} x "
+                f"rollout.n {self.rollout.n}) do not divide into optimiser steps of train.global_batch_size {batch}"
+            )
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_fit(self) -> RLConfig:
+        if not self.rollout.with_reward:
+            why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
+            refuse_needless(self.reward, "reward", ("max_pending",), why)
+        for number, each in enumerate(self.reward.rewards):
+            if each.evaluation_only and (each.weight != 1 or each.normalise != "none"):
+                name = "weight" if each.weight != 1 else "normalise"
+                raise ValueError(
+                    f"reward.rewards.{number}.{name} has no effect, since {each.label!r} is evaluation_only: "
+                    "remove one of them"
+                )
+        if all(each.evaluation_only for each in self.reward.rewards):
+            raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
+        standardised = [each.label for each in self.reward.rewards if each.normalise != "none"]
+        if getattr(self.algorithm.advantage, "by_reward", False) and (
+            standardised or self.reward.combination.type != "weighted_sum"
+        ):
+            what = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
+            raise ValueError(
+                f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
+                f"itself, so {what} would mean nothing: leave it out"
+            )
+        groupwise = [each.label for each in self.reward.rewards if each.groupwise]
+        if groupwise and self.rollout.micro_batch_size % self.rollout.n:
+            raise ValueError(
+                f"reward {groupwise[0]!r} scores whole groups, so rollout.micro_batch_size "
+                f"{self.rollout.micro_batch_size} must be a multiple of rollout.n {self.rollout.n}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_fit(self) -> RLConfig:
+        pool, runtime = self.runtime.pools.sampler, self.runtime
+        if self.rollout.hybrid_engine and "sampler" in runtime.pools.given:
+            raise ValueError(
+                "runtime.pools.sampler: with rollout.hybrid_engine the actor's processes sample: remove it, or set "
+                "hybrid_engine to false"
+            )
+        if self.rollout.hybrid_engine and "weight_sync" in runtime.given:
+            raise ValueError(
+                "runtime.weight_sync: with rollout.hybrid_engine the sampler has the actor's weights: remove it"
+            )
+        if runtime.backend == "in_process" and runtime.actor_processes > 1 and self.rollout.staleness:
+            raise ValueError(
+                f"rollout.async_strategy {self.rollout.async_strategy}: under torchrun every rank generates and "
+                "updates in turns, so nothing could overlap, and ranks would part: set runtime.backend to ray"
+            )
+        if runtime.backend == "ray" and self.train.device == "cuda" and not runtime.pools.actor.gpus:
+            raise ValueError(
+                "runtime.pools.actor.gpus is 0, so the actor's processes see no GPU, but train.device is cuda: give "
+                "them GPUs, such as {processes: 8, gpus: 1}"
+            )
+        if runtime.offload_idle and self.rollout.staleness:
+            raise ValueError(
+                f"runtime.offload_idle has actor and sampler use their GPUs in turns, but with rollout.async_strategy "
+                f"{self.rollout.async_strategy} they work at the same time: set one of them back"
+            )
+        if self.rollout.hybrid_engine or runtime.backend == "in_process":
+            return self
+        parallel = runtime.sampler_train(self.train)
+        if pool.processes % parallel.ranks_per_sample:
+            raise ValueError(
+                f"runtime.pools.sampler.processes {pool.processes} is not a multiple of the "
+                f"{parallel.ranks_per_sample} processes that share a sample (runtime.pools.sampler.parallel)"
+            )
+        shares = pool.processes // parallel.ranks_per_sample
+        if self.rollout.num_prompts < shares:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} leaves some of the sampler's {shares} data-parallel "
+                "processes without work"
+            )
+        if parallel.data_parallel_mode != "ddp" and self.rollout.num_prompts % shares:
+            raise ValueError(
+                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the sampler's {shares} "
+                f"data-parallel processes, which make their passes together with data_parallel_mode "
+                f"{parallel.data_parallel_mode}: change it, or take runtime.pools.sampler.parallel "
+                "{data_parallel_mode: ddp}"
+            )
+        return self

@@ -1,0 +1,129 @@
+"""Sections of tasks that learn from text: its rows, how they make a batch, and what is held out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section
+from sfumato.config.needless import refuse_needless
+from sfumato.config.paths import FilePath, FilePaths
+from sfumato.config.sections import EpochTrainConfig
+
+
+class SyntheticTextConfig(Section):
+    """Problems with one right answer, made in code: nothing is downloaded."""
+
+    problem: Literal["reverse", "sort", "add"] = "reverse"
+    """reverse and sort the letters of a word, or add two numbers."""
+    min_length: int = Field(2, ge=1)
+    """Fewest letters of a word, or digits of a number."""
+    max_length: int = Field(6, ge=1, le=32)
+    """Most letters of a word, or digits of a number."""
+    num_rows: int = Field(20_000, ge=1)
+    """Rows in one epoch."""
+    held_out: float = Field(0.05, gt=0, lt=1)
+    """Share of all problems, chosen by a hash, that training never shows; evaluation has only these."""
+    turns: int = Field(1, ge=1, le=8)
+    """Questions and answers in one conversation."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SyntheticTextConfig:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length {self.min_length} is above max_length {self.max_length}")
+        return self
+
+
+class TextDataConfig(Section):
+    """Text, conversations, or pairs of a better and a worse answer."""
+
+    train_path: FilePaths | None = None
+    """A .jsonl, .json, .parquet, .arrow, .csv or .txt file, a folder of them, several of these with commas between, or
+    a .yaml file with weighted sources."""
+    eval_path: FilePaths | None = None
+    """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""
+    synthetic: SyntheticTextConfig | None = None
+    """Problems made in code instead of train_path and eval_path."""
+    data_type: Literal["plaintext", "conversation", "preference"] = "conversation"
+    """plaintext learns every token, conversation those of assistant messages, preference compares two answers."""
+    datasets_type: Literal["mapping", "iterable"] = "mapping"
+    """mapping tokenises everything before the first step, once, and counts the steps; iterable streams."""
+    text_keys: list[str] = []
+    """Columns of the text or messages, the first that a row has; empty takes content_split, text, content; messages,
+    conversations; prompt, chosen and rejected."""
+    chat_template: FilePath | None = None
+    """A Jinja file, or `chatml`; null takes the tokenizer's own."""
+    max_seq_len: int = Field(2048, ge=3)
+    """Most tokens of a sample, and of a row under dynamic batching. Longer plain text is cut into several samples."""
+    overlong: Literal["stop", "skip", "truncate"] = "stop"
+    """What happens to conversations and pairs above max_seq_len: an error, or left out (counted like broken rows, each
+    named), or cut at the end."""
+    max_bad_rows: int = Field(0, ge=0)
+    """Rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
+    train_size: int | None = Field(None, ge=1)
+    """Tokens after which the run ends, when train.max_steps is null; null runs num_train_epochs."""
+    shuffle: bool = True
+    """false keeps the order of the files."""
+    shuffle_buffer: int = Field(10_000, ge=1)
+    """iterable: rows that are read together and shuffled among themselves."""
+    num_workers: int = Field(1, ge=1)
+    """Processes that tokenise a mapping dataset."""
+    cache_dir: FilePath | None = None
+    """Folder for the tokens of mapping datasets, used again when nothing has changed; null is output_dir/tokens."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TextDataConfig:
+        if (self.train_path is None) == (self.synthetic is None):
+            raise ValueError("set exactly one of data.train_path and data.synthetic")
+        if self.synthetic is not None and self.eval_path is not None:
+            raise ValueError(
+                "data.eval_path has no meaning with data.synthetic, which has held-out problems of its own"
+            )
+        if self.synthetic is not None and self.data_type == "preference" and self.synthetic.turns > 1:
+            raise ValueError("data.synthetic.turns must be 1 when data.data_type is preference")
+        return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> TextDataConfig:
+        if self.data_type == "plaintext":
+            why = "with data.data_type plaintext, whose texts are learned as they are and cut into pieces: remove it"
+            refuse_needless(self, "data", ("chat_template", "overlong"), why)
+        if self.datasets_type == "iterable":
+            why = "with data.datasets_type iterable, which keeps no tokens: remove it, or take mapping"
+            refuse_needless(self, "data", ("num_workers", "cache_dir"), why)
+            if not self.shuffle:
+                why = "without data.shuffle: remove it, or set shuffle to true"
+                refuse_needless(self, "data", ("shuffle_buffer",), why)
+        return self
+
+
+class TextTrainConfig(EpochTrainConfig):
+    """The optimiser, the batch, the run folder and the checkpoints.
+
+    A step's samples are the same for any number of processes. With dyn_bsz they are those that follow each other up
+    to global_batch_size x data.max_seq_len tokens; without it, global_batch_size samples.
+    """
+
+    rmpad_with_pos_ids: bool = True
+    """Pack samples into one row without padding, told apart by position ids; false pads one sample a row."""
+    dyn_bsz: bool = True
+    """Fill micro-batches up to micro_batch_size x data.max_seq_len tokens; false: micro_batch_size samples in each."""
+    chunked_loss: bool = False
+    """Compute the logits for some tokens at a time, twice: less memory, some more time."""
+    save_epochs: int = Field(0, ge=0)
+    """Epochs between checkpoints, besides save_steps; 0 is none."""
+
+
+class TextEvalConfig(Section):
+    """Evaluation on the validation set, before the first step, during training and at the end."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates before the first step and after the last."""
+    num_rows: int = Field(256, ge=1)
+    """Most rows of the validation set that are used, from its beginning."""
+    num_samples: int = Field(4, ge=0)
+    """Prompts of the validation set that are answered (plain text: beginnings that are continued) by greedy decoding
+    and written to the run folder."""
+    max_new_tokens: int = Field(32, ge=1)
+    """Longest answer in tokens."""
