@@ -19,7 +19,13 @@ from PIL import Image
 from sfumato.config.load import merge, parse_overrides, read_yaml
 from sfumato.tracking.trackers import read_jsonl
 from tests.page_commands import ROOT, Command
-from tests.tiny import tiny_dit_config, tiny_rl_config, write_config, write_tiny_pipeline
+from tests.tiny import (
+    tiny_dit_config,
+    tiny_pipeline_description,
+    tiny_rl_config,
+    write_config,
+    write_tiny_pipeline,
+)
 from tests.unit.test_config_files import made_tiny
 from tests.unit.test_page_commands import COMMANDS, SLOW, rules_of
 
@@ -30,7 +36,7 @@ MOST_RANKS = 4
 """Where a page starts more, so many are started here."""
 SHORTER = {
     "benchmarks/pipeline_model.py": ["--iterations", "2", "--workers", "8"],
-    "benchmarks.weight_sync": ["--layers", "1", "--width", "64", "--repeats", "1"],
+    "benchmarks.weight_sync": ["--layers", "1", "--width", "128", "--repeats", "1"],
 }
 """Flags that make a benchmark short; they come last, and so replace those before."""
 
@@ -52,10 +58,11 @@ def copy(tmp_path: Path) -> Path:
         (folder / f"my/images/{index}.txt").write_text(f"picture {index}")
         pictures.append({"bytes": (folder / f"my/images/{index}.png").read_bytes()})
     chat = {"messages": [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]}
-    (folder / "my/chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)
-    (folder / "my/pickapic_v2").mkdir()
+    for name in ("chats", "held_out_chats"):
+        (folder / f"my/{name}.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)
     pairs = {"caption": list("abcd"), "jpg_0": pictures, "jpg_1": pictures[::-1], "label_0": [1, 0, 1, 0]}
-    Dataset.from_dict(pairs).to_parquet(folder / "my/pickapic_v2/train.parquet")
+    for name in ("pairs", "held_out_pairs"):
+        Dataset.from_dict(pairs).to_parquet(folder / "my" / name / "rows.parquet")
     return folder
 
 
@@ -71,6 +78,10 @@ def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str
             content["model"] = {"config_path": str(description), "family": "pixel_mixer:PixelMixerFamily"}
         if command.page == "docs/rl_diffusion.md":
             content["algorithm"] |= {"objective": {"type": "reinforce:Reinforce"}}
+        if "--train.ulysses_parallel_size" in command.words:  # of which each rank takes some heads
+            heads = {"transformer": {"num_attention_heads": 4, "attention_head_dim": 8}}
+            described = write_config(merge(tiny_pipeline_description(), heads), path.with_name("four_heads.yaml"))
+            content["model"] = {"config_path": str(described), "max_sequence_length": 7}
         if "--train.cfg_parallel_size" in command.words:
             content["rollout"]["guidance_scale"] = 3.0
     else:
