@@ -186,6 +186,13 @@ def test_parts_are_those_of_the_whole():
             assert torch.equal(source.read(box), whole[box]), (source, box)
 
 
+def test_tensors_of_unequal_shapes_are_not_put_together():
+    two = [Held(torch.zeros(3, 4)), Held(torch.zeros(3, 5))]
+    for put, how in ((Stacked, "stacked"), (Joined, "joined")):
+        with pytest.raises(ConfigError, match=rf"tensors that are {how} have unequal shapes"):
+            put(two, 0)
+
+
 def test_dtypes_are_the_modules(tmp_path: Path):
     truth = qwen().to(torch.bfloat16)
     truth.save_pretrained(tmp_path)

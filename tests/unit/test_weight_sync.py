@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sfumato.checkpoint.parts import Box, boxes_of_range
 from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyncError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.runtime.weight_sync import receiver
 from sfumato.runtime.weight_sync.buckets import plan_buckets
 from sfumato.runtime.weight_sync.checksum import (
     BLOCK,
@@ -419,6 +421,37 @@ def test_an_address_that_leads_another_machine_to_itself_is_refused_at_once(kind
         kind(Settings(timeout_s=5.0), mesh, [], Ends(senders, places[1:]))
     check_reachable("127.0.0.1", [places[0], Place("alfa/1", 3, None)])
     check_reachable("10.77.0.1", places)
+
+
+def test_memory_whose_takers_never_come_has_no_name_left() -> None:
+    place = Place("alfa/1", 1, None)
+    buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
+    mesh = Mesh(Layout(), torch.device("cpu"))
+    sending = ipc.Sending(Settings(timeout_s=5.0), mesh, buckets, Ends([place], [place]))
+    names = list(sending.paths)
+    assert names and all(name.exists() for name in names)
+    sending.close()
+    assert not any(name.exists() for name in names) and sending.slots == []
+
+
+def test_memory_of_the_way_before_is_given_back_when_roles_are_connected_again() -> None:
+    sampler = Peer()
+    sync = WeightSync(Here(Peer()), Here(sampler))
+    sync.transfer(1)
+    closed = []
+    sampler.sync.transport.close = lambda: closed.append("sampler")
+    sync.connect(2)
+    assert closed == ["sampler"]
+    receiver.close_receiving(sampler)
+    assert sampler.sync is None
+
+
+def test_a_pipeline_of_stages_is_refused_on_both_sides() -> None:
+    staged = Peer()
+    staged.mesh = SimpleNamespace(layout=Layout(pp=2))
+    for actor, sampler, role in ((staged, Peer(), "actor"), (Peer(), staged, "sampler")):
+        with pytest.raises(ConfigError, match=rf"pipeline of stages \({role}\): set pipeline_parallel_size to 1"):
+            WeightSync(Here(actor), Here(sampler)).transfer(1)
 
 
 def test_tensors_see_the_dtype_that_the_sampler_has():
