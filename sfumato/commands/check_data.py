@@ -90,7 +90,8 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
     """
     data, train = config.data, config.train
     transform = build_transform(data, tokenizer)
-    sources, validation = open_sources(data), open_validation(data)
+    sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
+    validation = open_validation(data)
     found = DataFindings([_look_at_text(*each, transform) for each in _tables(sources)])
     found.validation = [_look_at_text(*each, transform) for each in _tables(validation)]
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data

@@ -48,7 +48,8 @@ class TextDataConfig(Section):
     data_type: Literal["plaintext", "conversation", "preference"] = "conversation"
     """plaintext learns every token, conversation those of assistant messages, preference compares two answers."""
     datasets_type: Literal["mapping", "iterable"] = "mapping"
-    """mapping tokenises everything before the first step, once, and counts the steps; iterable streams."""
+    """mapping tokenises everything before the first step, once, and counts the steps; iterable reads files from front
+    to back and tokenises while training."""
     text_keys: list[str] = []
     """Columns of the text or messages, the first that a row has; empty takes content_split, text, content; messages,
     conversations; prompt, chosen and rejected."""

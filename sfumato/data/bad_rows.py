@@ -12,15 +12,15 @@ class BadRows:
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
         self.limit, self.say = limit, say
-        self.seen: set[int] = set()
+        self.seen: set[int | str] = set()
 
-    def add(self, index: int, error: DataError) -> None:
-        """Notes a broken row. Raises the error itself when more than ``limit`` rows are broken, or it is fatal."""
-        if index in self.seen:
+    def add(self, row: int | str, error: DataError) -> None:
+        """Notes a broken row by its number or place. Raises the error when over ``limit`` are, or it is fatal."""
+        if row in self.seen:
             return
         if error.fatal:
             raise error
-        self.seen.add(index)
+        self.seen.add(row)
         if len(self.seen) > self.limit:
             hint = "data.max_bad_rows leaves such rows out" if self.limit == 0 else f"data.max_bad_rows is {self.limit}"
             raise DataError(f"{error} ({hint})") from error

@@ -21,7 +21,8 @@ BLOCK, BLOCKS = 1 << 20, 64
 
 def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
     """Of a task that trains on text; see ``identify``. Its position counts samples: the size of a step may change."""
-    content = {"data.train_path": content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
+    training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
+    content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
     tokens = {"model.tokenizer_path, data.chat_template": transform.fingerprint}
     return identify(config, content | tokens)
 
@@ -39,10 +40,18 @@ def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prom
 
 
 def content_of_sources(sources: Sources | None) -> str:
-    """Of text: the sources with their mixture."""
+    """Of text: the sources with their mixture.
+
+    Of files that are streamed, all sizes, and as much of their bytes as is read of one file otherwise.
+    """
     if sources is None:
         return _digest(["nothing"])
     mixing = [sources.weights, sources.level, sources.stopping] if sources.weights is not None else None
+    if sources.files is not None:
+        files = [file.path for each in sources.files for file in each]
+        every, blocks = -(-len(files) // BLOCKS), max(BLOCKS // len(files), 1)
+        sizes = [path.stat().st_size for path in files]
+        return _digest([sources.names, mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])])
     return _digest([sources.names, mixing, *map(_rows, sources.rows)])
 
 
@@ -66,16 +75,16 @@ def content_of_prompts(prompts: Iterable[Prompt]) -> str:
     return _digest([[each.text, each.metadata] for each in prompts])
 
 
-def content_of_file(path: Path) -> str:
-    """Of a file: its size, and its bytes, of a large one evenly spaced blocks."""
-    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=20)
+def content_of_file(path: Path, blocks: int | None = None) -> str:
+    """Of a file: its size, and its bytes, of a large one ``blocks`` (``BLOCKS``) at even distances."""
+    size, digest, blocks = path.stat().st_size, hashlib.blake2b(digest_size=20), blocks or BLOCKS
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        if size <= BLOCK * BLOCKS:
+        if size <= BLOCK * blocks:
             digest.update(file.read())
         else:
-            for number in range(BLOCKS):
-                file.seek((size - BLOCK) * number // (BLOCKS - 1))
+            for number in range(blocks):
+                file.seek((size - BLOCK) * number // max(blocks - 1, 1))
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
 

@@ -83,19 +83,31 @@ class FileRows:
 class JsonlRows(FileRows):
     """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: tuple[int, int] = (0, 0), most: int | None = None) -> None:
+        """Finds the lines of a file, or of a part of it.
+
+        Args:
+            path: the file.
+            start: where the part begins: bytes and lines before it.
+            most: rows of the part; None goes to the end of the file.
+        """
         super().__init__(path)
         self._starts, self._lines = array("Q"), array("I")
-        position, number, continues = 0, 0, False
+        (position, number), continues = start, False
         with path.open("rb") as file:
+            file.seek(position)
             for line in iter(functools.partial(file.readline, MAX_LINE), b""):  # a longer one comes in parts
                 if not continues:
+                    if len(self._starts) == most:
+                        break
                     number += 1
                     if len(line) == MAX_LINE or line.strip():
                         self._starts.append(position)
                         self._lines.append(number)
                 position += len(line)
                 continues = not line.endswith(b"\n")
+        self.end = (position, number)
+        """Bytes and lines before what follows the part."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -132,7 +144,7 @@ class ParquetRows(FileRows):
         return len(self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _arrow_row(self._table[index], self.describe(index))
+        return arrow_row(self._table[index], self.describe(index))
 
     def column(self, key: str) -> list[Any]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
@@ -171,7 +183,7 @@ class ArrowRows(FileRows):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number, offset = _locate(self._ends, index)
-        return _arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
+        return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}  # the other process maps the file itself
@@ -302,11 +314,36 @@ def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     Raises:
         DataError: when a file is missing, empty, broken, or of another kind.
     """
+    return join_rows([open_file(file, text_column, option) for file in find_files(path, option)])
+
+
+def join_rows(tables: list[Rows]) -> Rows:
+    """Tables one after the other."""
+    return tables[0] if len(tables) == 1 else JoinedRows(tables)
+
+
+def find_files(path: str | Path, option: str) -> list[Path]:
+    """The files that ``open_rows`` opens. Raises DataError when one is missing, given twice, or of another kind."""
     parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
     files = [file for part in parts for file in _find_files(part, option)]
     refuse_twice(files, option)
-    opened = [_open_file(file, text_column, option) for file in files]
-    return opened[0] if len(opened) == 1 else JoinedRows(opened)
+    for file in files:
+        _check_file(file, option)
+    return files
+
+
+def open_file(path: Path, text_column: str, option: str) -> Rows:
+    """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
+    ending = path.suffix.lower()
+    rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
+    if len(rows) == 0:
+        raise empty_file(path, option)
+    return rows
+
+
+def empty_file(path: Path, option: str) -> DataError:
+    """Of a file without a row."""
+    return DataError(f"{option}: {path} has no rows")
 
 
 def refuse_twice(files: Iterable[Path], option: str) -> None:
@@ -369,17 +406,13 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _open_file(path: Path, text_column: str, option: str) -> Rows:
+def _check_file(path: Path, option: str) -> None:
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise DataError(f"{option}: {path} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if problem := file_problem(path, None if ending in OPENED else MAX_LOADED):
         hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
         raise DataError(f"{option}: {path} {problem}{hint}")
-    rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
-    if len(rows) == 0:
-        raise DataError(f"{option}: {path} has no rows")
-    return rows
 
 
 def _locate(ends: list[int], index: int) -> tuple[int, int]:
@@ -388,7 +421,7 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     return number, index - (ends[number - 1] if number else 0)
 
 
-def _arrow_row(table: Any, where: str) -> dict[str, Any]:
+def arrow_row(table: Any, where: str) -> dict[str, Any]:
     """The only row of a table or batch, whose offsets are checked first: wrong ones would end the process."""
     import pyarrow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +12,8 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.rows import Rows, open_rows, refuse_twice
+from sfumato.data.row_blocks import RowFile, Table
+from sfumato.data.rows import Rows, find_files, join_rows, refuse_twice
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.errors import DataError
 
@@ -24,12 +26,20 @@ class Sources:
 
     names: list[str]
     rows: list[Rows]
+    """None of data that is streamed from files."""
     weights: list[float] | None
     """Shares of the sources, of any sum; None: one after the other, shuffled as one."""
     level: Literal["sample", "token"] = "sample"
     """What the weights are shares of."""
     stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """When an epoch ends."""
+    files: list[list[RowFile]] | None = None
+    """The files of each source, of data that is streamed from files: none has been opened."""
+
+    @property
+    def tables(self) -> Sequence[Sequence[Table]]:
+        """What each source is read from."""
+        return [[each] for each in self.rows] if self.files is None else self.files
 
 
 class ScheduleEntry(Section):
@@ -70,13 +80,16 @@ class SourcesFile(Section):
 def open_sources(config: TextDataConfig) -> Sources:
     """Training data: the files of ``train_path``, or problems made in code.
 
+    Files of the kind ``iterable`` are only listed.
+
     Raises:
         ConfigError: when a YAML file with sources is wrong.
         DataError: when a file is missing, empty or broken.
     """
     if config.synthetic is not None:
         return _one("synthetic", SyntheticRows(config.synthetic, seed=0, held_out=False))
-    return _open(str(config.train_path), config, "data.train_path")
+    is_streamed = config.datasets_type == "iterable"
+    return _open(str(config.train_path), config, "data.train_path", is_streamed)
 
 
 def open_validation(config: TextDataConfig) -> Sources | None:
@@ -88,27 +101,35 @@ def open_validation(config: TextDataConfig) -> Sources | None:
     """
     if config.synthetic is not None:
         return _one("synthetic", SyntheticRows(config.synthetic, seed=0, held_out=True))
-    return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path")
+    return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False)
 
 
 def _one(name: str, rows: Rows) -> Sources:
     return Sources([name], [rows], None)
 
 
-def _open(path: str, config: TextDataConfig, option: str) -> Sources:
+def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool) -> Sources:
     text_column = config.text_keys[0] if config.text_keys else "text"
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        return _one(Path(path).stem, open_rows(path, text_column, option))
-    file = load_config(SourcesFile, path)
-    rows = []
-    for number, source in enumerate(file.sources):
+        file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
+    else:
+        file = load_config(SourcesFile, path)
+        places = [*_places(path, file.sources)]
+    files = [[RowFile(each, text_column, entry) for each in find_files(place, entry)] for place, entry in places]
+    refuse_twice([each.path for source in files for each in source], path)
+    weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
+    mixture = (weights, file.level, file.stopping_strategy)
+    rows = [] if is_streamed else [join_rows([each.open() for each in source]) for source in files]
+    return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
+
+
+def _places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
+    """The files of each source of a YAML file, and what names it in messages."""
+    for number, source in enumerate(sources):
         entry = f"{path}: sources.{number}"
         if Path(source).suffix.lower() in (".yaml", ".yml"):
             raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
-        rows.append(open_rows(_beside(path, source), text_column, entry))
-    refuse_twice([part.path for each in rows for part in getattr(each, "parts", [each])], path)
-    weights = file.schedule[0].weights if file.schedule and len(rows) > 1 else None
-    return Sources(file.names or file.sources, rows, weights, file.level, file.stopping_strategy)
+        yield _beside(path, source), entry
 
 
 def _beside(path: str, source: str) -> str:

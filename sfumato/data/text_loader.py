@@ -14,6 +14,7 @@ from sfumato.data.bad_rows import BadRows
 from sfumato.data.loader import refuse_repetition
 from sfumato.data.mixing import Order
 from sfumato.data.packing import micro_batch_rule, pack
+from sfumato.data.row_blocks import RowFile
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform
 from sfumato.data.text_batch import TextBatch, make_batch, placeholder_tokens
@@ -98,6 +99,12 @@ class TextLoader:
         Raises:
             DataError: when it is the state of other data, or of another order.
         """
+        if "rows" in state:
+            raise DataError(
+                "the checkpoint counts the rows of data.datasets_type iterable, as versions did that read all files "
+                "before the first step: where it is in the files cannot be told. Go on with that version, or start a "
+                "new run from the exported weights (model.model_path)"
+            )
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the data is not what the checkpoint was trained on: position {state['samples']} would mean other "
@@ -159,7 +166,7 @@ def build_text_loader(
     """The loader that a configuration asks for. Every rank must call it.
 
     Data of the kind ``mapping`` is tokenised here, by rank 0, unless that was done before. Data of the kind
-    ``iterable`` is read and tokenised by every rank as a whole, of which each takes its share.
+    ``iterable`` is read and tokenised while steps are taken, by every rank, of which each trains its share.
 
     Args:
         data, train: the task's sections.
@@ -220,9 +227,10 @@ def _stream_steps(
         )
     bad_rows = BadRows(data.max_bad_rows, say)
     stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
-    content = [transform.fingerprint, sources.names, [len(each) for each in sources.rows]]
+    sizes = [[table.size if isinstance(table, RowFile) else len(table) for table in each] for each in sources.tables]
+    content = [transform.fingerprint, sources.names, sizes]
     order = [data.shuffle_buffer if data.shuffle else None, *_order_key(data, train, sources)]
-    return StreamSteps(stream, _digest(["iterable", content, order]), rule, length)
+    return StreamSteps(stream, _digest(["stream", content, order]), rule, length)
 
 
 def _order_key(data: TextDataConfig, train: TextTrainConfig, sources: Sources) -> list[object]:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.mixing import Mixer
-from sfumato.data.rows import JoinedRows
+from sfumato.data.row_blocks import FilePlace, RowBlocks
 from sfumato.data.sources import Sources
 from sfumato.data.text import Sample, TextTransform
 from sfumato.data.text_steps import RunLength, State, Step, StepRule
 from sfumato.errors import DataError
+
+
+class LanePlace(NamedTuple):
+    """Where a lane goes on, as JSON can hold it."""
+
+    epoch: int = 0
+    row: int = 0
+    """Rows of the epoch that are through."""
+    sample: int = 0
+    """Samples of the next row that are through."""
+    block: FilePlace = FilePlace()
+    """Where the block of the next row begins in the files."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,7 @@ class StreamSample:
     sample: Sample
     source: int
     lane: int
-    after: tuple[int, int]
-    """Where its lane goes on: rows that are through, over all epochs, and samples of the next row that are."""
+    after: LanePlace
 
 
 class TextStream:
@@ -58,35 +69,34 @@ class TextStream:
         """
         self.sources, self.transform, self.bad_rows = sources, transform, bad_rows
         self.seed, self.shuffle, self.block_rows = seed, shuffle, block_rows
-        weighted = sources.weights is not None
-        self.lanes = [JoinedRows([each]) for each in sources.rows] if weighted else [JoinedRows(sources.rows)]
-        self._ends = [*accumulate(map(len, sources.rows))]
-        self._first_row = [0, *accumulate(map(len, self.lanes))]
+        tables = [[(number, table) for table in each] for number, each in enumerate(sources.tables)]
+        self.lanes = [*map(RowBlocks, tables)] if sources.weights is not None else [RowBlocks([*chain(*tables)])]
 
     def begin(self) -> State:
         """Where the stream starts: what each lane has given for its share, and its place in its rows."""
-        return {name: [0] * len(self.lanes) for name in ("taken", "rows", "pieces")}
+        return {"taken": [0] * len(self.lanes), "places": [LanePlace()] * len(self.lanes)}
 
     def move(self, state: State, found: StreamSample) -> State:
         """The place after a sample, from the place before it."""
         state = {name: [*state[name]] for name in self.begin()}
         state["taken"][found.lane] += self._amount(found.sample)
-        state["rows"][found.lane], state["pieces"][found.lane] = found.after
+        state["places"][found.lane] = found.after
         return state
 
     def epochs(self, state: State) -> int:
         """Epochs that are through at a place."""
-        passes = [rows // len(lane) for rows, lane in zip(state["rows"], self.lanes, strict=True)]
+        passes = [epoch for epoch, *_ in state["places"]]
         return min(passes) if self.sources.stopping == "all_exhausted" else max(passes)
 
     def read(self, state: State) -> Iterator[StreamSample]:
-        """Samples from a place on, without an end. Rows before it are not tokenised.
+        """Samples from a place on, without an end. Rows before the block that it lies in are not read.
 
         Raises:
-            DataError: for a row that cannot be used, beyond the limit, and when no row of a lane can.
+            DataError: for a row that cannot be used, beyond the limit, when no row of a lane can, and when a file is
+                broken.
         """
-        places = zip(state["rows"], state["pieces"], strict=True)
-        lanes = [self._samples(lane, *place) for lane, place in enumerate(places)]
+        places = (LanePlace(*counts, FilePlace(*block)) for *counts, block in state["places"])
+        lanes = [self._samples(lane, place) for lane, place in enumerate(places)]
         mixer = Mixer(self.sources.weights or [1.0], state["taken"], state["samples"])
         while True:
             lane = mixer.choose()
@@ -97,38 +107,40 @@ class TextStream:
     def _amount(self, sample: Sample) -> int:
         return sample.num_tokens if self.sources.level == "token" else 1
 
-    def _samples(self, lane: int, from_row: int, from_piece: int) -> Iterator[StreamSample]:
-        """The samples of a lane from a row, and a sample of that row, on."""
-        rows, num_useless = self.lanes[lane], 0
-        for row, index in self._row_order(lane, from_row):
-            number = self._first_row[lane] + index
-            try:
-                samples = self.transform(rows[index], rows.describe(index))
-            except DataError as error:
-                self.bad_rows.add(number, error)
-                num_useless += 1
-                if num_useless == len(rows):
-                    raise DataError(f"not one of {num_useless} rows can be used; the last reason: {error}") from error
-                continue
-            num_useless = 0
-            for piece in range(from_piece if row == from_row else 0, len(samples)):
-                after = (row, piece + 1) if piece + 1 < len(samples) else (row + 1, 0)
-                yield StreamSample(samples[piece], bisect_right(self._ends, number), lane, after)
-
-    def _row_order(self, lane: int, row: int) -> Iterator[tuple[int, int]]:
-        """Rows from a place on: their number over all epochs, and within the lane."""
-        size = len(self.lanes[lane])
+    def _samples(self, lane: int, place: LanePlace) -> Iterator[StreamSample]:
+        """The samples of a lane from a place on."""
+        is_any_useful = place.row > 0  # what was before is not looked at
         while True:
-            epoch, offset = divmod(row, size)
-            block, place = divmod(offset, self.block_rows)
-            start = block * self.block_rows
-            length = min(self.block_rows, size - start)
-            order: Sequence[int] = range(length)
-            if self.shuffle:
-                order = keyed_permutation(length, self.seed, "text stream", lane, epoch, block).tolist()
-            for each in order[place:]:
-                yield row, start + each
-                row += 1
+            block = self.lanes[lane].read(place.block, self.block_rows)
+            done = place.row % self.block_rows
+            for index in self._order(lane, place, len(block.rows))[done:]:
+                where, row = block.rows.describe(index), place.row
+                done += 1
+                after = place._replace(row=row + 1, sample=0)
+                if done == len(block.rows):
+                    after = LanePlace(place.epoch + 1) if block.is_last else after._replace(block=block.after)
+                try:
+                    samples = self.transform(block.rows[index], where)
+                except DataError as error:
+                    self.bad_rows.add(where, error)
+                    if after.epoch > place.epoch and not is_any_useful:
+                        raise DataError(f"not one of {row + 1} rows can be used; the last reason: {error}") from error
+                    is_any_useful &= after.epoch == place.epoch
+                    place = after
+                    continue
+                is_any_useful = after.epoch == place.epoch
+                for number in range(place.sample, len(samples)):
+                    inside = place._replace(sample=number + 1)
+                    goes_on = inside if number + 1 < len(samples) else after
+                    yield StreamSample(samples[number], block.source(index), lane, goes_on)
+                place = after
+
+    def _order(self, lane: int, place: LanePlace, length: int) -> Sequence[int]:
+        """The rows of the block that a place lies in, in the order in which they come."""
+        if not self.shuffle:
+            return range(length)
+        block = place.row // self.block_rows
+        return keyed_permutation(length, self.seed, "text stream", lane, place.epoch, block).tolist()
 
 
 class StreamSteps:

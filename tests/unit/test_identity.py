@@ -61,12 +61,23 @@ def text_content(folder: Path) -> str:
     )
 
 
+def streamed_content(folder: Path) -> str:
+    data = TextDataConfig(train_path=str(folder / "rows.jsonl"), data_type="plaintext", datasets_type="iterable")
+    return content_of_sources(open_sources(data))
+
+
 def prompt_content(folder: Path) -> str:
     path = str(folder / "rows.jsonl")
     return content_of_prompts(load_prompts(PromptDataConfig(train_path=path, eval_path=path), "train"))
 
 
-KINDS = {"images": image_content, "pairs": pair_content, "text": text_content, "prompts": prompt_content}
+KINDS = {
+    "images": image_content,
+    "pairs": pair_content,
+    "text": text_content,
+    "streamed text": streamed_content,
+    "prompts": prompt_content,
+}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "folder of images"])
@@ -114,6 +125,15 @@ def test_of_a_large_file_blocks_are_read_and_its_size(tmp_path: Path, monkeypatc
     assert len(set(found)) == 5
     path.write_bytes(b"a" * 10 + b"b" + b"a" * 29)
     assert content_of_file(path) == found[0], "what lies between the blocks is not looked at"
+
+
+def test_of_many_streamed_files_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int]] = []
+    monkeypatch.setattr(module, "content_of_file", lambda path, blocks: read.append((path.name, blocks)) or "x")
+    for number in range(200):
+        (tmp_path / f"{number:03}.jsonl").write_text("{}")
+    content_of_sources(open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable")))
+    assert read == [(f"{number:03}.jsonl", 1) for number in range(0, 200, 4)], "of the others the sizes"
 
 
 def test_what_differs_is_named_and_what_may_change_is_not() -> None:

@@ -21,6 +21,7 @@ from sfumato.rewards.combinations.minimum import Minimum
 from sfumato.rewards.combinations.weighted_sum import WeightedSum
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
+from sfumato.tracking.samples import read_samples, save_samples
 from tests.tiny import ROOT
 
 NAN = math.nan
@@ -186,6 +187,16 @@ def test_rows_are_picked_with_their_totals():
     picked = scores.rows([4, 0])
     assert picked.total.tolist() == [scores.total[4], scores.total[0]] and picked.components["a"].tolist() == [5, 1]
     assert picked.record(1, samples(a=FIRST)[0], kind="train", seed=0, sample_id=0).total == scores.total[0]
+
+
+def test_the_record_of_a_text_holds_the_text(tmp_path):
+    scores = finished(Scorer([a()]))
+    answer = Sample(text="seven", prompt="3 + 4", group_id=0)
+    save_samples(tmp_path, 1, [scores.record(2, answer, kind="train", seed=0, sample_id=2)])
+    (row,) = read_samples(tmp_path)[1]
+    assert row["text"] == "seven" and row["prompt"] == "3 + 4" and row["rewards"] == {"a": 3.0}
+    picture = samples(a=FIRST)[0]
+    assert scores.record(0, picture, kind="train", seed=0, sample_id=0).content is picture.image
 
 
 def load(tmp_path: Path, reward: dict, advantage: dict | None = None) -> DiffusionRLConfig:

@@ -1,16 +1,23 @@
 """Streams: shuffled in blocks, resumed exactly without tokenising what is done, errors and threads accounted for."""
 
 import itertools
+import json
+import os
 import threading
 import time
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.data.background import in_background
+from sfumato.data.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.sources import Sources, open_sources
 from sfumato.data.text_loader import build_text_loader
 from sfumato.errors import ConfigError, DataError, OverlongError
-from tests.token_rows import NumberTransform, mesh_of, one_source, random_lengths, weighted
+from tests.token_rows import ListRows, NumberTransform, mesh_of, one_source, random_lengths, weighted
 from tests.unit.test_text_loader import take, together, tokens_of
 
 LENGTHS = random_lengths(23)
@@ -120,7 +127,7 @@ def test_resuming_tokenises_only_the_row_in_which_it_stopped(make):
     transform = NumberTransform()
     resumed = make(one_source(PIECES), data={"shuffle": False}, train={"dyn_bsz": False}, transform=transform)
     resumed.restore(loader.state())
-    assert resumed.state()["rows"] == [4] and resumed.state()["pieces"] == [1]
+    assert resumed.state()["places"] == [(0, 4, 1, (0, 0, 0))], "row 4 of epoch 0, after its first sample"
     take(resumed, 1)
     assert transform.seen[:2] == [4, 5]
 
@@ -183,6 +190,121 @@ def test_other_data_is_refused_on_resume(make):
     ):
         with pytest.raises(DataError, match="not what the checkpoint was trained on"):
             make(**options).restore(state)
+
+
+def test_a_checkpoint_that_counts_rows_is_refused_in_one_line(make):
+    loader = make(one_source(LENGTHS))
+    old = {"fingerprint": "x", "step": 2, "samples": 9, "tokens": 128, "taken": [9], "rows": [9], "pieces": [0]}
+    with pytest.raises(DataError, match=r"counts the rows .* Go on with that version, or start a new run") as caught:
+        loader.restore(old)
+    assert "\n" not in str(caught.value)
+
+
+def write_rows(folder, kind, rows):
+    """A file of that kind; .parquet and .arrow in groups of three rows."""
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n\n".join(map(json.dumps, rows)))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "csv":
+        path.write_text("text\n" + "\n".join(row["text"] for row in rows))
+    elif kind == "txt":
+        path.write_text("\n".join(row["text"] for row in rows))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+            for batch in table.to_batches(3):
+                writer.write_batch(batch)
+    return path
+
+
+class TextNumbers(NumberTransform):
+    """The row ``{"text": "7"}`` gives a sample of 5 tokens, which begins with 7000."""
+
+    def __call__(self, row, where):
+        return super().__call__({"number": int(row["text"]), "lengths": [5]}, where)
+
+
+KINDS = ("jsonl", "json", "csv", "txt", "parquet", "arrow")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_streamed_in_the_order_of_rows_in_memory(make, tmp_path, kind):
+    """Three files of 7, 1 and 12 rows, in blocks of 5 that reach over their ends, for two epochs, with resumes."""
+    rows = [{"text": str(number)} for number in range(20)]
+    paths = []
+    for number, (start, stop) in enumerate(((0, 7), (7, 8), (8, 20))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        paths.append(write_rows(folder, kind, rows[start:stop]))
+    options = {"train": {"dyn_bsz": False, "global_batch_size": 3, "max_steps": 14}, "transform": TextNumbers()}
+    in_memory = take(make(Sources(["rows"], [ListRows(rows)], None), **options))
+    files = open_sources(TextDataConfig(train_path=",".join(map(str, paths)), datasets_type="iterable"))
+    assert files.rows == [] and [file.path for file in files.files[0]] == paths
+    wanted = take(make(files, **options))
+    assert [(samples, ended) for _, samples, _, ended in wanted] == [
+        (samples, ended) for _, samples, _, ended in in_memory
+    ]
+    for done in range(14):
+        first, resumed = make(files, **options), make(files, **options)
+        take(first, done)
+        resumed.restore(json.loads(json.dumps(first.state())))
+        assert take(resumed) == wanted[done:]
+
+
+def test_the_first_step_comes_without_reading_the_files(make, tmp_path):
+    """Of two files the first is 1 GB of which little is rows, and the second is broken."""
+    first = tmp_path / "a.jsonl"
+    first.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(100)))
+    os.truncate(first, 1 << 30)
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with Path("/proc/self/io").open() as file:
+
+        def bytes_read():
+            file.seek(0)
+            return int(file.readline().split()[1])
+
+        before = bytes_read()
+        files = open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable"))
+        steps = make(files, transform=TextNumbers()).steps()
+        next(steps)
+        steps.close()
+        assert bytes_read() - before < 2**22
+
+
+def test_a_file_is_looked_at_when_its_turn_comes(make, tmp_path):
+    write_rows(tmp_path, "jsonl", [{"text": str(number)} for number in range(8)])
+    (tmp_path / "tail.parquet").write_bytes(b"no parquet")
+    files = open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable"))
+    options = {"train": {"dyn_bsz": False, "global_batch_size": 1}, "transform": TextNumbers()}
+    seen = []
+    with pytest.raises(DataError, match=r"tail\.parquet cannot be read as parquet"):
+        seen.extend(number for number, _ in make(files, **options).steps())
+    assert len(seen) == 5, "the block that does not reach into it"
+    (tmp_path / "tail.parquet").rename(tmp_path / "tail.jsonl").write_text("\n")
+    files = open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable"))
+    with pytest.raises(DataError, match=r"tail\.jsonl has no rows"):
+        take(make(files, **options))
+    with pytest.raises(DataError, match="file not found"):
+        open_sources(TextDataConfig(train_path=str(tmp_path / "none.jsonl"), datasets_type="iterable"))
+
+
+def test_of_a_parquet_file_few_row_groups_are_in_memory(tmp_path):
+    rows = [{"text": "x" * 1000, "number": number} for number in range(3000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=100)
+    blocks = RowBlocks([(0, RowFile(tmp_path / "rows.parquet", "text", "data.train_path"))])
+    before, most, place, seen = pyarrow.total_allocated_bytes(), 0, FilePlace(), []
+    while place.table == 0:
+        block = blocks.read(place, 130)
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        seen += [block.rows[index]["number"] for index in range(len(block.rows))]
+        assert block.rows.describe(0).endswith(f"row {place.number + 1}")
+        place = block.after
+    assert block.is_last and seen == [*range(3000)]
+    assert 100_000 < most < 1_000_000, "all rows are 3 MB"
 
 
 def test_a_closed_stream_leaves_no_thread(make):

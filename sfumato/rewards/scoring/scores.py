@@ -107,7 +107,7 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(each[row]) for name, each in self.components.items()}
         return SampleRecord(
-            content=sample.image,
+            content=sample.text if sample.image is None else sample.image,
             damage=sample.damage,
             source=sample.source,
             prompt=sample.prompt,
