@@ -163,7 +163,7 @@ def answer_prompts(
 ) -> list[SampleRecord]:
     """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
     tokenizer, prompts = model.tokenizer, validation.prompts
-    stop = {tokenizer.eos_token_id} | {each.answer[-1] for each in prompts if config.data.data_type == "conversation"}
+    stop = {tokenizer.eos_token_id} | {each.answer[-1] for each in prompts if config.data.data_type.has_answers}
     answers = answer_greedily(model, [each.input_ids for each in prompts], config.eval.max_new_tokens, stop)
     return [
         SampleRecord(

@@ -111,6 +111,8 @@ class Variant:
     source: str
     optional: bool = False
     """The value may also be null."""
+    short: bool = False
+    """An object of a class without fields is written as its type alone."""
 
     def resolve(self, name: str) -> type:
         """The class of that ``type``. Raises PydanticCustomError when there is none."""
@@ -174,14 +176,16 @@ class Variant:
             )
         return built
 
-    def dump(self, value: Any) -> dict[str, Any] | None:
-        """The mapping that builds an equal object again; None of None."""
+    def dump(self, value: Any) -> dict[str, Any] | str | None:
+        """The mapping, or the type, that builds an equal object again; None of None."""
         if value is None:
             return None
         cls = type(value)
         name = next((each for each, known in find_variants(self.source).items() if known is cls), None)
         name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        if self.short and not fields:
+            return name
         return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
 
     def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:

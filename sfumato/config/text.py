@@ -60,8 +60,8 @@ class TrainTextConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainTextConfig:
-        if self.data.data_type == "preference":
-            raise ValueError("data.data_type preference is trained by tasks/train_text_dpo.py")
+        if self.data.data_type.documents_per_sample == 2:
+            raise ValueError(f"data.data_type {self.data.data_type.type} is trained by tasks/train_text_dpo.py")
         if self.model.lora is None:
             why = (
                 "without model.lora, since nothing is frozen: remove it, or set train.mixed_precision to bf16, which "
@@ -101,8 +101,8 @@ class TrainTextDpoConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainTextDpoConfig:
-        if self.data.data_type != "preference":
-            raise ValueError("data.data_type must be preference")
+        if self.data.data_type.documents_per_sample != 2:
+            raise ValueError("data.data_type must be preference, or another format of two documents a sample")
         if self.train.ema_decay:
             raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")
         if self.model.made_by is not None:

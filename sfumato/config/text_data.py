@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Section
+from sfumato.config.base import Section, Variant
 from sfumato.config.needless import refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import EpochTrainConfig
@@ -45,8 +45,9 @@ class TextDataConfig(Section):
     """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""
     synthetic: SyntheticTextConfig | None = None
     """Problems made in code instead of train_path and eval_path."""
-    data_type: Literal["plaintext", "conversation", "preference"] = "conversation"
-    """plaintext learns every token, conversation those of assistant messages, preference compares two answers."""
+    data_type: Annotated[Any, Variant("sfumato.data.text_formats", short=True)] = "conversation"
+    """plaintext learns every token, conversation those of assistant messages, preference compares two answers; a
+    format of your own by import path, `my_module:MyFormat`."""
     datasets_type: Literal["mapping", "iterable"] = "mapping"
     """mapping tokenises everything before the first step, once, and counts the steps; iterable reads files from front
     to back and tokenises while training."""
@@ -81,15 +82,14 @@ class TextDataConfig(Section):
             raise ValueError(
                 "data.eval_path has no meaning with data.synthetic, which has held-out problems of its own"
             )
-        if self.synthetic is not None and self.data_type == "preference" and self.synthetic.turns > 1:
+        if self.synthetic is not None and self.data_type.documents_per_sample == 2 and self.synthetic.turns > 1:
             raise ValueError("data.synthetic.turns must be 1 when data.data_type is preference")
         return self
 
     @model_validator(mode="after")
     def _has_effect(self) -> TextDataConfig:
-        if self.data_type == "plaintext":
-            why = "with data.data_type plaintext, whose texts are learned as they are and cut into pieces: remove it"
-            refuse_needless(self, "data", ("chat_template", "overlong"), why)
+        why = f"with data.data_type {self.data_type.type}, which makes no use of it: remove it"
+        refuse_needless(self, "data", self.data_type.ignores, why)
         if self.datasets_type == "iterable":
             why = "with data.datasets_type iterable, which keeps no tokens: remove it, or take mapping"
             refuse_needless(self, "data", ("num_workers", "cache_dir"), why)

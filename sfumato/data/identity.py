@@ -13,7 +13,7 @@ from sfumato.data.image_text import FolderRows, ImageTextDataset
 from sfumato.data.prompts import Prompt
 from sfumato.data.rows import FileRows, JoinedRows
 from sfumato.data.sources import Sources
-from sfumato.data.text import TextTransform
+from sfumato.data.text import TextTransform, source_of
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
@@ -23,7 +23,8 @@ def identify_text(config: Any, sources: Sources, held_out: Sources | None, trans
     """Of a task that trains on text; see ``identify``. Its position counts samples: the size of a step may change."""
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
-    tokens = {"model.tokenizer_path, data.chat_template": transform.fingerprint}
+    own = ", the file of data.data_type" if source_of(config.data.data_type) else ""
+    tokens = {f"model.tokenizer_path, data.chat_template{own}": transform.fingerprint}
     return identify(config, content | tokens)
 
 

@@ -82,8 +82,7 @@ def plan_language_model(
     module = language_model_on_meta(model, on_gpu)
     check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
     check_length(module.config, data.max_seq_len)
-    documents = 2 if data.data_type == "preference" else 1
-    rows, length = train.micro_batch_size * documents, data.max_seq_len
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss

@@ -1,0 +1,184 @@
+"""The formats of text data: plain text, conversations, and pairs of a better and a worse answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.chat import ChatTemplate, build_chat_template
+from sfumato.data.rows import text_field
+from sfumato.data.text import (
+    Document,
+    Messages,
+    Sample,
+    TextFormat,
+    TextTransform,
+    find_key,
+    fingerprint_of,
+    fit,
+    read_messages,
+    read_tools,
+)
+from sfumato.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class PlainText(TextFormat):
+    """Texts, every token of which is learned; columns content_split, text or content."""
+
+    type: ClassVar[str] = "plaintext"
+    has_answers: ClassVar[bool] = False
+    ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end-of-sequence token, with which plain texts end: set eos_token")
+        keys = config.text_keys or ["content_split", "text", "content"]
+        return PlainTextTransform(tokenizer, keys, config.max_seq_len, fingerprint_of(config, tokenizer, []))
+
+
+@dataclass(frozen=True)
+class Conversation(TextFormat):
+    """Conversations, of which the assistant's messages are learned; columns messages or conversations."""
+
+    type: ClassVar[str] = "conversation"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        keys = config.text_keys or ["messages", "conversations"]
+        return ConversationTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class Preference(TextFormat):
+    """Pairs of a better and a worse answer; columns prompt, chosen and rejected."""
+
+    type: ClassVar[str] = "preference"
+    documents_per_sample: ClassVar[int] = 2
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "chosen", "rejected"]
+        if len(keys) not in (2, 3):
+            raise ConfigError(
+                "data.text_keys of preference data must be two columns (better and worse conversation) or three "
+                f"(prompt, better and worse answer), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class PlainTextTransform:
+    """A text and the end-of-sequence token, cut into pieces of at most ``max_seq_len`` tokens, which are learned."""
+
+    documents_per_sample: ClassVar[int] = 1
+    tokenizer: Any
+    keys: list[str]
+    max_seq_len: int
+    fingerprint: str
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+        """The pieces of a row's text, which follow each other and leave nothing out."""
+        text = text_field(row, find_key(row, self.keys, where), where)
+        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not tokens:
+            raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
+        input_ids = np.array([*tokens, self.tokenizer.eos_token_id], dtype=np.int32)
+        cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
+        if cuts and cuts[-1] == len(input_ids) - 1:
+            cuts[-1] -= 1  # a piece of one token would have nothing to learn
+        return [Sample((Document(piece, np.arange(len(piece)) > 0),)) for piece in np.split(input_ids, cuts)]
+
+
+@dataclass(frozen=True)
+class ConversationTransform:
+    """A conversation, of which the assistant's tokens are learned."""
+
+    documents_per_sample: ClassVar[int] = 1
+    template: ChatTemplate
+    keys: list[str]
+    max_seq_len: int
+    overlong: str
+    fingerprint: str
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+        """One sample, or one for each answer when the template renders the history of each in another way."""
+        messages = read_messages(row[find_key(row, self.keys, where)], where)
+        encoded = self.template.encode(messages, where, read_tools(row, where))
+        return [Sample((fit(each, self.max_seq_len, self.overlong, where),)) for each in encoded]
+
+
+@dataclass(frozen=True)
+class PreferenceTransform:
+    """A better and a worse answer to the same prompt, of which the assistant's tokens are learned."""
+
+    documents_per_sample: ClassVar[int] = 2
+    template: ChatTemplate
+    keys: list[str]
+    """Columns of the prompt, the better and the worse answer; without the first when conversations are whole."""
+    max_seq_len: int
+    overlong: str
+    fingerprint: str
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+        """One sample: the better document, then the worse one."""
+        pair, tools = self._conversations(row, where), read_tools(row, where)
+        documents = []
+        for name, messages in zip(self.keys[-2:], pair, strict=True):
+            encoded = self.template.encode(messages, f"{where}, {name}", tools)
+            if len(encoded) > 1:
+                raise DataError(
+                    f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
+                    "answer of several assistant messages is no single text"
+                )
+            documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
+        return [Sample(tuple(documents))]
+
+    def _conversations(self, row: dict[str, Any], where: str) -> tuple[Messages, Messages]:
+        """Both conversations from their beginning; what they share is not learned."""
+        *prompt_key, chosen_key, rejected_key = self.keys
+        prompt_value = row.get(prompt_key[0]) if prompt_key else None
+        answers = [row[find_key(row, [key], where)] for key in (chosen_key, rejected_key)]
+        if prompt_value is None:
+            chosen, rejected = (read_messages(answer, where) for answer in answers)
+        else:
+            prompt = _as_messages(prompt_value, "user", where)
+            chosen, rejected = (
+                _after_prompt(prompt, _as_messages(each, "assistant", where), where) for each in answers
+            )
+        if chosen == rejected:
+            raise DataError(f"{where}: {chosen_key} and {rejected_key} are the same")
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        for name, messages in ((chosen_key, chosen), (rejected_key, rejected)):
+            if shared == len(messages) or messages[shared].get("role") != "assistant":
+                raise DataError(
+                    f"{where}: {chosen_key} and {rejected_key} must differ in the assistant's answer only, but "
+                    f"message {shared + 1} of {name} is {_role_at(messages, shared)}"
+                )
+        history = [{**message, "loss_mask": 0} for message in chosen[:shared]]
+        return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
+
+
+def _as_messages(value: Any, role: str, where: str) -> Messages:
+    """A conversation as it is, a text as a message of that role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else read_messages(value, where)
+
+
+def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:
+    """The whole conversation, whether or not the column of the answer repeats the prompt."""
+    if answer[0].get("role") == "assistant":
+        return prompt + answer
+    if not all(message in answer for message in prompt):
+        raise DataError(f"{where}: an answer that does not begin with the assistant must repeat the prompt")
+    return answer
+
+
+def _role_at(messages: Messages, index: int) -> str:
+    return "missing" if index == len(messages) else f"of role {messages[index].get('role')!r}"

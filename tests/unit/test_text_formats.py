@@ -1,0 +1,113 @@
+"""Formats of text data: found by name, brought by import path, told apart by settings and source."""
+
+import json
+import pickle
+
+import pytest
+
+from sfumato.commands.check import FITS, check_config
+from sfumato.config.help import format_help
+from sfumato.config.load import dump_config, load_config
+from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.data import text
+from sfumato.data.text import build_transform
+from sfumato.data.text_formats import Conversation, PlainText, Preference
+from sfumato.errors import ConfigError
+from sfumato.models.byte_tokenizer import build_byte_tokenizer
+from sfumato.tracking.trackers import read_jsonl
+from tests.question_answer import QuestionAnswer
+from tests.tiny import run_task_here, tiny_text_config, write_config
+
+OWN = "tests.question_answer:QuestionAnswer"
+
+
+def questions(folder, count=40):
+    """Additions of one digit."""
+    rows = [{"question": f"{n % 7} + {n % 3}", "answer": str(n % 7 + n % 3)} for n in range(count)]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def settings(folder, data_type, **data):
+    path = questions(folder)
+    return tiny_text_config(
+        folder, data={"data_type": data_type, "synthetic": None, "train_path": path, "eval_path": path, **data}
+    )
+
+
+@pytest.mark.parametrize("name", ["plaintext", "conversation", "preference"])
+def test_a_format_of_the_library_is_written_as_its_name(tmp_path, name):
+    schema = TrainTextDpoConfig if name == "preference" else TrainTextConfig
+    config = load_config(schema, overrides=tiny_text_config(tmp_path, data={"data_type": name}))
+    assert config.data.data_type == {"plaintext": PlainText, "conversation": Conversation}.get(name, Preference)()
+    assert config.model_dump(mode="json")["data"]["data_type"] == name, "as runs of before have it in their folders"
+    dump_config(config, tmp_path / "dumped.yaml")
+    assert load_config(schema, tmp_path / "dumped.yaml") == config
+
+
+def test_a_format_of_ones_own_trains_with_the_task_as_it_is(tmp_path):
+    data_type = {"type": OWN, "separator": " = "}
+    run = run_task_here("train_text", settings(tmp_path, data_type))
+    lines = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(line["tokens"] % 2 == 0 for line in lines), "a digit and the end of each answer"
+    saved = load_config(TrainTextConfig, run / "config.yaml")
+    assert saved.data.data_type == QuestionAnswer(" = ")
+    (sample,) = read_jsonl(next((run / "samples").glob("step_000000")) / "samples.jsonl")
+    assert sample["prompt"] == "0 + 0 = "
+
+
+def test_what_a_format_makes_follows_from_its_settings_and_its_source(tmp_path, monkeypatch):
+    tokenizer = build_byte_tokenizer()
+
+    def made(data_type):
+        config = load_config(TrainTextConfig, overrides=settings(tmp_path, data_type)).data
+        return build_transform(config, tokenizer)
+
+    transform = pickle.loads(pickle.dumps(made(OWN)))
+    (sample,) = transform({"question": "ab", "answer": "c"}, "row 1")
+    (document,) = sample.documents
+    assert tokenizer.decode(document.input_ids[:-1]) == "ab c" and document.input_ids[-1] == tokenizer.eos_token_id
+    assert document.learned.tolist() == [False] * 3 + [True] * 2
+    assert made(OWN).fingerprint == made(OWN).fingerprint != made({"type": OWN, "separator": "-"}).fingerprint
+    before = made(OWN).fingerprint
+    monkeypatch.setattr(text.inspect, "getsource", lambda module: "another source")
+    assert made(OWN).fingerprint != before, "tokens that were stored are not those of the changed format"
+
+
+WRONG = {
+    "plaintxt": "unknown type 'plaintxt'; did you mean 'plaintext'",
+    "tests.nowhere:Format": "cannot import type 'tests.nowhere:Format': No module named 'tests.nowhere'",
+    "tests.question_answer:Missing": "cannot import type .* has no attribute 'Missing'",
+    "tests.question_answer:NotAFormat": "cannot import type .* it is not a dataclass",
+    "tests.question_answer:Transform": "cannot import type .* it has no has_answers, ignores, transform, type",
+    "tests.question_answer:Unfinished": "cannot make Unfinished: .* abstract",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_name_is_one_clear_line(tmp_path, name):
+    with pytest.raises(ConfigError, match=WRONG[name]) as caught:
+        load_config(TrainTextConfig, overrides=settings(tmp_path, name))
+    assert [line for line in str(caught.value).splitlines() if "data_type" in line] == [str(caught.value)]
+
+
+def test_formats_are_in_the_help_and_checked(tmp_path):
+    shown = format_help(TrainTextConfig)
+    assert "--data.data_type {type: conversation|plaintext|preference}" in shown
+    assert "type: plaintext  Texts, every token of which is learned" in shown
+    path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
+    found = check_config(path)
+    (source,) = found.data.training
+    assert found.exit_code == FITS and source.name == "questions" and source.bad_rows == []
+    assert (source.num_samples, source.num_learned) == (40, 80)
+
+
+def test_fields_that_a_format_ignores_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.chat_template has no effect with data\.data_type question_answer"):
+        load_config(TrainTextConfig, overrides=settings(tmp_path, OWN, chat_template="chatml"))
+    with pytest.raises(ConfigError, match=r"data\.data_type preference is trained by tasks/train_text_dpo\.py"):
+        load_config(TrainTextConfig, overrides=tiny_text_config(tmp_path, data={"data_type": "preference"}))
+    with pytest.raises(ConfigError, match="or another format of two documents a sample"):
+        load_config(TrainTextDpoConfig, overrides=tiny_text_config(tmp_path, data={"data_type": "plaintext"}))
