@@ -143,21 +143,35 @@ def lines_of_functions(path: str) -> set[int]:
     return {line for node in functions for line in range(node.body[0].lineno, node.end_lineno + 1)}
 
 
-def work(number: int, inbox, outbox) -> None:
-    """Tries mutants in a copy of the project, one after the other, until None comes."""
+def work(inbox, outbox) -> None:
+    """Tries mutants in a copy of the project, one after the other, until None comes.
+
+    A change that no test notices is tried again with all tests of the nearest files. Nothing follows from tests that
+    fail when nothing is broken: they are run once before.
+    """
     preload()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
         project = copy_project(ROOT, Path(folder) / "project")
-        is_sound = False
+        is_sound: dict[tuple[str, ...], bool] = {}
         while (trial := inbox.get()) is not None:
-            if not is_sound:  # what follows means nothing unless tests pass when nothing is broken
-                is_sound = run_tests(project, trial.tests, trial.timeout_s, Path(folder) / "sound.log") == "passed"
-                assert is_sound, (Path(folder) / "sound.log").read_text(encoding="utf-8", errors="replace")[-2000:]
-            path = project / trial.mutant.path
+            mutant, files = trial.mutant, nearest_test_files(trial.mutant.path, ROOT)
+            path, log = (
+                project / mutant.path,
+                MAP.parent / "logs" / f"{mutant.path.replace('/', '.')}.{mutant.line}.log",
+            )
             source = path.read_bytes()
-            path.write_bytes(trial.mutant.applied(source))
-            log = MAP.parent / "logs" / f"{trial.mutant.path.replace('/', '.')}.{trial.mutant.line}.{number}.log"
+            if not is_sound:
+                is_sound[()] = run_tests(project, trial.tests, trial.timeout_s, log) == "passed"
+                assert is_sound[()], log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            path.write_bytes(mutant.applied(source))
             trial.outcome = run_tests(project, trial.tests, trial.timeout_s, log)
+            if trial.outcome == "passed" and not set(files) <= set(trial.tests):  # a line of processes without records
+                path.write_bytes(source)
+                if tuple(files) not in is_sound:
+                    is_sound[tuple(files)] = run_tests(project, files, LONG_S, log) == "passed"
+                if is_sound[tuple(files)]:
+                    path.write_bytes(mutant.applied(source))
+                    trial.outcome, trial.tests = run_tests(project, files, LONG_S, log), trial.tests + files
             path.write_bytes(source)
             outbox.put(trial)
     outbox.put(None)
@@ -178,7 +192,7 @@ def run(trials: list[Trial], jobs: int) -> list[Trial]:
             done.append(trial)
     for _ in range(jobs):
         inbox.put(None)
-    workers = [context.Process(target=work, args=(number, inbox, outbox)) for number in range(jobs)]
+    workers = [context.Process(target=work, args=(inbox, outbox)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     running = jobs

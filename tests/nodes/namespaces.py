@@ -102,16 +102,16 @@ class Node:
         self.close()
 
     def close(self) -> None:
-        """Ends all its processes."""
+        """Ends all its processes; the system closes their connections, and then there is no link any more."""
         self._holder.kill()
         self._holder.wait()
-        delete = ["nsenter", f"--target={self._switch}", "--net", "ip", "link", "del", self._port]
-        subprocess.run(delete, capture_output=True, check=False)  # which the kernel does some time later
         if self._holder.stdout is not None:
             self._holder.stdout.close()
         deadline = time.monotonic() + 10
         while Path(f"/proc/{self.pid}/root").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
+        delete = ["nsenter", f"--target={self._switch}", "--net", "ip", "link", "del", self._port]
+        subprocess.run(delete, capture_output=True, check=False)  # which the kernel does some time later
 
 
 class Nodes:
