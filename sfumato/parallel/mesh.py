@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,8 +181,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
 
     Raises:
-        ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, or the
-            environment does not say how these find each other.
+        ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, the
+            environment does not say how these find each other, or their port is taken.
     """
     launched = read_launched()
     size, rank = launched.world_size, launched.rank
@@ -197,7 +199,15 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.set_num_threads(config.num_threads)
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout)
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ConfigError(
+                f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
+                "not ended: end that, or set another MASTER_PORT on all nodes"
+            ) from error
     return Mesh(layout, device, rank)
 
 

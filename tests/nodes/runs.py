@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -59,6 +60,10 @@ class NodeProgram:
         self.node.signal(name, [int(inside.split()[-1])])
 
 
+PORTS = itertools.count(29500)
+"""Each run has its own, so that one that a test has left does not fail the next."""
+
+
 def last_step(folder: Path) -> int:
     """In metrics.jsonl; -1 before the first."""
     path = folder / "metrics.jsonl"
@@ -70,6 +75,7 @@ def start_ranks(
 ) -> list[NodeProgram]:
     """So many ranks of a task on each of the nodes."""
     common = {"NNODES": str(len(names)), "NPROC_PER_NODE": str(processes), "MASTER_ADDR": nodes[names[0]].address}
+    common["MASTER_PORT"] = str(next(PORTS))
     return [
         NodeProgram(
             nodes[name],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,16 @@ def test_an_environment_that_contradicts_itself(
         monkeypatch.setenv(name, value)
     assert said in refusal(ConfigError, read_launched)
     assert said in refusal(ConfigError, build_mesh, TrainConfig(output_dir="out"))
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        start = {**START, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in start.items():
+            monkeypatch.setenv(name, value)
+        said = refusal(ConfigError, build_mesh, TrainConfig(output_dir="out"))
+    assert said.startswith(f"MASTER_PORT {port} is in use on ") and "set another MASTER_PORT on all nodes" in said
 
 
 @pytest.mark.parametrize("value", ["x", "0", "1.5"])
