@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -146,57 +146,60 @@ def lines_of_functions(path: str) -> set[int]:
 def work(inbox, outbox) -> None:
     """Tries mutants in a copy of the project, one after the other, until None comes.
 
-    A change that no test notices is tried again with all tests of the nearest files. Nothing follows from tests that
-    fail when nothing is broken: they are run once before.
+    Nothing follows from tests that fail when nothing is broken: the first ones of all, and whole files, are run before.
     """
     preload()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
         project = copy_project(ROOT, Path(folder) / "project")
         is_sound: dict[tuple[str, ...], bool] = {}
         while (trial := inbox.get()) is not None:
-            mutant, files = trial.mutant, nearest_test_files(trial.mutant.path, ROOT)
-            path, log = (
-                project / mutant.path,
-                MAP.parent / "logs" / f"{mutant.path.replace('/', '.')}.{mutant.line}.log",
-            )
-            source = path.read_bytes()
-            if not is_sound:
-                is_sound[()] = run_tests(project, trial.tests, trial.timeout_s, log) == "passed"
-                assert is_sound[()], log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            path.write_bytes(mutant.applied(source))
-            trial.outcome = run_tests(project, trial.tests, trial.timeout_s, log)
-            if trial.outcome == "passed" and not set(files) <= set(trial.tests):  # a line of processes without records
+            path, name = project / trial.mutant.path, f"{trial.mutant.path.replace('/', '.')}.{trial.mutant.line}.log"
+            source, log = path.read_bytes(), MAP.parent / "logs" / name
+            key = tuple(trial.tests) if trial.outcome else ()
+            if key not in is_sound:
+                is_sound[key] = run_tests(project, trial.tests, trial.timeout_s, log) == "passed"
+                assert is_sound[key] or key, log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            if is_sound[key]:
+                path.write_bytes(trial.mutant.applied(source))
+                trial.outcome = run_tests(project, trial.tests, trial.timeout_s, log)
                 path.write_bytes(source)
-                if tuple(files) not in is_sound:
-                    is_sound[tuple(files)] = run_tests(project, files, LONG_S, log) == "passed"
-                if is_sound[tuple(files)]:
-                    path.write_bytes(mutant.applied(source))
-                    trial.outcome, trial.tests = run_tests(project, files, LONG_S, log), trial.tests + files
-            path.write_bytes(source)
             outbox.put(trial)
     outbox.put(None)
 
 
 def run(trials: list[Trial], jobs: int) -> list[Trial]:
-    """All trials, in ``jobs`` processes."""
+    """All trials, in ``jobs`` processes.
+
+    A change that no test notices is tried again with all tests of the nearest files: a line may be one that only
+    processes run which keep no record.
+    """
     (MAP.parent / "logs").mkdir(parents=True, exist_ok=True)
+    for trial in trials:
+        if not trial.outcome and not trial.tests:
+            trial.outcome = "not reached"
+    done = [trial for trial in trials if trial.outcome]
+    done += _try([trial for trial in trials if not trial.outcome], jobs)
+    again = []
+    for trial in done:
+        if trial.outcome == "passed" and (files := nearest_test_files(trial.mutant.path, ROOT)) != trial.tests:
+            again.append(replace(trial, tests=files, timeout_s=LONG_S))
+    tried = {trial.mutant: trial for trial in _try(again, jobs)}
+    return [tried.get(trial.mutant, trial) for trial in done]
+
+
+def _try(trials: list[Trial], jobs: int) -> list[Trial]:
+    """Trials with what came of them, quick ones first."""
     context = multiprocessing.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
-    done = [trial for trial in trials if trial.outcome]
-    open_trials = sorted((trial for trial in trials if not trial.outcome), key=lambda trial: trial.timeout_s)
-    for trial in open_trials:
-        if trial.tests:
-            inbox.put(trial)
-        else:
-            trial.outcome = "not reached"
-            done.append(trial)
+    for trial in sorted(trials, key=lambda trial: trial.timeout_s):
+        inbox.put(trial)
     for _ in range(jobs):
         inbox.put(None)
-    workers = [context.Process(target=work, args=(inbox, outbox)) for _ in range(jobs)]
+    workers = [context.Process(target=work, args=(inbox, outbox)) for _ in range(jobs if trials else 0)]
     for worker in workers:
         worker.start()
-    running = jobs
-    with Progress(len(trials), len(done), "mutants", enabled=True) as progress:
+    done, running = [], len(workers)
+    with Progress(len(trials), 0, "mutants", enabled=True) as progress:
         while running:
             try:
                 trial = outbox.get(timeout=1.0)
