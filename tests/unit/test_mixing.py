@@ -1,5 +1,7 @@
 """The order of samples: each once in a pass, sources in exact shares, a function of data and seed."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -103,3 +105,16 @@ def test_a_mixer_goes_on_where_another_stopped():
 def test_an_epoch_without_an_end_in_sight_is_refused():
     with pytest.raises(DataError, match=r"'s1' has given all.*first_exhausted"):
         order_of([10, 10_000], [1, 1e-9], stopping="all_exhausted")
+
+
+@pytest.mark.parametrize(("level", "is_long"), [("sample", False), ("token", True)])
+def test_the_length_of_an_epoch_is_that_of_the_level(level, is_long, monkeypatch):
+    """Equally many samples, of which those of the second source are long: it lasts 50 times as long by tokens."""
+    monkeypatch.setattr("sfumato.data.mixing.MAX_EPOCH", 100)
+    lengths, source_of = np.repeat([1, 50], 10), np.repeat([0, 1], 10)
+    made = functools.partial(Order, lengths, source_of, ["short", "long"], [1, 1], level, "all_exhausted", 0, True)
+    if is_long:
+        with pytest.raises(DataError, match=r"5.1e\+02 samples until source 'long' has given all: raise its weight"):
+            made()
+    else:
+        made()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, PreemptedError
 from sfumato.runtime.cluster import placement
+from sfumato.runtime.cluster import process as process_module
 from sfumato.runtime.cluster.placement import UNIT, Amount, Machine, Reserver, check_addresses, plan
 
 
@@ -160,3 +164,17 @@ def test_a_loopback_address_among_several_machines_is_refused(monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"cannot reach alfa \(127\.0\.0\.1\): .*NODE_IP"):
         check_addresses(found)
     check_addresses(found[:1])
+
+
+def test_a_process_is_killed_when_it_is_the_one_that_is_meant() -> None:
+    """And not another that has got its number since."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        born = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        process_module._kill(sleeper.pid, born + 1, 0.0)
+        assert sleeper.poll() is None
+        process_module._kill(sleeper.pid, born, 0.0)
+        assert sleeper.wait(10) == -signal.SIGKILL
+        process_module._kill(sleeper.pid, born, 0.0)  # it has gone already
+    finally:
+        sleeper.kill()
