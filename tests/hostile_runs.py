@@ -17,7 +17,10 @@ from sfumato.config.base import Section
 from sfumato.tracking.task import run_task
 
 LIMIT_CPU_S = 10.0
-"""Processor time after which a process that has neither ended nor made a step hangs."""
+"""Processor time after which a process that has neither ended nor begun to work hangs."""
+
+WORK_CPU_S = 60.0
+"""The same for one that has evaluated, but not made a step: rewards may take long."""
 
 LIMIT_WALL_S = 120.0
 """The same in time that passes, for one that waits."""
@@ -77,9 +80,13 @@ def run_hostile(task: ModuleType, schema: type[Section], arguments: list[str], f
         done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
             break
-        made_step = made_step or (metrics.is_file() and re.search(rb'"step": 1[,}]', metrics.read_bytes()) is not None)
+        written = metrics.read_bytes() if metrics.is_file() else b""
+        made_step, limit_cpu_s = (
+            re.search(rb'"step": 1[,}]', written) is not None,
+            WORK_CPU_S if written else LIMIT_CPU_S,
+        )
         most = max(most, _resident(child))
-        if made_step or most - before > LIMIT_BYTES or _cpu_s(child) > LIMIT_CPU_S or time.monotonic() > deadline:
+        if made_step or most - before > LIMIT_BYTES or _cpu_s(child) > limit_cpu_s or time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             _, status, usage = os.wait4(child, 0)
             break

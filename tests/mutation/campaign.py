@@ -195,7 +195,7 @@ def _try(trials: list[Trial], jobs: int) -> list[Trial]:
         inbox.put(trial)
     for _ in range(jobs):
         inbox.put(None)
-    workers = [context.Process(target=work, args=(inbox, outbox)) for _ in range(jobs if trials else 0)]
+    workers = [context.Process(target=work, args=(inbox, outbox), daemon=True) for _ in range(jobs if trials else 0)]
     for worker in workers:
         worker.start()
     done, running = [], len(workers)
