@@ -423,6 +423,37 @@ def test_an_address_that_leads_another_machine_to_itself_is_refused_at_once(kind
     check_reachable("10.77.0.1", places)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [(("A", "B", "C"), "nccl"), (("A", "B", "B"), "gloo"), (("A", None, "C"), "gloo"), ((None, None, None), "gloo")],
+)
+def test_nccl_sends_between_gpus_of_their_own(gpus: tuple[str | None, ...], backend: str) -> None:
+    first, *others = [Place("alfa/1", number, gpu) for number, gpu in enumerate(gpus)]
+    mesh = Mesh(Layout(), torch.device("cpu"))
+    sending = broadcast.Sending(Settings(timeout_s=5.0), mesh, plan_buckets({}, 64), Ends([first], others))
+    assert sending.access().backend == backend
+
+
+def test_of_two_sides_that_fail_the_cause_is_raised() -> None:
+    def ended(error: Exception | None) -> Future:
+        call: Future = Future()
+        call.set_exception(error) if error else call.set_result("sent")
+        return call
+
+    sync = WeightSync(Here(Peer()), Here(Peer()), grace_s=0.0)
+    assert sync._both(ended(None), ended(None)) == "sent"
+    lost, followed = RoleLostError("sampler", [0], "killed"), WeightSyncError("the sampler has gone")
+    for sending, receiving, cause in (
+        (followed, lost, lost),
+        (lost, followed, lost),
+        (None, lost, lost),
+        (followed, None, followed),
+    ):
+        with pytest.raises(type(cause)) as raised:
+            sync._both(ended(sending), ended(receiving))
+        assert raised.value is cause
+
+
 def test_memory_whose_takers_never_come_has_no_name_left() -> None:
     place = Place("alfa/1", 1, None)
     buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
