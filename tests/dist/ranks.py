@@ -120,6 +120,7 @@ def _serve(inbox: Any, outbox: Any, port: int) -> None:
     while True:
         name, rank, num_ranks, function, args = inbox.get()
         gc.freeze()  # modules and caches, which the collection below need not look through
+        torch.set_grad_enabled(True)  # which torch's schedules forget when an evaluation fails
         try:
             dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=num_ranks)
             answer = (True, function(*args))

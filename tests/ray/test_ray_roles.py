@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -185,7 +186,7 @@ def test_what_a_process_says_and_does_is_heard(
 def test_a_share_without_work(cluster: Cluster, group: RayGroup) -> None:
     cluster.record.take()
     none, (first, second) = group.keep(functions.make, [None, 3], 5, num_values=2)
-    assert none == () and not first.done()
+    assert none == ()
     while not first.done():
         cluster.wait([first])
     second.check()
@@ -232,9 +233,14 @@ def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: 
     futures = [pool.submit(functions.score, value, 0.5, str(marker)) for value in range(4)]
     while not marker.exists():
         assert not futures[-1].done()
-    os.kill(int(marker.read_text()), signal.SIGKILL)
+    killed = int(marker.read_text())
+    os.kill(killed, signal.SIGKILL)
     assert [each.result() for each in futures] == [0, 2, 4, 6]
     assert pool.num_restarts == 1
+    cluster.wait_ready()
+    known = {each["pid"] for each in json.loads((cluster.run.output_dir / "processes.json").read_text())}
+    assert known == {process.identity.pid for role in cluster.loop.roles for process in role.processes}
+    assert killed not in known
     assert "it is replaced (1 of 3 times)" in (cluster.run.output_dir / "log.txt").read_text()
 
 
