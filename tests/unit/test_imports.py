@@ -100,6 +100,38 @@ def test_imports_only_go_down(path):
         assert FLOORS[part] <= FLOORS[own], f"{relative(path)} imports {name}, which lies above"
 
 
+def test_no_import_goes_round_in_a_circle():
+    """Imports for type checkers only, and those inside functions, count too."""
+    modules = {".".join(module_of(path)): path for path in LIBRARY}
+    graph = {name: {found for found in targets_of(path, modules) if found != name} for name, path in modules.items()}
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == [["a", "b", "c"]]
+
+
+def targets_of(path, modules):
+    """The modules of the library that a file imports, with ``from package import module`` as the module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{each.name}" for each in node.names]
+            yield from (name if name in modules else node.module for name in inside if node.module in modules)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in modules)
+
+
+def circles(graph):
+    """Groups of modules each of which leads to all others of its group."""
+    reached = {}
+    for name in graph:
+        waiting, seen = [name], set()
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reached[name] = seen
+    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in graph}
+    return [[*group] for group in sorted(groups) if group]
+
+
 def test_every_part_has_its_floor():
     assert {part_of(".".join(module_of(path))) for path in LIBRARY + TASKS} <= set(FLOORS)
 

@@ -6,13 +6,11 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.process import Lane, RoleProcess, Shipped
-
-if TYPE_CHECKING:
-    from sfumato.runtime.cluster.loop import DriverLoop
+from sfumato.runtime.roles import Record
 
 _numbers = itertools.count(1)
 
@@ -52,12 +50,22 @@ class Part:
     value: Any = None
 
 
+class CallLoop(Protocol):
+    """What hears of replies, as a future needs it."""
+
+    record: Record
+
+    def turn(self, timeout_s: float) -> None: ...
+    def wait(self, future: RayFuture) -> None: ...
+    def count_bytes(self, role: str, packed: Packed | int) -> None: ...
+
+
 class RayFuture:
     """Of a call: the value of its first process that ships one."""
 
     def __init__(
         self,
-        loop: DriverLoop,
+        loop: CallLoop,
         role: str,
         function: Shipped,
         lane: Lane,

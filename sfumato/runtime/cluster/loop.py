@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sfumato.config.runtime import RuntimeConfig
 from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
@@ -20,9 +20,6 @@ from sfumato.runtime.cluster.process import RoleProcess
 from sfumato.runtime.cluster.worker import Reply
 from sfumato.runtime.roles import Record
 from sfumato.tracking.timeline import Event
-
-if TYPE_CHECKING:
-    from sfumato.runtime.cluster.role import RayRole
 
 TURN_S = 0.2
 """Longest wait within Ray, so that signals are heard."""
@@ -61,6 +58,19 @@ class RemoteRecord(Record):
             self._events.append(event)
 
 
+class WatchedRole(Protocol):
+    """A role, as the loop needs it."""
+
+    name: str
+    processes: list[RoleProcess]
+    works_together: bool
+
+    def flush(self) -> None: ...
+    def on_lost(
+        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
+    ) -> None: ...
+
+
 @dataclass
 class Pulse:
     """Whether a process answers."""
@@ -84,7 +94,7 @@ class DriverLoop:
             config: after how long a process or a call is given up.
         """
         self.run, self.config = run, config
-        self.roles: list[RayRole] = []
+        self.roles: list[WatchedRole] = []
         self.record = RemoteRecord()
         """What the processes did, as far as the driver has heard."""
         self.driver_bytes: dict[str, int] = {}
@@ -172,7 +182,7 @@ class DriverLoop:
             part.reference = part.running_s = None
         process.unanswered.clear()
 
-    def lose(self, role: RayRole, processes: list[RoleProcess], reason: str) -> None:
+    def lose(self, role: WatchedRole, processes: list[RoleProcess], reason: str) -> None:
         """Kills processes that are of no more use, and leaves the rest to their role."""
         self._look_at_ray()  # which takes all processes with it
         for each in processes:
@@ -253,7 +263,7 @@ class DriverLoop:
         for line in self._role_of(process).new_lines(said):
             self.run.say(line)
 
-    def _role_of(self, process: RoleProcess) -> RayRole:
+    def _role_of(self, process: RoleProcess) -> WatchedRole:
         return next(each for each in self.roles if each.name == process.role)
 
     def _take_reply(self, future: RayFuture, part: Part) -> None:
@@ -382,7 +392,7 @@ class DriverLoop:
         self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
         self.lose(role, [each.process for each in parts], f"{what}; the stacks are in {path}")
 
-    def stacks(self, role: RayRole) -> str:
+    def stacks(self, role: WatchedRole) -> str:
         """What the Python threads of all processes of a role are doing, as text."""
         import ray
 

@@ -12,16 +12,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed
 from sfumato.runtime.cluster.placement import Slot
 from sfumato.runtime.cluster.worker import Identity, RoleWorker, on_state
 from sfumato.runtime.roles import kind_of
-
-if TYPE_CHECKING:
-    from sfumato.runtime.cluster.futures import Part, RayFuture
 
 Lane = Literal["calls", "aside", "health"]
 """Threads of a process; each runs its calls in order, those of ``calls`` several at a time where there are several."""
@@ -91,8 +88,8 @@ class RoleProcess:
         self.role, self.rank, self.slot = role, rank, slot
         self.identity: Identity | None = None
         self.is_lost = False
-        self.unanswered: dict[Any, tuple[RayFuture, Part]] = {}
-        """Calls by the reference to their reply."""
+        self.unanswered: dict[Any, tuple[Any, Any]] = {}
+        """Futures and parts of calls by the reference to their reply; the driver's loop keeps them."""
         self._sent: set[tuple[Lane, str]] = set()
         worker = ray.remote(concurrency_groups={"calls": threads, "aside": 1, "health": 1})(RoleWorker)
         actor = worker.options(
