@@ -108,10 +108,18 @@ class Node:
         if self._holder.stdout is not None:
             self._holder.stdout.close()
         deadline = time.monotonic() + 10
-        while Path(f"/proc/{self.pid}/root").exists() and time.monotonic() < deadline:
+        while self._has_processes() and time.monotonic() < deadline:
             time.sleep(0.02)
         delete = ["nsenter", f"--target={self._switch}", "--net", "ip", "link", "del", self._port]
         subprocess.run(delete, capture_output=True, check=False)  # which the kernel does some time later
+
+    def _has_processes(self) -> bool:
+        """The first process of a namespace becomes a zombie when all others have ended."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return state not in "ZX"
 
 
 class Nodes:
