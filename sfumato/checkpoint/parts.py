@@ -1,17 +1,13 @@
 """What each rank holds of the tensors of a checkpoint, and torch's distributed checkpoint files of them.
 
-A rank's piece of a tensor is one or more *boxes* of the whole: contiguous index ranges in every dimension. They are
-known for every parallelism (weights that are cut twice, fused matrices that are cut in blocks, experts, fsdp1's ranges
-of flattened weights), so torch's planners are given boxes instead of the DTensors that they understand only in part.
-The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads them.
+torch's planners are given the boxes of shards (``sfumato.parallel.shards``) instead of the DTensors that they
+understand only in part. The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from sfumato.checkpoint.envelope import VALUES
 from sfumato.checkpoint.outside import METADATA, read_metadata, read_values
 from sfumato.errors import CheckpointError
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import ranges_of
+from sfumato.parallel.shards import Box
 
 
 class Part(NamedTuple):
@@ -45,68 +40,6 @@ class Part(NamedTuple):
 
 Parts = dict[MetadataIndex, Part]
 """Boxes by the tensor's name and their offsets in it."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """Where a part of this rank's piece lies."""
-
-    offsets: tuple[int, ...]
-    """In the whole."""
-    sizes: tuple[int, ...]
-    place: tuple[slice, ...]
-    """In the piece."""
-
-
-def boxes_of(pieces: Pieces, name: str) -> list[Box]:
-    """The boxes of this rank's piece of a parameter, and of what has its shape; none if it holds nothing."""
-    shape = pieces.shapes[name]
-    if pieces.group is not None:  # fsdp1: a range of the flattened tensor
-        start = sum(pieces.numels[name][: pieces.rank])
-        found, position = [], 0
-        for offsets, sizes in boxes_of_range(shape, start, start + pieces.numels[name][pieces.rank]):
-            found.append(Box(offsets, sizes, (slice(position, position + prod(sizes)),)))
-            position += prod(sizes)
-        return found
-    along = []
-    for ranges in ranges_of(pieces.parameters[name]):
-        position, spans = 0, []
-        for start, stop in ranges:
-            spans.append((start, stop - start, slice(position, position + stop - start)))
-            position += stop - start
-        along.append(spans)
-    boxes = [
-        Box(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
-        for spans in product(*along)
-    ]
-    return [each for each in boxes if 0 not in each.sizes or 0 in shape]
-
-
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that make up a range of a flattened tensor, in order.
-
-    Args:
-        shape: of the whole tensor.
-        start: first element.
-        stop: end of the range.
-    """
-    if start == stop:
-        return
-    if len(shape) < 2:
-        yield (start,) * len(shape), (stop - start,) * len(shape)
-        return
-    row = prod(shape[1:])
-    while start < stop:
-        index, offset = divmod(start, row)
-        num_rows = 0 if offset else (stop - start) // row
-        if num_rows:
-            yield (index, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
-            start += num_rows * row
-        else:
-            end = min(stop, (index + 1) * row)
-            for offsets, sizes in boxes_of_range(shape[1:], offset, end - index * row):
-                yield (index, *offsets), (1, *sizes)
-            start = end
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -216,13 +149,13 @@ def whole_part(key: str, tensor: torch.Tensor) -> Parts:
     return {MetadataIndex(key, (0,) * tensor.ndim): Part(tensor.shape, tensor)}
 
 
-def parts_of(key: str, shape: torch.Size, piece: torch.Tensor, boxes: list[Box]) -> Parts:
-    """This rank's piece of a tensor.
+def parts_of(key: str, shape: torch.Size, shard: torch.Tensor, boxes: list[Box]) -> Parts:
+    """This rank's shard of a tensor.
 
     Args:
         key: the tensor's name.
         shape: of the whole.
-        piece: a plain tensor.
+        shard: a plain tensor.
         boxes: from ``boxes_of``.
     """
-    return {MetadataIndex(key, each.offsets): Part(shape, piece[each.place].view(each.sizes)) for each in boxes}
+    return {MetadataIndex(key, each.offsets): Part(shape, shard[each.place].view(each.sizes)) for each in boxes}

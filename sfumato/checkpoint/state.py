@@ -14,14 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from sfumato.checkpoint.identity import KEY as IDENTITY
 from sfumato.checkpoint.identity import Identity, compare_identity
 from sfumato.checkpoint.optimizer_state import new_optimizer_state, optimizer_state
-from sfumato.checkpoint.parts import Parts, Stored, boxes_of, parts_of, whole_part
+from sfumato.checkpoint.parts import Parts, Stored, parts_of, whole_part
 from sfumato.checkpoint.random_state import random_state, restore_random
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import all_parameters, local
+from sfumato.parallel.shards import Shards, all_parameters, boxes_of, local
 
 OPTIONAL = {
     "ema": "moving average (train.ema_decay)",
@@ -82,23 +81,23 @@ class TrainState:
 class Section:
     """Tensors that are saved under one name, all cut as the parameters of a module, or whole on every rank."""
 
-    def __init__(self, name: str, tensors: dict[str, torch.Tensor], pieces: Pieces | None = None) -> None:
-        """``tensors`` are this rank's pieces by parameter; without ``pieces`` they are whole."""
-        self.name, self.tensors, self.pieces = name, tensors, pieces
+    def __init__(self, name: str, tensors: dict[str, torch.Tensor], shards: Shards | None = None) -> None:
+        """``tensors`` are this rank's shards by parameter; without ``shards`` they are whole."""
+        self.name, self.tensors, self.shards = name, tensors, shards
 
     def shape(self, name: str) -> torch.Size:
         """Of the whole tensor."""
-        return self.tensors[name].shape if self.pieces is None else self.pieces.shapes[name]
+        return self.tensors[name].shape if self.shards is None else self.shards.shapes[name]
 
     def parts(self) -> Parts:
         """What this rank holds."""
         found: Parts = {}
         for name, each in self.tensors.items():
             key = f"{self.name}/{name}"
-            if self.pieces is None:
+            if self.shards is None:
                 found |= whole_part(key, each)
             else:
-                found |= parts_of(key, self.shape(name), each, boxes_of(self.pieces, name))
+                found |= parts_of(key, self.shape(name), each, boxes_of(self.shards, name))
         return found
 
     def specs(self) -> Specs:
@@ -114,11 +113,11 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
     Raises:
         ConfigError: when the optimiser has a state that cannot be saved in shards.
     """
-    pieces = Pieces(state.model, mesh)
+    shards = Shards(state.model, mesh)
     random_tensors, random_values = random_state(mesh.device)
-    optimizer_parts, numbers = optimizer_state(state.optimizer, pieces)
+    optimizer_parts, numbers = optimizer_state(state.optimizer, shards)
     parts = optimizer_parts
-    for each in (*_sections(state, pieces, mesh), Section("random", random_tensors if mesh.is_first else {})):
+    for each in (*_sections(state, shards, mesh), Section("random", random_tensors if mesh.is_first else {})):
         parts |= each.parts()
     return parts, {
         "step": state.step,
@@ -150,15 +149,15 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> str:
             run's, naming the first that do, or the data, the seed or the size of a step.
         DataError: when the data is not that of the checkpoint.
     """
-    pieces, values = Pieces(state.model, mesh), stored.values
-    sections = _sections(state, pieces, mesh)
+    shards, values = Shards(state.model, mesh), stored.values
+    sections = _sections(state, shards, mesh)
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
         sections = [each for each in sections if each.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
     changed = compare_identity(values.get(IDENTITY), state.identity, stored.folder)
     if state.loader is not None:  # before the schedule, whose length may follow from what is left
         state.loader.restore(values["data"])
-    fields, parts = new_optimizer_state(state.optimizer, pieces, stored)
+    fields, parts = new_optimizer_state(state.optimizer, shards, stored)
     for each in sections:
         parts |= each.parts()
     stored.read(parts)
@@ -186,10 +185,10 @@ def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:
     Raises:
         CheckpointError: when the module trains other weights.
     """
-    pieces = Pieces(module, mesh)
+    shards = Shards(module, mesh)
     averaged = any(key.startswith("ema/") for key in stored.tensors)
     name = "ema" if averaged else "model"
-    section = Section(name, {key: local(each.detach()) for key, each in pieces.parameters.items()}, pieces)
+    section = Section(name, {key: local(each.detach()) for key, each in shards.parameters.items()}, shards)
     there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare(stored, there, section.specs(), model_name(module))
     stored.read(section.parts())
@@ -212,14 +211,14 @@ def model_name(module: nn.Module) -> str:
     return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
-def _sections(state: TrainState, pieces: Pieces, mesh: Mesh) -> list[Section]:
+def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[Section]:
     """All tensors but the optimiser's and the random generators'."""
-    found = [Section("model", {name: local(each.detach()) for name, each in pieces.parameters.items()}, pieces)]
+    found = [Section("model", {name: local(each.detach()) for name, each in shards.parameters.items()}, shards)]
     if state.ema is not None:
-        found.append(Section("ema", state.ema.averages, pieces))
-    found += [Section(f"{name}_policy", each.averages, pieces) for name, each in state.policies.items()]
+        found.append(Section("ema", state.ema.averages, shards))
+    found += [Section(f"{name}_policy", each.averages, shards) for name, each in state.policies.items()]
     if state.reference is not None:
-        frozen = Pieces(state.reference, mesh, all_parameters(state.reference))
+        frozen = Shards(state.reference, mesh, all_parameters(state.reference))
         weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}
         found.append(Section("reference", weights, frozen))
     if state.balancer is not None:

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert import find_experts, has_experts
-from sfumato.parallel.pieces import whole_shapes
-from sfumato.parallel.shards import local, plain_name, ranges_of, whole
+from sfumato.parallel.shards import local, plain_name, ranges_of, whole, whole_shapes
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

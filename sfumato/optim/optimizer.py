@@ -19,8 +19,7 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.optim.muon import Muon, hidden_matrices
 from sfumato.optim.schedule import lr_at
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import whole_shapes
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 
 NAMED = 5
 """Parameters that an error names."""

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from sfumato.config.parallel import ParallelConfig
 from sfumato.parallel.expert import expert_placement
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import whole_shapes
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 from sfumato.parallel.tensor import fsdp_placement
 
 Batch = TypeVar("Batch")

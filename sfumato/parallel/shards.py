@@ -1,12 +1,25 @@
-"""Weights that lie in pieces on many ranks: this rank's piece, and the whole."""
+"""Tensors that lie in shards on many ranks: this rank's shard, where it lies in the whole, and the whole.
+
+A shard is one or more boxes of the whole: contiguous index ranges in every dimension. They are known for every
+parallelism (weights that are cut twice, fused matrices that are cut in blocks, experts, fsdp1's ranges of flattened
+weights), also where DTensor has no placement for it. What belongs to a parameter (averages, optimiser state, a weight
+on its way) lies as the parameter does.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from sfumato.parallel.mesh import Mesh
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What wrappers put into parameter names."""
@@ -21,7 +34,7 @@ def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names of the plain module, as they are between two steps.
 
     Weights that FSDP has gathered are put away first: while they are out, the module has other parameters, and changes
-    of these pieces would not be seen.
+    of these shards would not be seen.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -39,20 +52,20 @@ def plain_name(name: str) -> str:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece; it shares memory with the tensor."""
+    """This rank's shard; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered from all ranks that hold a piece: every one of them must call this."""
+    """The whole tensor, gathered from all ranks that hold a shard: every one of them must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(_cut_twice_in_blocks(tensor, dim) for dim in range(tensor.ndim)):
         return tensor.full_tensor()
-    piece = local(tensor.detach())
-    found = piece.new_zeros(tensor.shape)
+    shard = local(tensor.detach())
+    found = shard.new_zeros(tensor.shape)
     positions = [torch.cat([torch.arange(*each) for each in ranges]) for ranges in ranges_of(tensor)]
-    found[torch.meshgrid(*(each.to(piece.device) for each in positions), indexing="ij")] = piece
+    found[torch.meshgrid(*(each.to(shard.device) for each in positions), indexing="ij")] = shard
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dist.all_reduce(found, group=tensor.device_mesh.get_group(axis))
@@ -60,11 +73,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a whole tensor: what ``local(like)`` has when ``whole(like)`` is that tensor.
+    """This rank's shard of a whole tensor: what ``local(like)`` has when ``whole(like)`` is that tensor.
 
     Args:
         whole: plain tensor of the shape of ``like``, on any device.
-        like: a DTensor, cut evenly or not; of a plain tensor the piece is the whole.
+        like: a DTensor, cut evenly or not; of a plain tensor the shard is the whole.
 
     Returns:
         Plain tensor; it may share memory with ``whole``.
@@ -76,10 +89,10 @@ def shard_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def ranges_of(tensor: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Where this rank's piece lies in the whole tensor.
+    """Where this rank's shard lies in the whole tensor.
 
     Returns:
-        For each dimension one or more ranges ``(start, stop)``; joined in this order they make up the piece.
+        For each dimension one or more ranges ``(start, stop)``; joined in this order they make up the shard.
     """
     if not isinstance(tensor, DTensor):
         return [[(0, size)] for size in tensor.shape]
@@ -97,7 +110,7 @@ def ranges_of(tensor: torch.Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _cuts(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
-    """How a dimension is cut, in the order of the mesh: blocks cut alike, pieces of each, and which is this rank's."""
+    """How a dimension is cut, in the order of the mesh: blocks cut alike, shards of each, and which is this rank's."""
     axes = zip(tensor.placements, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), strict=True)
     return [
         (getattr(placement, "split_factor", 1), count, rank)
@@ -115,9 +128,9 @@ def _cut_twice_in_blocks(tensor: DTensor, dim: int) -> bool:
 
 
 def _chunk(positions: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Like torch.chunk, with empty pieces at the end where it gives fewer."""
-    pieces = list(positions.chunk(count))
-    return pieces + [positions[:0]] * (count - len(pieces))
+    """Like torch.chunk, with empty shards at the end where it gives fewer."""
+    shards = list(positions.chunk(count))
+    return shards + [positions[:0]] * (count - len(shards))
 
 
 def _ranges(positions: torch.Tensor) -> list[tuple[int, int]]:
@@ -128,3 +141,129 @@ def _ranges(positions: torch.Tensor) -> list[tuple[int, int]]:
     starts = positions[torch.cat([torch.zeros(1, dtype=torch.long), last + 1])].tolist()
     stops = positions[torch.cat([last, torch.tensor([len(positions) - 1])])].tolist()
     return [(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
+
+
+def whole_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the whole parameters by plain name, also where this rank has a shard only."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module.whole_shapes
+    return {plain_name(name): each.shape for name, each in module.named_parameters()}
+
+
+class Shards:
+    """How this rank's shards of a module's parameters, and of what has their shape, make up wholes."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, parameters: dict[str, nn.Parameter] | None = None) -> None:
+        """Every rank makes one at the same time; ``parameters`` are the trainable ones if not given."""
+        self.parameters = trainable_parameters(module) if parameters is None else parameters
+        self.shapes = whole_shapes(module)
+        self.group = None
+        if isinstance(module, FullyShardedDataParallel) and mesh.layout.fsdp > 1:
+            self.group, self.rank = mesh.group("fsdp"), mesh.rank_in("fsdp")
+            numels = mesh.gather({name: each.numel() for name, each in self.parameters.items()}, over="fsdp")
+            self.numels = {name: [each[name] for each in numels] for name in self.parameters}
+
+    def whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which this rank has ``shard``; every rank must call it, in the same order.
+
+        Args:
+            name: the parameter that the tensor belongs to.
+            shard: a plain tensor of the shape of this rank's shard of that parameter.
+        """
+        parameter = self.parameters[name]
+        if isinstance(parameter, DTensor):
+            placed = DTensor.from_local(
+                shard,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            return whole(placed)
+        if self.group is None:
+            return shard
+        longest = max(self.numels[name])
+        padded = [shard.new_zeros(longest) for _ in self.numels[name]]
+        mine = shard.new_zeros(longest)
+        mine[: shard.numel()] = shard.reshape(-1)
+        dist.all_gather(padded, mine, group=self.group)
+        parts = [each[:numel] for each, numel in zip(padded, self.numels[name], strict=True)]
+        return torch.cat(parts).view(self.shapes[name])
+
+    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a whole tensor, a plain tensor."""
+        parameter = self.parameters[name]
+        if isinstance(parameter, DTensor):
+            return shard_of(full, parameter)
+        if self.group is None:
+            return full
+        starts = [0, *accumulate(self.numels[name])]
+        return full.reshape(-1)[starts[self.rank] : starts[self.rank + 1]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a part of this rank's shard lies."""
+
+    offsets: tuple[int, ...]
+    """In the whole."""
+    sizes: tuple[int, ...]
+    place: tuple[slice, ...]
+    """In the shard."""
+
+
+def boxes_of(shards: Shards, name: str) -> list[Box]:
+    """The boxes of this rank's shard of a parameter, and of what has its shape; none if it holds nothing."""
+    shape = shards.shapes[name]
+    if shards.group is not None:  # fsdp1: a range of the flattened tensor
+        start = sum(shards.numels[name][: shards.rank])
+        found, position = [], 0
+        for offsets, sizes in boxes_of_range(shape, start, start + shards.numels[name][shards.rank]):
+            found.append(Box(offsets, sizes, (slice(position, position + prod(sizes)),)))
+            position += prod(sizes)
+        return found
+    along = []
+    for ranges in ranges_of(shards.parameters[name]):
+        position, spans = 0, []
+        for start, stop in ranges:
+            spans.append((start, stop - start, slice(position, position + stop - start)))
+            position += stop - start
+        along.append(spans)
+    boxes = [
+        Box(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
+        for spans in product(*along)
+    ]
+    return [each for each in boxes if 0 not in each.sizes or 0 in shape]
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes that make up a range of a flattened tensor, in order.
+
+    Args:
+        shape: of the whole tensor.
+        start: first element.
+        stop: end of the range.
+    """
+    if start == stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = prod(shape[1:])
+    while start < stop:
+        index, offset = divmod(start, row)
+        num_rows = 0 if offset else (stop - start) // row
+        if num_rows:
+            yield (index, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
+            start += num_rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for offsets, sizes in boxes_of_range(shape[1:], offset, end - index * row):
+                yield (index, *offsets), (1, *sizes)
+            start = end
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is the whole."""
+    return Box((0,) * len(shape), tuple(shape), tuple(slice(0, size) for size in shape))

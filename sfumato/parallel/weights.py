@@ -25,8 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from sfumato.errors import ConfigError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import all_parameters, local, plain_name, trainable_parameters
+from sfumato.parallel.shards import Shards, all_parameters, local, plain_name, trainable_parameters
 from sfumato.parallel.weight_files import (
     Held,
     Source,
@@ -117,8 +116,8 @@ def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mes
             on meta, or the ranks have different numbers of tensors.
     """
     parameters, buffers = all_parameters(module), persistent_buffers(module)
-    pieces = Pieces(module, mesh, parameters)
-    shapes = {name: tuple(pieces.shapes[name]) for name in parameters}
+    shards = Shards(module, mesh, parameters)
+    shapes = {name: tuple(shards.shapes[name]) for name in parameters}
     shapes = _over_stages(shapes | {name: tuple(each.shape) for name, each in buffers.items()}, mesh)
     shared = from_rank0 and mesh.size > 1
     problems = []
@@ -142,7 +141,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mes
         mine = Held(tensors[name]) if mesh.is_first or not shared else None
         whole = (_from_first(mine, mesh) if shared else mine).tensor
         if name in parameters:
-            _copy(pieces.piece(name, whole), parameters[name])
+            _copy(shards.shard(name, whole), parameters[name])
         elif name in buffers:
             _copy(whole, buffers[name])
 
@@ -164,9 +163,9 @@ def whole_weights(
         On rank 0 whole tensors on the CPU, of all pipeline stages; elsewhere nothing.
     """
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
-    pieces = Pieces(module, mesh, parameters)
+    shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
-    mine = {name: (tuple(pieces.shapes[name]), each.dtype) for name, each in parameters.items()}
+    mine = {name: (tuple(shards.shapes[name]), each.dtype) for name, each in parameters.items()}
     mine |= {name: (tuple(each.shape), each.dtype) for name, each in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
@@ -174,7 +173,7 @@ def whole_weights(
     for number, specs in enumerate(mesh.gather(mine, over="pp") if len(ranks) > 1 else [mine]):
         for name, (shape, dtype) in specs.items():
             if number == stage:
-                whole = buffers[name] if name in buffers else pieces.whole(name, local(parameters[name].detach()))
+                whole = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
                 if stage > 0 and ranks[0] == 0:
                     dist.send(whole.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
@@ -299,7 +298,7 @@ def initialise_on_meta(
 
 
 def make_real(module: nn.Module, device: torch.device) -> None:
-    """Gives weights on meta memory on a device, for this rank's piece, without values. Others keep theirs."""
+    """Gives weights on meta memory on a device, for this rank's shard, without values. Others keep theirs."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for key, each in owner._parameters.items():
@@ -458,6 +457,6 @@ def _from_first(source: Source | None, mesh: Mesh) -> Held:
 
 
 @torch.no_grad()
-def _copy(piece: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(shard: torch.Tensor, target: torch.Tensor) -> None:
     place = local(target.detach())
-    place.copy_(piece.view(place.shape))
+    place.copy_(shard.view(place.shape))

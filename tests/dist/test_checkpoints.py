@@ -28,9 +28,8 @@ from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import Shards, local, trainable_parameters
 from sfumato.tracking.run import Run
 from tests.dist.cases import CASES, ROWS, adamw, build, count_all, make_mesh, summed_loss
 from tests.dist.matrix import MODES
@@ -92,13 +91,13 @@ class Job:
 
     def wholes(self) -> Wholes:
         """All tensors of the state, whole, gathered without the code that is tested."""
-        pieces, state = Pieces(self.module, self.mesh), self.state
+        shards, state = Shards(self.module, self.mesh), self.state
         found = {}
-        for name, each in pieces.parameters.items():
-            found[f"model/{name}"] = pieces.whole(name, local(each.detach()))
-            found[f"ema/{name}"] = pieces.whole(name, state.ema.averages[name])
+        for name, each in shards.parameters.items():
+            found[f"model/{name}"] = shards.whole(name, local(each.detach()))
+            found[f"ema/{name}"] = shards.whole(name, state.ema.averages[name])
             for key, value in state.optimizer.state.get(each, {}).items():
-                found[f"optimizer/{name}/{key}"] = value if value.ndim == 0 else pieces.whole(name, local(value))
+                found[f"optimizer/{name}/{key}"] = value if value.ndim == 0 else shards.whole(name, local(value))
         if state.balancer is not None:
             found |= {f"balancer/{name}": each for name, each in state.balancer.state_dict().items()}
         stages = self.mesh.gather({key: each.numpy().copy() for key, each in found.items()}, over="pp")

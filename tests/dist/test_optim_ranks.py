@@ -14,10 +14,9 @@ from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.optim.optimizer import build_optimizer, saved_piece
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.pieces import Pieces
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import Shards, local
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, build, difference, make_mesh, train
 
@@ -37,7 +36,7 @@ MODES = {
     "ep x efsdp, replicated": (4, "moe", {"expert_parallel_size": 2, "data_parallel_replicate_size": 2}),
     "pp x fsdp2": (4, "moe", {"pipeline_parallel_size": 2}),
     "fsdp2 x tp, fused matrices": (4, "flux", {"tensor_parallel_size": 2}),
-    "fsdp2, uneven pieces": (4, "wan", {}),
+    "fsdp2, uneven shards": (4, "wan", {}),
 }
 
 
@@ -64,7 +63,7 @@ def truth(kind: str) -> Outcome:
     return train_with_muon(kind)
 
 
-SLOW = ("fsdp2 x tp, fused matrices", "fsdp2 x tp, experts", "fsdp2, uneven pieces", "ep x efsdp, replicated")
+SLOW = ("fsdp2 x tp, fused matrices", "fsdp2 x tp, experts", "fsdp2, uneven shards", "ep x efsdp, replicated")
 
 
 @pytest.mark.parametrize("mode", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in MODES])
@@ -146,20 +145,20 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
     module = parallelize(module, mesh, parsed, ParallelPlan(blocks=("GELU",)))
     settings = DitTrainConfig(output_dir="unused", optimizer="adamw8bit", lr=1e-2, weight_decay=0.1)
     optimizer, _ = build_optimizer(module, settings, 6)
-    pieces = Pieces(module, mesh)
+    shards = Shards(module, mesh)
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
-        for name, each in pieces.parameters.items():
+        for name, each in shards.parameters.items():
             if step == num_before:
                 saved = {key: saved_piece(value) for key, value in optimizer.state[each].items() if value.ndim}
                 for key, value in saved.items():
-                    optimizer.state[each][key] = pieces.piece(name, pieces.whole(name, value)).clone()
+                    optimizer.state[each][key] = shards.shard(name, shards.whole(name, value)).clone()
             each.grad = torch.zeros_like(each)
-            whole = torch.randn(pieces.shapes[name], generator=generator)
-            local(each.grad).copy_(pieces.piece(name, whole).view(local(each).shape))
+            whole = torch.randn(shards.shapes[name], generator=generator)
+            local(each.grad).copy_(shards.shard(name, whole).view(local(each).shape))
         optimizer.step()
     assert "OptimState8bit" in {type(each["exp_avg"]).__name__ for each in optimizer.state.values()}
-    return {name: pieces.whole(name, local(each.detach())) for name, each in pieces.parameters.items()}
+    return {name: shards.whole(name, local(each.detach())) for name, each in shards.parameters.items()}
 
 
 @pytest.mark.slow

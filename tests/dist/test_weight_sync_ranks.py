@@ -48,7 +48,7 @@ class Peer:
 
     def trained(self, version: int) -> dict[str, torch.Tensor]:
         """Whole trained weights of a version."""
-        from sfumato.parallel.pieces import whole_shapes
+        from sfumato.parallel.shards import whole_shapes
 
         return weights_of_version(self.received_module, whole_shapes(self.received_module), version)
 

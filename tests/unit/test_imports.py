@@ -100,6 +100,11 @@ def test_imports_only_go_down(path):
         assert FLOORS[part] <= FLOORS[own], f"{relative(path)} imports {name}, which lies above"
 
 
+def test_weights_on_their_way_need_no_checkpoint():
+    for path in (ROOT / "sfumato/runtime/weight_sync").rglob("*.py"):
+        assert "checkpoint" not in {part_of(name) for name in imports_of(path)}, relative(path)
+
+
 def test_no_import_goes_round_in_a_circle():
     """Imports for type checkers only, and those inside functions, count too."""
     modules = {".".join(module_of(path)): path for path in LIBRARY}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sfumato.checkpoint import state as state_module
-from sfumato.checkpoint.parts import Stored, boxes_of_range
+from sfumato.checkpoint.parts import Stored
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
@@ -26,6 +26,7 @@ from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import boxes_of_range
 from tests.tiny import Position
 
 TOTAL_STEPS = 9

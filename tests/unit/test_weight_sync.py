@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sfumato.checkpoint.parts import Box, boxes_of_range
 from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyncError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import Box, boxes_of_range
 from sfumato.runtime.weight_sync import receiver
 from sfumato.runtime.weight_sync.buckets import plan_buckets
 from sfumato.runtime.weight_sync.checksum import (
@@ -28,7 +28,7 @@ from sfumato.runtime.weight_sync.checksum import (
     add_up,
     compare,
     local_checksums,
-    piece_checksum,
+    shard_checksum,
     tensor_checksum,
 )
 from sfumato.runtime.weight_sync.places import (
@@ -80,7 +80,7 @@ def test_checksums_of_pieces_add_up(shape, cuts, dtype):
     tensor = values(shape, dtype)
     boxes = grid(shape, cuts)
     parts = [tensor[slices(each.offsets, each.sizes)] for each in boxes]
-    total = sum(int(piece_checksum(shape, part, [box])) for part, box in zip(parts, boxes, strict=True))
+    total = sum(int(shard_checksum(shape, part, [box])) for part, box in zip(parts, boxes, strict=True))
     assert total % MODULUS == tensor_checksum(tensor)
 
 
@@ -93,11 +93,11 @@ def test_long_tensors_are_taken_block_by_block(cut):
         for offsets, sizes in boxes_of_range(tensor.shape, start, stop):
             count = torch.Size(sizes).numel()
             place = (slice(position - start, position - start + count),)
-            found += int(piece_checksum(tensor.shape, flat[start:stop], [Box(offsets, sizes, place)]))
+            found += int(shard_checksum(tensor.shape, flat[start:stop], [Box(offsets, sizes, place)]))
             position += count
     assert found % MODULUS == tensor_checksum(tensor)
     columns = sum(
-        int(piece_checksum(tensor.shape, tensor[:, part], [Box((0, part.start), (5, part.stop - part.start), (...,))]))
+        int(shard_checksum(tensor.shape, tensor[:, part], [Box((0, part.start), (5, part.stop - part.start), (...,))]))
         for part in (slice(0, 1000), slice(1000, BLOCK))
     )
     assert columns % MODULUS == tensor_checksum(tensor)

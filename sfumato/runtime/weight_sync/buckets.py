@@ -9,8 +9,7 @@ from math import prod
 import torch
 from torch import nn
 
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import Shards, local
 from sfumato.runtime.weight_sync.checksum import Spec
 
 ALIGNED = 16
@@ -77,18 +76,18 @@ def largest(buckets: tuple[Bucket, ...]) -> int:
 
 @torch.no_grad()
 def gather_bucket(
-    bucket: Bucket, parameters: Mapping[str, nn.Parameter], pieces: Pieces, memory: torch.Tensor | None
+    bucket: Bucket, parameters: Mapping[str, nn.Parameter], shards: Shards, memory: torch.Tensor | None
 ) -> None:
     """Gathers the whole tensors of a bucket. Every rank must call it, in the same order.
 
     Args:
         bucket: what to gather.
         parameters: of the sending module, by plain name.
-        pieces: of that module.
+        shards: of that module.
         memory: uint8, filled with the tensors, cast to the sampler's dtypes; None on ranks that only take part.
     """
     places = {} if memory is None else dict(bucket.tensors(memory))
     for item in bucket.items:
-        whole = pieces.whole(item.name, local(parameters[item.name].detach()))
+        whole = shards.whole(item.name, local(parameters[item.name].detach()))
         if memory is not None:
             places[item.name].copy_(whole)

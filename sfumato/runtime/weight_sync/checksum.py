@@ -1,9 +1,9 @@
-"""Checksums of tensors that lie in pieces on many ranks, which add up whatever the layout.
+"""Checksums of tensors that lie in shards on many ranks, which add up whatever the layout.
 
 The checksum of a tensor is the sum over its elements of (bits as an integer) x (an odd weight that depends on the
 element's position in the whole tensor), modulo 2^64. An odd weight has an inverse, so a change of any single element
 always changes the sum; several random changes cancel with a probability near 2^-64 (flips of only the highest bits
-of two elements: 2^-33). Being a sum, those of disjoint pieces add
+of two elements: 2^-33). Being a sum, those of disjoint shards add
 up to that of the whole: nothing is gathered but one number per tensor and rank.
 """
 
@@ -17,11 +17,9 @@ from math import prod
 import torch
 from torch import nn
 
-from sfumato.checkpoint.parts import Box, boxes_of
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import Box, Shards, boxes_of, local, whole_box
 
 BLOCK_BITS = 15
 BLOCK = 1 << BLOCK_BITS
@@ -55,31 +53,26 @@ class Spec:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """Of a whole plain tensor, any dtype; in 0 .. 2^64 - 1."""
-    return int(piece_checksum(tuple(tensor.shape), tensor, [whole_box(tensor.shape)])) % MODULUS
+    return int(shard_checksum(tuple(tensor.shape), tensor, [whole_box(tensor.shape)])) % MODULUS
 
 
-def piece_checksum(shape: Sequence[int], piece: torch.Tensor, boxes: Iterable[Box]) -> torch.Tensor:
-    """What a piece adds to the checksum of the whole.
+def shard_checksum(shape: Sequence[int], shard: torch.Tensor, boxes: Iterable[Box]) -> torch.Tensor:
+    """What a shard adds to the checksum of the whole.
 
     Args:
         shape: of the whole tensor.
-        piece: plain tensor.
+        shard: plain tensor.
         boxes: where its parts lie; from ``boxes_of``.
 
     Returns:
-        int64 scalar on the piece's device.
+        int64 scalar on the shard's device.
     """
-    total = torch.zeros((), dtype=torch.int64, device=piece.device)
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
     for box in boxes:
         if 0 in box.sizes:
             continue
-        total += _box_checksum(_merged(shape, box.offsets, box.sizes), piece.detach()[box.place])
+        total += _box_checksum(_merged(shape, box.offsets, box.sizes), shard.detach()[box.place])
     return total
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is the whole."""
-    return Box((0,) * len(shape), tuple(shape), tuple(slice(0, size) for size in shape))
 
 
 @torch.no_grad()
@@ -90,7 +83,7 @@ def local_checksums(
     buffers: Mapping[str, torch.Tensor] | None = None,
     specs: Mapping[str, Spec] | None = None,
 ) -> Checksums:
-    """Checksums of this rank's pieces. Every rank must call it (fsdp1 asks the others how long theirs are).
+    """Checksums of this rank's shards. Every rank must call it (fsdp1 asks the others how long theirs are).
 
     Args:
         module: what ``parallelize`` returned.
@@ -99,15 +92,15 @@ def local_checksums(
         buffers: tensors that every rank holds whole.
         specs: dtypes in which to see the tensors; None takes their own.
     """
-    pieces = Pieces(module, mesh, dict(parameters))
+    shards = Shards(module, mesh, dict(parameters))
     held = {
-        name: (tuple(pieces.shapes[name]), local(each), boxes_of(pieces, name)) for name, each in parameters.items()
+        name: (tuple(shards.shapes[name]), local(each), boxes_of(shards, name)) for name, each in parameters.items()
     }
     held |= {name: (tuple(each.shape), each, [whole_box(each.shape)]) for name, each in (buffers or {}).items()}
     sums = []
-    for name, (shape, piece, boxes) in held.items():
-        seen = piece.detach().to(specs[name].dtype) if specs else piece
-        sums.append(piece_checksum(shape, seen, boxes).to(mesh.device))
+    for name, (shape, shard, boxes) in held.items():
+        seen = shard.detach().to(specs[name].dtype) if specs else shard
+        sums.append(shard_checksum(shape, seen, boxes).to(mesh.device))
     values = torch.stack(sums).tolist() if sums else []
     return {
         name: (tuple((each.offsets, each.sizes) for each in boxes), value % MODULUS)

@@ -10,8 +10,7 @@ from torch import nn
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import all_parameters, local
+from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Spec, compare, local_checksums
 from sfumato.runtime.weight_sync.places import places_of
@@ -34,24 +33,24 @@ class Receiver:
     """Kept in the state of each process of the sampler."""
 
     def __init__(self, state: ReceivingState, offer: Offer) -> None:
-        """In the main thread: fsdp1 asks the other ranks how long their pieces are."""
+        """In the main thread: fsdp1 asks the other ranks how long their shards are."""
         self.mesh = state.mesh
         self.sent_names = {item.name for bucket in offer.buckets for item in bucket.items}
         parameters = all_parameters(state.received_module)
-        self.pieces = Pieces(state.received_module, self.mesh, parameters)
+        self.shards = Shards(state.received_module, self.mesh, parameters)
         kind = receiving_side(offer.transport)
-        self.transport = kind(offer.access, offer.settings, self.mesh, offer.buckets, self.pieces)
+        self.transport = kind(offer.access, offer.settings, self.mesh, offer.buckets, self.shards)
         on_gpu = self.mesh.device.type == "cuda"
         # Beside what the main thread computes; one for all versions, since freed memory stays with its stream.
         self.stream = torch.cuda.Stream(self.mesh.device) if on_gpu else None
         self.staged: tuple[int, dict[str, torch.Tensor]] | None = None
-        """A version that was received and not applied yet: this rank's pieces."""
+        """A version that was received and not applied yet: this rank's shards."""
         self.last: int | None = None
         """The newest version that was received."""
 
     @torch.no_grad()
     def receive(self, version: int, ticket: Any) -> None:
-        """Keeps this rank's pieces. The module is not touched, and the role's process group not used."""
+        """Keeps this rank's shards. The module is not touched, and the role's process group not used."""
         if self.staged is not None:
             raise WeightSyncError(
                 f"version {version} came to the sampler's rank {self.mesh.rank} before version {self.staged[0]} was "
@@ -75,7 +74,7 @@ class Receiver:
             for name, tensor in self.transport.take(version, ticket):
                 if name not in self.sent_names:
                     raise WeightSyncError(f"version {version}: {name} came, which nobody has announced")
-                staged[name] = tensor if self.transport.gives_pieces else self.pieces.piece(name, tensor).clone()
+                staged[name] = tensor if self.transport.gives_shards else self.shards.shard(name, tensor).clone()
         if stream is not None:
             stream.synchronize()
         return staged
@@ -98,7 +97,7 @@ def describe(state: ReceivingState) -> Description:
     refuse_stages(state.mesh, "sampler")
     module = state.received_module
     parameters = all_parameters(module)
-    shapes = Pieces(module, state.mesh, parameters).shapes
+    shapes = Shards(module, state.mesh, parameters).shapes
     specs = {name: Spec(tuple(shapes[name]), each.dtype) for name, each in parameters.items()}
     specs |= {name: Spec(tuple(each.shape), each.dtype) for name, each in persistent_buffers(module).items()}
     return Description(specs, places_of(state.mesh))
@@ -136,14 +135,14 @@ def apply(state: ReceivingState, sent: Sent) -> None:
     parameters = all_parameters(module)
     sums = {}
     if not problem:
-        for name, piece in receiver.staged[1].items():
+        for name, shard in receiver.staged[1].items():
             place = local(parameters[name])
-            place.copy_(piece.reshape(place.shape))
+            place.copy_(shard.reshape(place.shape))
         receiver.staged = None
         buffers = {name: each for name, each in persistent_buffers(module).items() if name in sent.checksums}
         checked = {name: each for name, each in parameters.items() if name in sent.checksums}
         sums = local_checksums(module, mesh, checked, buffers)
-        shapes = {name: tuple(receiver.pieces.shapes[name]) for name in checked}
+        shapes = {name: tuple(receiver.shards.shapes[name]) for name in checked}
         shapes |= {name: tuple(each.shape) for name, each in buffers.items()}
     ranks = mesh.gather((problem, sums), over="world")
     problems = [each for each, _ in ranks if each]

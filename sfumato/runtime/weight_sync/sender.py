@@ -12,8 +12,7 @@ from torch import nn
 from sfumato.errors import ConfigError, NonFiniteError, WeightSyncError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import all_parameters, trainable_parameters
+from sfumato.parallel.shards import Shards, all_parameters, trainable_parameters
 from sfumato.parallel.weights import persistent_buffers
 from sfumato.runtime.weight_sync.buckets import Bucket, gather_bucket, plan_buckets
 from sfumato.runtime.weight_sync.checksum import NAMED, Spec, add_up, local_checksums
@@ -88,11 +87,11 @@ class Source:
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self.parameters = all_parameters(module)
-        self.pieces = Pieces(module, mesh, self.parameters)
+        self.shards = Shards(module, mesh, self.parameters)
 
     def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
         """See ``gather_bucket``."""
-        gather_bucket(bucket, self.parameters, self.pieces, memory)
+        gather_bucket(bucket, self.parameters, self.shards, memory)
 
 
 def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Offer:
@@ -105,7 +104,7 @@ def open_sending(state: SendingState, version: int, wanted: Description, setting
     mesh = state.mesh
     refuse_stages(mesh, "actor")
     with state.sent_weights(version) as module:
-        shapes = dict(Pieces(module, mesh, all_parameters(module)).shapes)
+        shapes = dict(Shards(module, mesh, all_parameters(module)).shapes)
         shapes |= {name: each.shape for name, each in persistent_buffers(module).items()}
         trained = tuple(trainable_parameters(module))
     _check_same({name: tuple(shape) for name, shape in shapes.items()}, wanted.specs)

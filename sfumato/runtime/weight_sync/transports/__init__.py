@@ -16,7 +16,7 @@ import torch
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync.buckets import Bucket
 from sfumato.runtime.weight_sync.places import Place
 
@@ -62,7 +62,7 @@ class Source(Protocol):
     """The weights that are to be sent."""
 
     parameters: dict[str, torch.nn.Parameter]
-    pieces: Pieces
+    shards: Shards
 
     def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
         """Gathers a bucket into memory; every rank calls it, those that do not send with None."""
@@ -98,11 +98,11 @@ class Sending(Protocol):
 class Receiving(Protocol):
     """The sampler's side; one in each of its processes."""
 
-    gives_pieces: ClassVar[bool]
-    """``take`` gives this rank's pieces, to be kept; otherwise whole tensors, to be cut and copied."""
+    gives_shards: ClassVar[bool]
+    """``take`` gives this rank's shards, to be kept; otherwise whole tensors, to be cut and copied."""
 
     def __init__(
-        self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+        self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
     ) -> None: ...
 
     def join(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
 from sfumato.runtime.weight_sync.places import check_reachable, meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
@@ -135,12 +135,12 @@ class Sending:
 class Receiving:
     """The sampler's side."""
 
-    gives_pieces = False
+    gives_shards = False
 
     def __init__(
-        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
     ) -> None:
-        del pieces
+        del shards
         self.settings, self.buckets = settings, buckets
         store = reach_store(access.address, settings.timeout_s)
         self.group = _Group(store, mesh.rank + 1, access, mesh, buckets)

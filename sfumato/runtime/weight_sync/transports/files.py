@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
 
@@ -94,10 +94,10 @@ class Sending:
 class Receiving:
     """The sampler's side."""
 
-    gives_pieces = False
+    gives_shards = False
 
-    def __init__(self, access: None, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces) -> None:
-        del access, settings, mesh, pieces
+    def __init__(self, access: None, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards) -> None:
+        del access, settings, mesh, shards
         self.names = [item.name for bucket in buckets for item in bucket.items]
 
     def join(self) -> None:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
+from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
 from sfumato.runtime.weight_sync.places import GIVEN_UP, check_reachable, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
@@ -156,12 +156,12 @@ class Sending:
 class Receiving:
     """The sampler's side."""
 
-    gives_pieces = False
+    gives_shards = False
 
     def __init__(
-        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
     ) -> None:
-        del pieces
+        del shards
         self.settings, self.mesh, self.buckets, self.access = settings, mesh, buckets, access
         self.source = access.sources[mesh.rank]
         self.store = reach_store(access.address, settings.timeout_s)

@@ -1,4 +1,4 @@
-"""Within a process: the sender's pieces where both sides are cut alike, otherwise wholes that are cut again."""
+"""Within a process: the sender's shards where both sides are cut alike, otherwise wholes that are cut again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sfumato.checkpoint.parts import boxes_of
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pieces import Pieces
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import Shards, boxes_of, local
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
 
@@ -22,7 +20,7 @@ class Sending:
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
         del settings, ends
         self.mesh, self.buckets = mesh, buckets
-        self.receiver: Pieces | None = None
+        self.receiver: Shards | None = None
         """How the sampler's module in this process is cut; it says so when it opens."""
 
     def access(self) -> Sending:
@@ -37,7 +35,7 @@ class Sending:
         """Copies of what the sampler's module in this process needs, by name."""
         del version
         items = [item for bucket in self.buckets for item in bucket.items]
-        differs = any(boxes_of(source.pieces, each.name) != boxes_of(self.receiver, each.name) for each in items)
+        differs = any(boxes_of(source.shards, each.name) != boxes_of(self.receiver, each.name) for each in items)
         if not self.mesh.any(differs):
             return {
                 each.name: local(source.parameters[each.name].detach()).to(each.spec.dtype, copy=True) for each in items
@@ -46,7 +44,7 @@ class Sending:
         found = {}
         for bucket in self.buckets:
             source.gather(bucket, memory)
-            found |= {name: self.receiver.piece(name, whole).clone() for name, whole in bucket.tensors(memory)}
+            found |= {name: self.receiver.shard(name, whole).clone() for name, whole in bucket.tensors(memory)}
         return found
 
     def release(self, version: int) -> None:
@@ -62,19 +60,19 @@ class Sending:
 class Receiving:
     """The sampler's side."""
 
-    gives_pieces = True
+    gives_shards = True
 
     def __init__(
-        self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], pieces: Pieces
+        self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
     ) -> None:
         del settings, mesh, buckets
-        access.receiver = pieces
+        access.receiver = shards
 
     def join(self) -> None:
         """Nobody is waited for."""
 
     def take(self, version: int, ticket: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's pieces."""
+        """This rank's shards."""
         del version
         yield from ticket.items()
 
