@@ -20,7 +20,7 @@ from sfumato.parallel.attention import (
     head_tail_chunks,
     sequence_attention,
 )
-from sfumato.parallel.kernels import attend, attend_backward
+from sfumato.parallel.kernels import attend, attend_backward, choose_kernel
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, language_plan
 from sfumato.parallel.sequence import apply_sequence_parallel, shard_sequence
 from tests.dist.cases import Outcome, build, difference, make_mesh, train
@@ -485,3 +485,7 @@ def without_plan() -> nn.Module:
 def test_other_mistakes_are_refused(model, plan, forward, expected, ranks):
     for error in ranks.run(2, refusal, model, plan, forward):
         assert expected in error
+
+
+def test_the_kernel_of_a_cpu_keeps_no_whole_score_matrix():
+    assert choose_kernel(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8)) == "cpu_flash"

@@ -255,6 +255,12 @@ def test_crd_is_least_where_implicit_and_given_rewards_agree(form: str) -> None:
         assert float(fitted.max()) < 1e-12, "a common shift does not count"
 
 
+def test_the_implicit_reward_of_dpo_is_half_beta_times_the_gain() -> None:
+    batch = noised([0, 0])
+    expected = 1.5 * (batch.error(batch.reference_velocity) - batch.error(batch.velocity))
+    torch.testing.assert_close(DPO(beta=3.0).implicit_reward(batch), expected)
+
+
 def test_crd_without_adaptive_weights_is_the_difference_of_errors() -> None:
     batch = noised([0, 0])
     expected = batch.error(batch.old_velocity) - batch.error(batch.velocity)

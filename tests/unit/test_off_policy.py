@@ -202,7 +202,8 @@ def test_metrics_of_nothing_and_of_rows_that_are_all_left_out():
     assert mismatch_metrics(Mismatch().sums, 0.0) == {}
     mismatch, part = Mismatch(), Rejection(min_ratio=0.9, max_ratio=1.1)
     mismatch.add(torch.full((3,), 500.0), part.correct(torch.full((3,), 500.0), torch.arange(3)))
-    metrics = mismatch_metrics(mismatch.sums, mismatch.largest)
+    metrics = mismatch_metrics(mismatch.sums | {"k1": -0.0}, mismatch.largest)
+    assert math.copysign(1.0, metrics["mismatch/kl_k1"]) == 1.0, "a zero has no minus"
     assert metrics["mismatch/ess"] == metrics["mismatch/weight"] == 0 and metrics["mismatch/rejected"] == 1
     wild = Mismatch()
     wild.add(torch.tensor([500.0, 0.0]), Decoupled(cap=None).correct(torch.tensor([500.0, 0.0]), torch.arange(2)))
