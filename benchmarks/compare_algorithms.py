@@ -26,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config, read_yaml
 from sfumato.errors import ConfigError, UserError
@@ -39,7 +40,8 @@ PICTURE = ROOT / "docs" / "images" / "algorithms_compared.svg"
 YARDSTICK = "flow_grpo_fast"
 """The costs of the others are given as multiples of this one's."""
 REWARD = "eval/reward/total"
-KINDS = {"trajectory": "trajectories", "sample": "final samples"}
+KINDS = {"rl_diffusion": "trajectories", "rl_diffusion_forward": "final samples"}
+"""What the runs of a task learn from."""
 HEADING = re.compile(r"# (?P<title>.+?) \((?P<source>.+?)\): (?P<note>.+)")
 
 
@@ -65,9 +67,14 @@ class Algorithm:
         return found
 
     @cached_property
+    def task(self) -> str:
+        """The task that runs it."""
+        return load_for_task(self.path, {})[0]
+
+    @cached_property
     def config(self) -> DiffusionRLConfig:
         """The validated settings."""
-        return load_config(DiffusionRLConfig, self.path)
+        return load_config(schema_of(self.task), self.path)
 
     @property
     def folder(self) -> Path:
@@ -86,7 +93,7 @@ class Algorithm:
         if not path.is_file():
             return False
         where_to = {"train": {"output_dir", "load_checkpoint_path", "trackers"}}
-        found = load_config(DiffusionRLConfig, path)
+        found = load_config(schema_of(self.task), path)
         return found.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
 
     def curve(self) -> list[tuple[int, float]]:
@@ -134,7 +141,7 @@ def run(algorithms: Sequence[Algorithm]) -> None:
         if each.is_finished:
             print(f"[{number}/{len(algorithms)}] {each.name}: finished", flush=True)
             continue
-        command = ["bash", "train.sh", "tasks/rl_diffusion.py", config]
+        command = ["bash", "train.sh", f"tasks/{each.task}.py", config]
         command += ["--train.load_checkpoint_path", "auto" if each.is_same_run else "new"]
         print(f"[{number}/{len(algorithms)}] {' '.join(command)}", flush=True)
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -196,23 +203,27 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     from sfumato.data.prompts import PromptLoader, load_prompts
     from sfumato.parallel.mesh import build_mesh
     from sfumato.tracking.run import Run, quiet_libraries
-    from tasks import rl_diffusion as task
+    from tasks import rl_diffusion, rl_diffusion_forward
 
     quiet_libraries()
+    tasks = {"rl_diffusion": rl_diffusion, "rl_diffusion_forward": rl_diffusion_forward}
     config = algorithms[0].config
     mesh = build_mesh(config.train)
     count = len(load_prompts(config.data, "train"))
     prompts = PromptLoader(count, config.rollout.num_prompts, config.rollout.n, config.train.seed)
     seconds: dict[str, dict[str, list[float]]] = {each.name: {"rollout": [], "update": []} for each in algorithms}
     with tempfile.TemporaryDirectory() as folder:
-        actors = {each.name: task.build_actor(each.config, mesh, Run(Path(folder), "", mesh)) for each in algorithms}
+        actors = {
+            each.name: tasks[each.task].build_actor(each.config, mesh, Run(Path(folder), "", mesh))
+            for each in algorithms
+        }
         for step in range(repeats + 1):
-            requests = task.requests_of(prompts, step, 0, 1)
+            requests = rl_diffusion.requests_of(prompts, step, 0, 1)
             rewards = torch.randint(4, (len(requests),), generator=torch.Generator().manual_seed(step)) / 3
             groups = torch.tensor([each.group_id for each in requests])
             for each in algorithms:
                 print(f"costs: iteration {step + 1} of {repeats + 1}, {each.name}", flush=True)
-                actor, size = actors[each.name], each.config.rollout.micro_batch_size
+                task, actor, size = tasks[each.task], actors[each.name], each.config.rollout.micro_batch_size
                 parts = [requests[start : start + size] for start in range(0, len(requests), size)]
                 begun = time.process_time()
                 batches, samples = zip(
@@ -239,7 +250,7 @@ def draw(algorithms: Sequence[Algorithm], path: Path) -> None:
     with plt.rc_context(style):
         figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
         for panel, (kind, label) in zip(panels, KINDS.items(), strict=True):
-            for number, each in enumerate(_ranked(each for each in algorithms if _kind(each) == kind)):
+            for number, each in enumerate(_ranked(each for each in algorithms if each.task == kind)):
                 images, rewards = zip(*each.curve(), strict=True)
                 marker, colour = "osD^vPX*<>"[number % 10], f"C{number % 10}"
                 label_ = f"{rewards[-1]:.2f}  {each.heading['title']}"
@@ -267,7 +278,7 @@ def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], pi
     rollout, evaluation, steps = first.config.rollout, first.config.eval, first.config.train.max_steps
     totals = [row["total"] for row in read_samples(first.folder)[0]]
     error = statistics.stdev(totals) / len(totals) ** 0.5
-    ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if _kind(each) == kind)]
+    ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if each.task == kind)]
     notes = "\n".join(_filled(f"- **{each.heading['title']}**: {each.heading['note']}", "  ") for each in ranked)
     introduction = f"""Each algorithm improves the model of the quickstart, which pretraining left mediocre, on two CPU
 cores. All start from the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same
@@ -299,7 +310,9 @@ of {_title(YARDSTICK, algorithms)}'s, scoring left out: early iterations of all,
 ## Settings
 
 What is changed in the recipe of that name, see [RL of diffusion models](rl_diffusion.md). Updates are optimiser steps
-of an iteration. Run one by `bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`.
+of an iteration. Run one that learns from trajectories by
+`bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`, one that learns from final samples by
+`bash train.sh tasks/rl_diffusion_forward.py configs/quickstart/algorithms/NAME.yaml`.
 
 {_settings(ranked)}
 
@@ -320,7 +333,7 @@ def _results(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]]
         if each.name in costs and YARDSTICK in costs:
             cost = [f"{costs[each.name][phase] / costs[YARDSTICK][phase]:.1f}" for phase in ("rollout", "update")]
         figures = [f"{rewards[0]:.2f}", f"**{rewards[-1]:.2f}**", f"{max(rewards):.2f}", *read, *cost]
-        rows.append([each.heading["title"], _linked(each.heading["source"]), KINDS[_kind(each)], *figures])
+        rows.append([each.heading["title"], _linked(each.heading["source"]), KINDS[each.task], *figures])
     columns = ["algorithm", "source", "learns from", "before", "after", "best"]
     return _table([*columns, "second reader before", "after", "rollout", "update"], rows)
 
@@ -330,7 +343,7 @@ def _settings(algorithms: Sequence[Algorithm]) -> str:
     for each in algorithms:
         parts = dict(read_yaml(each.path)["algorithm"])
         recipe = parts.pop("recipe")
-        if each.config.rollout.same_latent:
+        if getattr(each.config.rollout, "same_latent", False):
             parts["rollout.same_latent"] = True
         link = f"[`{each.name}`](../configs/quickstart/algorithms/{each.path.name})"
         train = each.config.train
@@ -359,10 +372,6 @@ def _filled(text: str, indent: str = "") -> str:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _kind(algorithm: Algorithm) -> str:
-    return str(algorithm.config.algorithm.objective.kind)
 
 
 def _ranked(algorithms: Iterable[Algorithm]) -> list[Algorithm]:

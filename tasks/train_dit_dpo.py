@@ -15,9 +15,9 @@ import torch
 
 from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.flow_matching import draw_sigma
+from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_uniform
-from sfumato.algorithms.objectives.dpo import DPO
-from sfumato.algorithms.objectives.sample import NoisedSamples
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState

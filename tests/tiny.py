@@ -31,6 +31,7 @@ import yaml
 from safetensors.torch import load_file
 
 from sfumato.config.load import load_config, merge, parse_overrides
+from sfumato.config.recipes import FORWARD_RECIPES
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
@@ -136,6 +137,11 @@ def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
         "eval": {"every_steps": 3, "num_prompts": 2, "num_inference_steps": 2},
     }
     return merge(base, overrides)
+
+
+def rl_task(recipe: str) -> str:
+    """The task that runs a recipe."""
+    return "rl_diffusion_forward" if recipe in FORWARD_RECIPES else "rl_diffusion"
 
 
 def tiny_language_description(kind: str = "qwen3") -> dict[str, Any]:

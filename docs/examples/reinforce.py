@@ -16,7 +16,6 @@ class Reinforce:
     """-A log p, without a ratio that is clipped (Williams, 1992): for one update in each iteration."""
 
     type: ClassVar[str] = "reinforce"
-    kind: ClassVar[str] = "trajectory"
 
     scale: float = 1.0
     """Factor of the loss."""

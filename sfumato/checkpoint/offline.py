@@ -78,13 +78,14 @@ def _build(run: Path) -> Exportable:
         schema = TrainTextConfig if task == "train_text" else TrainTextDpoConfig
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return build_language_model(config.model, config.train)
-    if task in ("train_dit", "train_dit_dpo", "rl_diffusion"):
-        from sfumato.config.diffusion_rl import DiffusionRLConfig
+    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
+        from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
         from sfumato.config.dit import TrainDitConfig
         from sfumato.config.dit_dpo import TrainDitDpoConfig
         from sfumato.models.diffusion.load import build_diffusion_model
 
-        schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig, "rl_diffusion": DiffusionRLConfig}
+        schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
+        schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
         config = load_config(schemas[task], run / "config.yaml", plain)
         return build_diffusion_model(config.model, seed=config.train.seed)
     raise ConfigError(

@@ -139,7 +139,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
         settings |= {
             "rows": train.micro_batch_size * algorithm.rows_per_sample(rollout.num_inference_steps),
-            "guidance_scale": rollout.guidance_scale if algorithm.objective.kind == "trajectory" else 1.0,
+            "guidance_scale": config.trained_guidance_scale,
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,
         }

@@ -19,7 +19,8 @@ TASKS = {
     "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
     "train_dit_dpo": ("sfumato.config.dit_dpo", "TrainDitDpoConfig"),
     "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),
-    "rl_diffusion": ("sfumato.config.diffusion_rl", "DiffusionRLConfig"),
+    "rl_diffusion": ("sfumato.config.diffusion_rl", "TrajectoryRLConfig"),
+    "rl_diffusion_forward": ("sfumato.config.diffusion_rl", "ForwardRLConfig"),
 }
 """Modules and names of the tasks' configurations, in the order in which they are tried."""
 
@@ -39,7 +40,7 @@ def load_for_task(
         The task's name, and the configuration.
 
     Raises:
-        ConfigError: when no task fits: the mistakes for the one with the fewest.
+        ConfigError: when no task fits: the mistakes for the one with the fewest, if the file is not named as another's.
     """
     if task is not None and task not in TASKS:
         raise ConfigError(f"--task {task}: there is no such task{suggest(task, list(TASKS))}")
@@ -50,7 +51,8 @@ def load_for_task(
                 return name, load_config(schema_of(name), path, overrides)
             except ConfigError as error:
                 mistakes[name] = error
-    best = min(mistakes, key=lambda name: len(str(mistakes[name]).splitlines()))
+    texts = {name: str(error) for name, error in mistakes.items()}
+    best = min(texts, key=lambda name: (": run tasks/" in texts[name], len(texts[name].splitlines())))
     raise ConfigError(f"as a configuration of tasks/{best}.py:\n{mistakes[best]}") from mistakes[best]
 
 

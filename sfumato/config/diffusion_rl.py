@@ -1,20 +1,21 @@
-"""Configuration of ``tasks/rl_diffusion.py``."""
+"""Configuration of RL of diffusion models: ``tasks/rl_diffusion.py`` and ``tasks/rl_diffusion_forward.py``."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Variant
+from sfumato.config.base import Variant, find_variants
 from sfumato.config.needless import MAX_SIDE, check_size
-from sfumato.config.recipes import DEFAULT_RECIPE, DIFFUSION_RECIPES
+from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import AlgorithmConfig, EvalConfig, RLConfig, RolloutConfig
 from sfumato.config.sections import ModelConfig
 
-TRAJECTORY_PARTS = ("dynamics", "window")
-SAMPLE_PARTS = ("solver", "timesteps", "old", "ema")
-"""Parts of an algorithm that mean something to objectives of one kind alone."""
+TRAJECTORIES, FORWARD_PROCESS = "sfumato.algorithms.objectives", "sfumato.algorithms.forward_process"
+TASKS = {TRAJECTORIES: "tasks/rl_diffusion.py", FORWARD_PROCESS: "tasks/rl_diffusion_forward.py"}
+"""Where objectives stand, and the task that learns by them."""
+RECIPES = {TRAJECTORIES: TRAJECTORY_RECIPES, FORWARD_PROCESS: FORWARD_RECIPES}
 
 
 class DiffusionRolloutConfig(RolloutConfig):
@@ -32,8 +33,6 @@ class DiffusionRolloutConfig(RolloutConfig):
     """Classifier-free guidance in rollout and replay; 1 is none and halves the cost."""
     guidance_scale_2: float | None = Field(None, ge=0)
     """Guidance of the second of two transformers (Wan 2.2, low noise levels), evaluation included; null is the same."""
-    same_latent: bool = False
-    """Start all samples of a group from the same latent, so that only the SDE noise tells them apart."""
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -53,136 +52,79 @@ class DiffusionRolloutConfig(RolloutConfig):
 
 
 class DiffusionAlgorithmConfig(AlgorithmConfig):
-    """The RL algorithm as parts; a recipe presets all of them."""
+    """What algorithms on trajectories and on the forward process share."""
 
-    recipe: Literal[tuple(DIFFUSION_RECIPES)] = DEFAULT_RECIPE  # type: ignore[valid-type]
+    objectives: ClassVar[str]
+    """Where its objectives stand."""
+
+    recipe: str
     """Preset of the parts below; any of their fields can be overridden."""
-    objective: Annotated[Any, Variant("sfumato.algorithms.objectives")]
-    """Policy loss, on the steps of trajectories (kind trajectory) or on noised final samples (kind sample)."""
-    kl: Annotated[Any, Variant("sfumato.algorithms.kl")]
+    objective: Any
+    """Policy loss."""
+    kl: Any
     """Penalty that keeps the policy near its reference."""
-    dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics", optional=True)] = None
-    """Trajectories: the stochastic denoising step."""
-    window: Annotated[Any, Variant("sfumato.algorithms.windows", optional=True)] = None
-    """Trajectories: which denoising steps are stochastic and trained."""
-    solver: Annotated[Any, Variant("sfumato.algorithms.solvers", optional=True)] = None
-    """Final samples: the deterministic sampler."""
-    timesteps: Annotated[Any, Variant("sfumato.algorithms.timesteps", optional=True)] = None
-    """Final samples: the noise levels at which they are trained."""
-    old: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
-    """Final samples: how fast the old policy follows, once an iteration; kept where it is needed or samples."""
-    ema: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
-    """Final samples: the same for an averaged policy, which is not the average that train.ema_decay evaluates."""
     reference: Annotated[Any, Variant("sfumato.algorithms.decay")] = "constant"
     """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
-    sample_with: Literal["policy", "old", "ema"] = "policy"
-    """Final samples: whose they are."""
-    off_policy: Annotated[Any, Variant("sfumato.algorithms.off_policy")] = "none"
-    """Trajectories: what is done about samples of an older policy."""
-    self_check: bool = True
-    """Trajectories: stop before the first update if replay and rollout differ by over a tenth of the clip range."""
+
+    @classmethod
+    def recipes(cls) -> dict[str, dict[str, Any]]:
+        """Presets by name."""
+        return RECIPES[cls.objectives]
+
+    @classmethod
+    def recipe_in(cls, data: Any) -> Any:
+        """The recipe that a mapping names, or the default one."""
+        return data.get("recipe", cls.model_fields["recipe"].default) if isinstance(data, dict) else None
 
     @model_validator(mode="before")
     @classmethod
-    def _known_recipe(cls, data: Any) -> Any:
-        recipe = data.get("recipe", DEFAULT_RECIPE) if isinstance(data, dict) else DEFAULT_RECIPE
-        if not isinstance(recipe, str) or recipe not in DIFFUSION_RECIPES:
-            raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(DIFFUSION_RECIPES)}")
+    def _is_of_this_task(cls, data: Any) -> Any:
+        recipe, objective = cls.recipe_in(data), data.get("objective") if isinstance(data, dict) else None
+        kind = objective.get("type") if isinstance(objective, dict) else objective
+        for source, task in TASKS.items():
+            if source == cls.objectives:
+                continue
+            if isinstance(recipe, str) and recipe in RECIPES[source]:
+                raise ValueError(f"algorithm.recipe {recipe!r} is a recipe of another task: run {task}")
+            if isinstance(kind, str) and kind in find_variants(source):
+                raise ValueError(f"algorithm.objective: type {kind} is an objective of another task: run {task}")
+        if isinstance(data, dict) and (not isinstance(recipe, str) or recipe not in cls.recipes()):
+            raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(cls.recipes())}")
         return data
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> DiffusionAlgorithmConfig:
-        kind, name = self.objective.kind, self.objective.type
-        own, others = TRAJECTORY_PARTS, SAMPLE_PARTS
-        if kind == "sample":
-            own, others = ("solver", "timesteps"), TRAJECTORY_PARTS
-        if missing := [part for part in own if getattr(self, part) is None]:
-            raise ValueError(f"algorithm.{missing[0]} is required by objective {name}, which is of kind {kind}")
-        if needless := [part for part in others if getattr(self, part) is not None]:
-            raise ValueError(
-                f"algorithm.{needless[0]} means nothing to objective {name}, which is of kind {kind}: set it to null, "
-                "or take a recipe of that objective"
-            )
-        if kind == "trajectory" and self.dynamics.type == "ode":
-            raise ValueError(
-                "algorithm.dynamics: type ode has no log-probabilities, which the objective needs; use sde or cps"
-            )
-        if kind not in self.kl.kinds:
-            raise ValueError(
-                f"algorithm.kl: type {self.kl.type} does not fit objective {name}, which is of kind {kind}: "
-                f"use {'velocity_mse' if kind == 'sample' else 'gaussian'} or none"
-            )
-        if kind not in self.off_policy.kinds:
-            raise ValueError(
-                f"algorithm.off_policy: type {self.off_policy.type} weighs by probabilities, and objective {name}, "
-                f"which is of kind {kind}, has none of its samples: use none, and keep rollout.max_staleness low"
-            )
-        takes, has = (
-            getattr(part, attribute, None)
-            for part, attribute in ((self.objective, "takes_both_signs"), (self.advantage, "has_both_signs"))
-        )
-        if None not in (takes, has) and takes != has:
-            what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
-            raise ValueError(
-                f"algorithm.advantage: type {self.advantage.type} does not fit objective {name}, which {what}: use "
-                f"{'best_worst or group' if takes else 'raw or best, or set algorithm.objective.temperature'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _policies_fit(self) -> DiffusionAlgorithmConfig:
-        if self.objective.kind == "trajectory" and self.sample_with != "policy":
-            raise ValueError("algorithm.sample_with must be policy where trajectories are replayed")
-        for policy, decay in self.other_policies.items():
-            if decay is None:
-                why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
-                raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
-        if "reference" in self._needed and self.reference_guidance_scale is not None and self.kl.coef > 0:
+    def _guidance_is_one(self) -> DiffusionAlgorithmConfig:
+        if "reference" in self.needed and self.reference_guidance_scale is not None and self.kl.coef > 0:
             raise ValueError(
                 f"algorithm.kl.reference_guidance_scale: objective {self.objective.type} compares with the reference, "
                 "too, and would see another guidance: set it to null"
             )
         return self
 
-    @model_validator(mode="after")
-    def _policies_have_effect(self) -> DiffusionAlgorithmConfig:
-        kept = self.other_policies
-        moves = self.reference.type != "constant" or self.reference.value != 1
-        for name in ("old", "ema", "reference"):
-            is_given = moves if name == "reference" else getattr(self, name) is not None
-            if is_given and name not in kept:
-                remedy = "remove it" if name == "reference" else "set it to null"
-                raise ValueError(
-                    f"algorithm.{name} has no effect: neither objective {self.objective.type} nor algorithm.kl "
-                    f"compares with that policy, and algorithm.sample_with is {self.sample_with}: {remedy}"
-                )
-        return self
-
     @property
-    def _needed(self) -> frozenset[str]:
-        return self.objective.needs if self.objective.kind == "sample" else frozenset()
+    def needed(self) -> frozenset[str]:
+        """Policies that the objective compares with: of old, ema, reference."""
+        return frozenset()
 
     @property
     def compared(self) -> frozenset[str]:
         """Policies whose predictions the loss takes besides those of the trained one: of old, ema, reference."""
-        return self._needed | ({"reference"} if self.kl.coef > 0 else frozenset())
+        return self.needed | ({"reference"} if self.kl.coef > 0 else frozenset())
 
     @property
     def other_policies(self) -> dict[str, Any]:
         """Decays of the policies that are kept besides the trained one, by name."""
-        return {name: getattr(self, name) for name in sorted(self.compared | {self.sample_with} - {"policy"})}
+        return {name: getattr(self, name) for name in sorted(self.compared)}
 
     @property
     def reference_guidance_scale(self) -> float | None:
         """Guidance of the reference's prediction, where the penalty gives it one of its own."""
         return getattr(self.kl, "reference_guidance_scale", None)
 
-    def check_schedule(self, num_steps: int) -> None:
-        """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
-        if self.objective.kind == "sample":
-            self.timesteps.num_levels(num_steps)
-        else:
-            self.window.check(num_steps)
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all trained samples of a group must be in one micro-batch."""
+        return False
 
     def rows_per_sample(self, num_steps: int) -> int:
         """Trained steps or noise levels of a sample in the first of all iterations.
@@ -193,20 +135,20 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
         Raises:
             ValueError: when the schedule is too short for the window or the noise levels.
         """
-        if self.objective.kind == "sample":
-            return self.timesteps.num_levels(num_steps)
-        self.window.check(num_steps)
-        return len(self.window.steps(num_steps, seed=0, iteration=0))
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether all trained samples of a group must be in one micro-batch."""
-        return self.objective.kind == "sample" and self.objective.whole_groups
+        raise NotImplementedError
 
     def samples_per_group(self, group_size: int) -> int:
         """Most samples of a group of that size that are trained on."""
         chosen = getattr(self.advantage, "top", group_size) + getattr(self.advantage, "bottom", 0)
         return min(chosen, group_size)
+
+    def _check_effect(self, name: str, is_given: bool, kept: dict[str, Any], why: str) -> None:
+        if is_given and name not in kept:
+            remedy = "remove it" if name == "reference" else "set it to null"
+            raise ValueError(
+                f"algorithm.{name} has no effect: neither objective {self.objective.type} nor algorithm.kl "
+                f"compares with that policy{why}: {remedy}"
+            )
 
 
 class DiffusionEvalConfig(EvalConfig):
@@ -222,7 +164,7 @@ class DiffusionEvalConfig(EvalConfig):
 
 
 class DiffusionRLConfig(RLConfig):
-    """Reinforcement learning of diffusion models: Flow-GRPO and its relatives."""
+    """What both tasks share."""
 
     model: ModelConfig
     """Model."""
@@ -234,30 +176,32 @@ class DiffusionRLConfig(RLConfig):
     """Evaluation."""
 
     @classmethod
+    def parts(cls) -> type[DiffusionAlgorithmConfig]:
+        """The class of the section algorithm."""
+        return cls.model_fields["algorithm"].annotation
+
+    @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
         """The parts of the recipe that ``data`` names."""
-        algorithm = data.get("algorithm")
-        recipe = algorithm.get("recipe", DEFAULT_RECIPE) if isinstance(algorithm, dict) else DEFAULT_RECIPE
-        known = isinstance(recipe, str) and recipe in DIFFUSION_RECIPES
-        return {"algorithm": DIFFUSION_RECIPES[recipe]} if known else {}
+        recipe = cls.parts().recipe_in(data.get("algorithm") or {})
+        known = isinstance(recipe, str) and recipe in cls.parts().recipes()
+        return {"algorithm": cls.parts().recipes()[recipe]} if known else {}
 
     @classmethod
     def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
         """Parts that the file sets for its own recipe do not fit the parts of another one."""
-        given, over = data.get("algorithm"), overrides.get("algorithm")
+        given, over, parts = data.get("algorithm"), overrides.get("algorithm"), cls.parts()
         if not isinstance(given, dict) or not isinstance(over, dict):
             return {}
-        before, recipe = given.get("recipe", DEFAULT_RECIPE), over.get("recipe")
-        parts = [
-            part for part in given if part in DiffusionAlgorithmConfig.model_fields and part not in {"recipe", *over}
-        ]
-        if recipe not in list(DIFFUSION_RECIPES) or recipe == before or not parts:
+        before, recipe = parts.recipe_in(given), over.get("recipe")
+        named = [part for part in given if part in parts.model_fields and part not in {"recipe", *over}]
+        if recipe not in list(parts.recipes()) or recipe == before or not named:
             return {}
         reason = (
-            f"--algorithm.recipe {recipe}: the file sets {', '.join(parts)} of algorithm for its own recipe, {before}, "
+            f"--algorithm.recipe {recipe}: the file sets {', '.join(named)} of algorithm for its own recipe, {before}, "
             f"and what it sets lies over the parts of {recipe}: remove these lines from the file"
         )
-        return {"algorithm": reason, **{f"algorithm.{part}": reason for part in parts}}
+        return {"algorithm": reason, **{f"algorithm.{part}": reason for part in named}}
 
     @model_validator(mode="after")
     def _guidance_is_there(self) -> DiffusionRLConfig:
@@ -274,21 +218,165 @@ class DiffusionRLConfig(RLConfig):
             reward.check_video()
         return self
 
-    @model_validator(mode="after")
-    def _suits_the_objective(self) -> DiffusionRLConfig:
-        algorithm, group_size = self.algorithm, self.rollout.n
-        part = "window" if algorithm.objective.kind == "trajectory" else "timesteps"
+    @property
+    def trained_guidance_scale(self) -> float:
+        """Classifier-free guidance of what the update predicts."""
+        raise NotImplementedError
+
+    def _check_schedule(self, part: str) -> None:
         try:
-            algorithm.check_schedule(self.rollout.num_inference_steps)
+            self.algorithm.rows_per_sample(self.rollout.num_inference_steps)
         except ValueError as error:
             raise ValueError(f"algorithm.{part} and rollout.num_inference_steps: {error}") from error
-        if part == "window":
-            return self
-        name = algorithm.objective.type
-        if self.rollout.same_latent:
+
+
+class TrajectoryRolloutConfig(DiffusionRolloutConfig):
+    """How trajectories of images or videos are drawn from the policy."""
+
+    same_latent: bool = False
+    """Start all samples of a group from the same latent, so that only the SDE noise tells them apart."""
+
+
+class TrajectoryAlgorithmConfig(DiffusionAlgorithmConfig):
+    """The RL algorithm as parts; a recipe presets all of them."""
+
+    objectives: ClassVar[str] = TRAJECTORIES
+    sample_with: ClassVar[str] = "policy"
+
+    recipe: Literal[tuple(TRAJECTORY_RECIPES)] = "flow_grpo"  # type: ignore[valid-type]
+    """Preset of the parts below; any of their fields can be overridden."""
+    objective: Annotated[Any, Variant(TRAJECTORIES)]
+    """Policy loss on the trained steps of trajectories."""
+    kl: Annotated[Any, Variant("sfumato.algorithms.kl")]
+    """Penalty that keeps the policy near its reference."""
+    dynamics: Annotated[Any, Variant("sfumato.algorithms.dynamics")]
+    """The stochastic denoising step."""
+    window: Annotated[Any, Variant("sfumato.algorithms.windows")]
+    """Which denoising steps are stochastic and trained."""
+    off_policy: Annotated[Any, Variant("sfumato.algorithms.off_policy")] = "none"
+    """What is done about samples of an older policy."""
+    self_check: bool = True
+    """Stop before the first update if replay and rollout differ by over a tenth of the clip range."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> TrajectoryAlgorithmConfig:
+        if self.dynamics.type == "ode":
             raise ValueError(
-                f"rollout.same_latent makes all samples of a group the same: objective {name} samples without noise"
+                "algorithm.dynamics: type ode has no log-probabilities, which the objective needs; use sde or cps"
             )
+        moves = self.reference.type != "constant" or self.reference.value != 1
+        self._check_effect("reference", moves, self.other_policies, "")
+        return self
+
+    def rows_per_sample(self, num_steps: int) -> int:
+        """Trained steps of a sample; see ``DiffusionAlgorithmConfig``."""
+        self.window.check(num_steps)
+        return len(self.window.steps(num_steps, seed=0, iteration=0))
+
+
+class TrajectoryRLConfig(DiffusionRLConfig):
+    """Reinforcement learning of diffusion models on trajectories: Flow-GRPO and its relatives."""
+
+    rollout: TrajectoryRolloutConfig
+    """Rollout."""
+    algorithm: TrajectoryAlgorithmConfig
+    """Algorithm."""
+
+    @property
+    def trained_guidance_scale(self) -> float:
+        """The rollout's, since its steps are replayed."""
+        return self.rollout.guidance_scale
+
+    @model_validator(mode="after")
+    def _suits_the_window(self) -> TrajectoryRLConfig:
+        self._check_schedule("window")
+        return self
+
+
+class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
+    """The RL algorithm as parts; a recipe presets all of them."""
+
+    objectives: ClassVar[str] = FORWARD_PROCESS
+
+    recipe: Literal[tuple(FORWARD_RECIPES)] = "diffusion_nft"  # type: ignore[valid-type]
+    """Preset of the parts below; any of their fields can be overridden."""
+    objective: Annotated[Any, Variant(FORWARD_PROCESS)]
+    """Policy loss on final samples that are noised anew."""
+    kl: Annotated[Any, Variant("sfumato.algorithms.forward_kl")]
+    """Penalty that keeps the policy near its reference."""
+    solver: Annotated[Any, Variant("sfumato.algorithms.solvers")]
+    """The deterministic sampler."""
+    timesteps: Annotated[Any, Variant("sfumato.algorithms.timesteps")]
+    """The noise levels at which samples are trained."""
+    old: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
+    """How fast the old policy follows, once an iteration; kept where it is needed or samples."""
+    ema: Annotated[Any, Variant("sfumato.algorithms.decay", optional=True)] = None
+    """The same for an averaged policy, which is not the average that train.ema_decay evaluates."""
+    sample_with: Literal["policy", "old", "ema"] = "policy"
+    """Whose samples are learned from."""
+
+    @model_validator(mode="after")
+    def _advantage_fits(self) -> ForwardAlgorithmConfig:
+        takes, has = (
+            getattr(part, attribute, None)
+            for part, attribute in ((self.objective, "takes_both_signs"), (self.advantage, "has_both_signs"))
+        )
+        if None not in (takes, has) and takes != has:
+            what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
+            raise ValueError(
+                f"algorithm.advantage: type {self.advantage.type} does not fit objective {self.objective.type}, which "
+                f"{what}: use "
+                f"{'best_worst or group' if takes else 'raw or best, or set algorithm.objective.temperature'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policies_fit(self) -> ForwardAlgorithmConfig:
+        kept = self.other_policies
+        for policy, decay in kept.items():
+            if decay is None:
+                why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
+                raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
+        moves = self.reference.type != "constant" or self.reference.value != 1
+        for name, is_given in (("old", self.old is not None), ("ema", self.ema is not None), ("reference", moves)):
+            self._check_effect(name, is_given, kept, f", and algorithm.sample_with is {self.sample_with}")
+        return self
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Policies that the objective compares with: of old, ema, reference."""
+        return self.objective.needs
+
+    @property
+    def other_policies(self) -> dict[str, Any]:
+        """Decays of the policies that are kept besides the trained one, by name."""
+        return {name: getattr(self, name) for name in sorted(self.compared | {self.sample_with} - {"policy"})}
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all trained samples of a group must be in one micro-batch."""
+        return self.objective.whole_groups
+
+    def rows_per_sample(self, num_steps: int) -> int:
+        """Noise levels of a sample; see ``DiffusionAlgorithmConfig``."""
+        return self.timesteps.num_levels(num_steps)
+
+
+class ForwardRLConfig(DiffusionRLConfig):
+    """Reinforcement learning of diffusion models on the forward process: DiffusionNFT and its relatives."""
+
+    algorithm: ForwardAlgorithmConfig
+    """Algorithm."""
+
+    @property
+    def trained_guidance_scale(self) -> float:
+        """None: the prompt's branch predicts alone."""
+        return 1.0
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> ForwardRLConfig:
+        self._check_schedule("timesteps")
+        algorithm, name, group_size = self.algorithm, self.algorithm.objective.type, self.rollout.n
         if not algorithm.whole_groups:
             return self
         if (self.train.global_batch_size or 0) % group_size:

@@ -36,7 +36,7 @@ def count_costs(model: DiffusionModel, config: DiffusionRLConfig) -> Costs:
     def branches(scale: float) -> int:
         return 1 if scale == 1.0 or model.embeds_guidance else 2
 
-    own = rollout.guidance_scale if algorithm.objective.kind == "trajectory" else 1.0
+    own = config.trained_guidance_scale
     row = branches(own) * training
     for policy in algorithm.compared:
         scale = algorithm.reference_guidance_scale if policy == "reference" else None

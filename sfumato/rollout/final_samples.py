@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from sfumato.algorithms.flow_matching import add_noise
+from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.objectives.sample import NoisedSamples
 from sfumato.algorithms.solvers import Solver
 from sfumato.algorithms.timesteps import Timesteps
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 
@@ -46,3 +47,11 @@ def check_source_images(model: DiffusionModel, prompts: Sequence[Prompt]) -> Non
     """Looks for the source images, where a model takes them. Raises DataError that names file and row."""
     for each in prompts if model.takes_image else ():
         each.check_source()
+
+
+def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: DiffusionRLConfig) -> None:
+    """Looks at what every prompt of a run needs, and embeds them all where the text encoders are not kept."""
+    check_source_images(model, prompts)
+    if not config.model.keep_encoders:
+        remember_prompts(model, prompts, config.rollout.size)
+        model.free_encoders()

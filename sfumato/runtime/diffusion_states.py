@@ -125,6 +125,12 @@ class Actor:
         if self.state.ema is not None:
             self.state.ema.update()
 
+    def end_update(self, step: int) -> None:
+        """Call it when the optimiser steps of an iteration are through, ``step`` of which are finished then."""
+        self.policies.follow()
+        self.state.schedule.step()
+        self.state.step = step
+
     def wake(self) -> None:
         """Brings back all but the optimiser's state."""
         if self.memory is not None:
@@ -142,12 +148,9 @@ class Actor:
         return self.state.step
 
     def probe_rows(self, config: RLConfig) -> RowProbe:
-        """Measures whether rows depend on their batch, where trajectories are replayed."""
-        if config.algorithm.objective.kind == "trajectory":
-            with self.policy() as model:
-                self.rows = probe_rows(model, config, self.mesh)
-        else:
-            self.rows = RowProbe(reason="nothing is replayed")
+        """Measures whether rows depend on their batch, for the self-check of what is replayed."""
+        with self.policy() as model:
+            self.rows = probe_rows(model, config, self.mesh)
         return self.rows
 
     def count_costs(self, config: RLConfig) -> Costs:

@@ -30,21 +30,41 @@ class Evaluated:
 
 
 def evaluate(
-    roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
-) -> tuple[dict[str, float], list[Evaluated]]:
-    """Draws one sample per held-out prompt, each of the actor's shares its part, and scores them.
+    roles: Roles,
+    run: Run,
+    draw: Callable[..., Any],
+    config: RLConfig,
+    step: int,
+    trained: Sequence[Part] = (),
+    scores: Scores | None = None,
+    advantages: Any = None,
+) -> dict[str, float]:
+    """Draws one sample per held-out prompt, each of the actor's shares its part, scores them, and keeps some.
 
     Args:
-        roles: the actor draws.
-        run: says what could not be scored.
+        roles: the actor draws, and writes samples, so that no image passes through this process.
+        run: says what could not be scored, and shows samples to the trackers.
         draw: ``(actor_state, rows, config)`` to samples of these held-out prompts, and the norms of their velocities
             with metrics of the drawing.
         config: of the task.
         step: finished iterations.
+        trained: the shares' parts of the iteration, if any, with the scores and advantages of all its samples.
 
     Returns:
-        Metrics over all prompts, and what the shares that this process drives made.
+        Metrics over all prompts.
     """
+    with run.timed("evaluate"):
+        metrics, evaluated = _evaluate(roles, run, draw, config, step)
+        first = list(trained[:1]) + [None] * len(evaluated)  # the first share's are enough
+        parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
+        roles.actor.map(_save_samples, parts, scores, advantages, config, step).result()
+        run.show_samples(step)
+    return metrics
+
+
+def _evaluate(
+    roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
+) -> tuple[dict[str, float], list[Evaluated]]:
     actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
     shares = [list(share_of(count, share, actor.num_shares)) for share in actor.shares]
     longest = -(-count // actor.num_shares)
@@ -65,32 +85,6 @@ def evaluate(
     finite = [norm for _, some in everyone for norm in some if math.isfinite(norm)]
     metrics["eval/velocity/rms"] = sum(finite) / len(finite) if finite else math.nan
     return metrics, [Evaluated(samples, scores) for (samples, _), scores in zip(made, scored, strict=True)]
-
-
-def save_samples(
-    roles: Roles,
-    run: Run,
-    config: RLConfig,
-    step: int,
-    evaluated: Sequence[Evaluated],
-    trained: Sequence[Part] = (),
-    scores: Scores | None = None,
-    advantages: Any = None,
-) -> None:
-    """Keeps some held-out samples of a step, and of those that were trained on, in the run folder.
-
-    Args:
-        roles: the actor writes, so that no image passes through this process.
-        run: shows them to the trackers.
-        config: of the task.
-        step: finished iterations.
-        evaluated: of ``evaluate``.
-        trained: the shares' parts of the iteration, if any, with the scores and advantages of all samples.
-    """
-    first = list(trained[:1]) + [None] * len(evaluated)  # the first share's are enough
-    parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
-    roles.actor.map(_save_samples, parts, scores, advantages, config, step).result()
-    run.show_samples(step)
 
 
 def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:

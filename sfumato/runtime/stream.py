@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import Future, Handle, Roles, labelled
@@ -84,6 +85,21 @@ class RolloutStream:
         self._round_bytes = self._yielded_bytes = 0
         self._is_advancing = self._has_news = False
         self._problem: Exception | None = None
+
+    @classmethod
+    def from_config(cls, config: RLConfig, roles: Roles, say: Callable[[str], None], **functions: Any) -> RolloutStream:
+        """The stream of a configured run; ``functions`` are ``requests``, ``generate`` and ``score``."""
+        return cls(
+            roles,
+            total_steps=config.train.max_steps,
+            micro_batch_size=config.rollout.micro_batch_size,
+            with_reward=config.rollout.with_reward,
+            max_pending=config.reward.max_pending,
+            max_staleness=config.rollout.staleness,
+            offload=config.runtime.offload_idle,
+            say=say,
+            **functions,
+        )
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, StreamBatch]]:
         """Iterations in order. Between two of them call ``publish``.

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sfumato.config.load import merge
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
+from tests.tiny import rl_task, run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux_kontext
 
 STEPS = 4
@@ -184,11 +184,9 @@ def test_rl(mode, ranks, tmp_path):
     config = merge(config, settings)
     if mode == "uneven ddp":
         config = merge(config, {"train": {"global_batch_size": 6}})
-    ranks.run(num_ranks, functools.partial(run_rank, "rl_diffusion"), merge(config, _in(tmp_path / "many")))
-    one = run_task_here(
-        "rl_diffusion",
-        merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")),
-    )
+    task = rl_task(config["algorithm"]["recipe"])
+    ranks.run(num_ranks, functools.partial(run_rank, task), merge(config, _in(tmp_path / "many")))
+    one = run_task_here(task, merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
     assert_equal_runs(one, tmp_path / "many", 1e-5, LAST_BITS)
 
 

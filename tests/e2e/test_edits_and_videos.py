@@ -23,7 +23,15 @@ from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.samples import read_samples, step_folder
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
-from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_rl_config, weights_in, write_tiny_pipeline
+from tests.tiny import (
+    load_task,
+    rl_task,
+    run_task_here,
+    tiny_dit_config,
+    tiny_rl_config,
+    weights_in,
+    write_tiny_pipeline,
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def test_rl(name: str, recipe: str, pipelines: Callable[[str], Path], tmp_path: 
     if recipe == "diffusion_nft":
         config["algorithm"] = {"recipe": recipe}
         config["rollout"] |= {"guidance_scale": 1.0, "guidance_scale_2": None}
-    run = run_task_here("rl_diffusion", config)
+    run = run_task_here(rl_task(recipe), config)
 
     lines = read_jsonl(run / "metrics.jsonl")[1:]
     assert len(lines) == 2

@@ -69,7 +69,7 @@ def copy(tmp_path: Path) -> Path:
 def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str, Any]:
     """The shipped configuration, or a reader's own, at the size of a toy."""
     if not path.is_file():
-        content = (tiny_rl_config if task == "rl_diffusion" else tiny_dit_config)(path.parent)
+        content = (tiny_rl_config if task.startswith("rl_diffusion") else tiny_dit_config)(path.parent)
         if "pixel_mixer:PixelMixerFamily" in command.words:
             description = write_config(
                 {"pipeline": "PixelMixerPipeline", "transformer": {"width": 16}}, path.with_name("mixer.yaml")
@@ -96,7 +96,7 @@ def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str
         size = int(command.words[command.words.index(name) + 1])
     content["train"] |= {"max_steps": 1, "device": "cpu", "num_threads": 1}
     content["train"] |= {"micro_batch_size": size, "global_batch_size": size * ranks}
-    if task == "rl_diffusion":
+    if task.startswith("rl_diffusion"):
         content["rollout"] |= {"num_prompts": ranks, "n": 2, "micro_batch_size": 2}
     return content
 

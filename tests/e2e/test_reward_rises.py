@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_rl_config
+from tests.tiny import rl_task, run_task_here, tiny_rl_config
 
 
 @pytest.mark.parametrize("recipe", ["flow_grpo", "flow_grpo_fast", pytest.param("flow_cps", marks=pytest.mark.slow)])
@@ -47,7 +47,7 @@ def test_reward_rises_by_learning_from_final_samples(tmp_path: Path, recipe: str
 
 def rising_lines(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The metrics of a run whose reward must rise."""
-    lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")
+    lines = read_jsonl(run_task_here(rl_task(config["algorithm"]["recipe"]), config) / "metrics.jsonl")
 
     rewards = [line["reward/brightness"] for line in lines if "reward/brightness" in line]
     start, end = rewards[:5], rewards[-5:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.tracking.task import run_task
 from tests.tiny import load_task
 
@@ -38,4 +38,4 @@ if __name__ == "__main__":
 
     cloudpickle.register_pickle_by_value(task)  # its processes cannot import what load_task made
     task.build_sampler = build_sampler
-    run_task(task.main, DiffusionRLConfig)
+    run_task(task.main, TrajectoryRLConfig)

@@ -203,7 +203,8 @@ def final_sample_config(tmp_path: Path, **more: object) -> dict:
 def test_pictures_that_are_not_finite_are_left_out_and_counted(tmp_path: Path, decoder, kind: str) -> None:
     decoder(4)
     make = tiny_rl_config if kind == "trajectory" else final_sample_config
-    folder = run_task_here("rl_diffusion", make(tmp_path, train={"max_steps": 2}, eval={"every_steps": 2}))
+    task = "rl_diffusion" if kind == "trajectory" else "rl_diffusion_forward"
+    folder = run_task_here(task, make(tmp_path, train={"max_steps": 2}, eval={"every_steps": 2}))
     lines = read_jsonl(folder / "metrics.jsonl")
     trained = [line for line in lines if "reward/failed" in line]
     assert [line["reward/failed"] for line in trained] == [0.25, 0.25]
@@ -233,7 +234,7 @@ def test_latents_that_are_not_finite_are_left_out_of_the_update(
     monkeypatch.setattr(FrozenParts, "_keep", keep)
     make = tiny_rl_config if kind == "trajectory" else final_sample_config
     config = make(tmp_path, train={"max_steps": 3}, eval={"every_steps": 3})
-    folder = run_task_here("rl_diffusion", config)
+    folder = run_task_here("rl_diffusion" if kind == "trajectory" else "rl_diffusion_forward", config)
     said, lines = (folder / "log.txt").read_text(), read_jsonl(folder / "metrics.jsonl")
     failed = [line["reward/failed"] for line in lines if "reward/failed" in line]
     assert any(0 < each < 1 for each in failed), failed

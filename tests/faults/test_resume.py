@@ -19,6 +19,7 @@ from sfumato.config.load import merge
 from sfumato.errors import CheckpointError, NonFiniteError
 from tests.tiny import (
     load_task,
+    rl_task,
     run_task_here,
     run_task_process,
     tiny_dit_config,
@@ -223,10 +224,11 @@ def test_rl_with_other_policies_resumes_exactly(tmp_path, algorithm, policies):
 
 def resumed_exactly(tmp_path, config):
     """Compares a run with one that crashed and was resumed; returns what its checkpoints hold."""
-    undisturbed = run_task_here("rl_diffusion", config)
+    name = rl_task(config["algorithm"]["recipe"])
+    undisturbed = run_task_here(name, config)
 
     broken = merge(config, {"train": {"output_dir": str(tmp_path / "broken")}})
-    task = load_task("rl_diffusion")
+    task = load_task(name)
     update = task.update_policy
 
     def crash_at_step_8(actor, batch, advantages, config, step):
@@ -237,7 +239,7 @@ def resumed_exactly(tmp_path, config):
     task.update_policy = crash_at_step_8
     with pytest.raises(Interrupted):
         run_task_here(task, broken)
-    resumed = run_task_here("rl_diffusion", merge(broken, {"train": {"load_checkpoint_path": "auto"}}))
+    resumed = run_task_here(name, merge(broken, {"train": {"load_checkpoint_path": "auto"}}))
     assert_same_run(resumed, undisturbed)
     return {key.split("/")[0] for key in tensors_in(list(list_checkpoints(resumed / "checkpoints").values())[-1])}
 

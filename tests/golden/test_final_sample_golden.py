@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.algorithms.kl import VelocityMSE
-from sfumato.algorithms.objectives.awm import AWM
-from sfumato.algorithms.objectives.crd import CRD
-from sfumato.algorithms.objectives.dgpo import DGPO
-from sfumato.algorithms.objectives.dpo import DPO
-from sfumato.algorithms.objectives.nft import NFT
-from sfumato.algorithms.objectives.sample import NoisedSamples, reward_probability
+from sfumato.algorithms.forward_kl import VelocityMSE
+from sfumato.algorithms.forward_process.awm import AWM
+from sfumato.algorithms.forward_process.crd import CRD
+from sfumato.algorithms.forward_process.dgpo import DGPO
+from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.nft import NFT
+from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "flow_rl.json").read_text(encoding="utf-8"))
 SHARED = {name: torch.tensor(GOLDEN["shared_tensors"][name]) for name in ("x", "v_old", "v_new", "v_ref", "eps")}
@@ -45,7 +45,7 @@ def test_diffusion_nft(case: dict) -> None:
     advantages = torch.tensor(V09["advantages"])
     loss, stats = objective.loss(rows, advantages)
     kl = VelocityMSE(coef=V09["kl_beta"])
-    total = (loss + kl.coef * kl.sample_penalty(rows, advantages)).mean()
+    total = (loss + kl.coef * kl.penalty(rows, advantages)).mean()
     total.backward()
 
     close(reward_probability(advantages, 5.0), case["r"])

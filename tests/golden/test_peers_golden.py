@@ -19,12 +19,12 @@ from sfumato.algorithms.dynamics.cps import CPS
 from sfumato.algorithms.dynamics.dance import DanceSDE
 from sfumato.algorithms.dynamics.sde import FlowSDE
 from sfumato.algorithms.dynamics.step import gaussian_step
+from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
 from sfumato.algorithms.kl import FlowGRPOKL
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.dpo import DPO
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.sample import NoisedSamples, reward_probability
 from sfumato.algorithms.objectives.trajectory import SampledSteps
 
 FILE = json.loads((Path(__file__).parent / "data" / "peers_diffusion.json").read_text(encoding="utf-8"))

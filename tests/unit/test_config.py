@@ -11,19 +11,20 @@ from pydantic import BaseModel
 
 from sfumato.algorithms.windows import AllSteps
 from sfumato.config.base import Variant, find_variants
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
-from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.reward_server import RewardServerConfig
+from sfumato.config.rl import RLConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward
 
 QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
-SCHEMAS = [TrainDitConfig, TrainDitDpoConfig, TrainAutoencoderConfig, DiffusionRLConfig]
+SCHEMAS = [TrainDitConfig, TrainDitDpoConfig, TrainAutoencoderConfig, TrajectoryRLConfig, ForwardRLConfig]
 
 DIT = """
 model: {config_path: model.yaml}
@@ -95,7 +96,7 @@ def custom_module(tmp_path, monkeypatch):
 
 
 def rl(path, *overrides):
-    return parse_config(DiffusionRLConfig, [str(path), *overrides])
+    return parse_config(TrajectoryRLConfig, [str(path), *overrides])
 
 
 def dit(path, *overrides):
@@ -142,45 +143,45 @@ def test_every_mistake_is_listed_at_once(dit_file):
 
 
 def test_unknown_variant_type_names_the_nearest(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", "sdee")
+    message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.dynamics.type", "sdee")
     assert message.startswith("--algorithm.dynamics.type: unknown type 'sdee'; did you mean 'sde'?")
     edited(rl_file, "type: ocr", "type: orc")
-    message = refusal(DiffusionRLConfig, rl_file)
+    message = refusal(TrajectoryRLConfig, rl_file)
     assert message.startswith(f"{rl_file}: reward.rewards.0.type: unknown type 'orc'; did you mean 'ocr'?")
 
 
 def test_unknown_field_inside_a_variant(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.objective.clip_rnage", "1e-4")
+    message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.objective.clip_rnage", "1e-4")
     assert message.startswith("--algorithm.objective.clip_rnage: unknown key; did you mean 'clip_range'?")
     edited(rl_file, "recipe: flow_grpo", "kl: {type: flow_grpo, coeff: 0.1}")
-    message = refusal(DiffusionRLConfig, rl_file)
+    message = refusal(TrajectoryRLConfig, rl_file)
     assert message.startswith(f"{rl_file}: algorithm.kl.coeff: unknown key; did you mean 'coef'?")
 
 
 def test_unknown_field_inside_a_list_of_variants(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.1.wieght", "2")
+    message = refusal(TrajectoryRLConfig, rl_file, "--reward.rewards.1.wieght", "2")
     assert message.startswith("--reward.rewards.1.wieght: unknown key; did you mean 'weight'?")
     edited(rl_file, "detect: false", "detct: false")
-    message = refusal(DiffusionRLConfig, rl_file)
+    message = refusal(TrajectoryRLConfig, rl_file)
     assert message.startswith(f"{rl_file}: reward.rewards.0.detct: unknown key; did you mean 'detect'?")
 
 
 def test_wrong_value_inside_a_variant_is_named_with_its_path(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.0.weight", "much")
+    message = refusal(TrajectoryRLConfig, rl_file, "--reward.rewards.0.weight", "much")
     assert message.startswith("--reward.rewards.0.weight: ") and "'much'" in message
-    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.noise_level", "0")
+    message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.dynamics.noise_level", "0")
     assert message.startswith("--algorithm.dynamics: ") and "noise_level" in message
 
 
 def test_a_variant_needs_a_type(rl_file):
     edited(rl_file, "type: ocr, ", "")
-    message = refusal(DiffusionRLConfig, rl_file)
+    message = refusal(TrajectoryRLConfig, rl_file)
     assert f"{rl_file}: reward.rewards.0: needs a key 'type', one of" in message and "ocr" in message
 
 
 def test_unknown_recipe_lists_the_known_ones_and_nothing_else(rl_file):
     for value in ("flow_grop", "[flow_grpo]"):
-        message = refusal(DiffusionRLConfig, rl_file, "--algorithm.recipe", value)
+        message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.recipe", value)
         assert "algorithm.recipe" in message and "known: flow_grpo, flow_grpo_fast, flow_cps" in message
         assert "\n" not in message
 
@@ -248,7 +249,7 @@ def test_an_empty_file_misses_every_required_field(tmp_path):
 
 
 def test_a_missing_file_suggests_a_near_one(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file.with_name("rll.yaml"))
+    message = refusal(TrajectoryRLConfig, rl_file.with_name("rll.yaml"))
     assert "configuration file not found" in message and f"did you mean {rl_file}?" in message
 
 
@@ -293,7 +294,7 @@ def test_an_index_behind_the_last_appends(rl_file):
 
 
 def test_an_index_further_behind_is_out_of_range(rl_file):
-    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.3.type", "brightness")
+    message = refusal(TrajectoryRLConfig, rl_file, "--reward.rewards.3.type", "brightness")
     assert "--reward.rewards.3" in message and "out of range" in message and "2 entries" in message
 
 
@@ -315,7 +316,7 @@ def test_another_type_replaces_the_fields(rl_file):
 
 def test_a_plain_name_stands_for_a_variant_with_its_defaults(rl_file):
     assert rl(rl_file, "--algorithm.window", "all").algorithm.window.type == "all"
-    message = refusal(DiffusionRLConfig, rl_file, "--reward.rewards.0", "orc")
+    message = refusal(TrajectoryRLConfig, rl_file, "--reward.rewards.0", "orc")
     assert message.startswith("--reward.rewards.0.type: unknown type 'orc'")
 
 
@@ -326,7 +327,9 @@ def test_an_optional_section_is_made_by_overriding_its_field(dit_file):
 
 @pytest.mark.parametrize("recipe", sorted(DIFFUSION_RECIPES))
 def test_recipes_preset_all_parts(rl_file, recipe):
-    algorithm = rl(rl_file, "--algorithm.recipe", recipe, "--train.micro_batch_size", "4").algorithm
+    schema = TrajectoryRLConfig if recipe in TRAJECTORY_RECIPES else ForwardRLConfig
+    overrides = ["--algorithm.recipe", recipe, "--train.micro_batch_size", "4"]
+    algorithm = parse_config(schema, [str(rl_file), *overrides]).algorithm
     for part, fields in DIFFUSION_RECIPES[recipe].items():
         built = getattr(algorithm, part)
         if not isinstance(fields, dict):
@@ -359,19 +362,19 @@ def test_a_class_of_your_own_is_named_by_import_path(rl_file, custom_module):
     name = f"{custom_module}:MyDynamics"
     dynamics = rl(rl_file, "--algorithm.dynamics.type", name, "--algorithm.dynamics.strength", "0.5").algorithm.dynamics
     assert type(dynamics).__name__ == "MyDynamics" and (dynamics.strength, dynamics.noise_level) == (0.5, 0.7)
-    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics", f"{{type: '{name}', strenght: 1}}")
+    message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.dynamics", f"{{type: '{name}', strenght: 1}}")
     assert message.startswith("--algorithm.dynamics.strenght: unknown key; did you mean 'strength'?")
 
 
 @pytest.mark.parametrize("attribute", ["Missing", "NoDataclass"])
 def test_a_class_of_your_own_that_cannot_be_used(rl_file, custom_module, attribute):
-    message = refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", f"{custom_module}:{attribute}")
+    message = refusal(TrajectoryRLConfig, rl_file, "--algorithm.dynamics.type", f"{custom_module}:{attribute}")
     assert f"cannot import type '{custom_module}:{attribute}'" in message
 
 
 @pytest.mark.parametrize("name", ["no_such_module_here:A", "..relative:A", ":A"])
 def test_a_module_that_cannot_be_imported(rl_file, name):
-    assert f"cannot import type '{name}'" in refusal(DiffusionRLConfig, rl_file, "--algorithm.dynamics.type", name)
+    assert f"cannot import type '{name}'" in refusal(TrajectoryRLConfig, rl_file, "--algorithm.dynamics.type", name)
 
 
 # Dump
@@ -398,7 +401,7 @@ def test_a_resolved_config_can_be_run_again(rl_file, tmp_path):
         "--train.eps",
         "1e-15",
     ]
-    text = assert_dump_is_stable(rl(rl_file, *overrides), DiffusionRLConfig, tmp_path)
+    text = assert_dump_is_stable(rl(rl_file, *overrides), TrajectoryRLConfig, tmp_path)
     assert "noise_level: 0.8" in text and "recipe: flow_cps" in text
 
 
@@ -411,7 +414,7 @@ def test_a_resolved_supervised_config_can_be_run_again(dit_file, tmp_path):
 @pytest.mark.parametrize("name", ["MyDynamics", "SameType", "NoType"])
 def test_a_config_with_a_class_of_your_own_can_be_run_again(rl_file, tmp_path, custom_module, name):
     config = rl(rl_file, "--algorithm.dynamics.type", f"{custom_module}:{name}")
-    assert f"type: {custom_module}:{name}" in assert_dump_is_stable(config, DiffusionRLConfig, tmp_path)
+    assert f"type: {custom_module}:{name}" in assert_dump_is_stable(config, TrajectoryRLConfig, tmp_path)
 
 
 # Combinations that are refused
@@ -441,82 +444,82 @@ CROSS_CHECKS = [
         ["--model.keep_encoders", "false", "--data.cache_dir", "cache"],
         ["model.keep_encoders", "model.config_path", "model.model_path"],
     ),
-    (DiffusionRLConfig, ["--data.data_type", "prompts"], ["data.train_path", "data.eval_path", "data.data_type"]),
+    (TrajectoryRLConfig, ["--data.data_type", "prompts"], ["data.train_path", "data.eval_path", "data.data_type"]),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
         ["--data.data_type", "prompts", "--data.train_path", "a.txt"],
         ["data.train_path", "data.eval_path", "data.data_type"],
     ),
-    (DiffusionRLConfig, ["--algorithm.dynamics.type", "ode"], ["algorithm.dynamics"]),
-    (DiffusionRLConfig, ["--algorithm.window", "null"], ["algorithm.window", "clipped_ratio", "trajectory"]),
-    (DiffusionRLConfig, ["--algorithm.solver", "dpm2"], ["algorithm.solver", "clipped_ratio", "null"]),
-    (DiffusionRLConfig, ["--algorithm.sample_with", "old"], ["algorithm.sample_with", "policy"]),
+    (TrajectoryRLConfig, ["--algorithm.dynamics.type", "ode"], ["algorithm.dynamics"]),
+    (TrajectoryRLConfig, ["--algorithm.window", "null"], ["algorithm.window", "'type'"]),
+    (TrajectoryRLConfig, ["--algorithm.solver", "dpm2"], ["algorithm.solver", "unknown key"]),
+    (TrajectoryRLConfig, ["--algorithm.sample_with", "old"], ["algorithm.sample_with", "unknown key"]),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "rwr", "--algorithm.sample_with", "old"],
         ["algorithm.old", "algorithm.sample_with"],
     ),
-    (DiffusionRLConfig, ["--algorithm.objective", "nft"], ["algorithm.solver", "nft", "sample"]),
+    (TrajectoryRLConfig, ["--algorithm.objective", "nft"], ["nft", "another task", "tasks/rl_diffusion_forward.py"]),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "diffusion_nft", "--algorithm.dynamics", "sde"],
-        ["algorithm.dynamics", "nft", "recipe"],
+        ["algorithm.dynamics", "unknown key"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "diffusion_nft", "--algorithm.kl", "gaussian"],
-        ["algorithm.kl", "gaussian", "nft", "velocity_mse"],
+        ["algorithm.kl", "gaussian", "velocity_mse"],
     ),
-    (DiffusionRLConfig, ["--algorithm.recipe", "awm", "--algorithm.ema", "null"], ["algorithm.ema", "awm"]),
+    (ForwardRLConfig, ["--algorithm.recipe", "awm", "--algorithm.ema", "null"], ["algorithm.ema", "awm"]),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "flow_dpo", "--algorithm.advantage", "best"],
         ["algorithm.advantage", "best", "dpo", "best_worst"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "rwr", "--algorithm.advantage", "group"],
         ["algorithm.advantage", "group", "rwr", "algorithm.objective.temperature"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "diffusion_nft", "--algorithm.timesteps.first", "20"],
         ["algorithm.timesteps", "rollout.num_inference_steps"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "diffusion_nft", "--rollout.same_latent", "true"],
-        ["rollout.same_latent", "nft"],
+        ["rollout.same_latent", "unknown key"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "dgpo", "--train.micro_batch_size", "3"],
         ["train.micro_batch_size 3", "dgpo", "4 trained samples"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "flow_dpo", "--train.global_batch_size", "2", "--train.micro_batch_size", "2"],
         ["train.global_batch_size 2", "dpo", "rollout.n 4"],
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         ["--algorithm.recipe", "dgpo", "--train.micro_batch_size", "4", "--algorithm.kl.reference_guidance_scale", "3"],
         ["algorithm.kl.reference_guidance_scale", "dgpo"],
     ),
-    (DiffusionRLConfig, ["--train.max_steps", "null"], ["train.max_steps"]),
+    (TrajectoryRLConfig, ["--train.max_steps", "null"], ["train.max_steps"]),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
         ["--train.global_batch_size", "5"],
         ["rollout.num_prompts", "rollout.n", "train.global_batch_size"],
     ),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
         ["--reward.rewards.0.evaluation_only", "true", "--reward.rewards.1.evaluation_only", "true"],
         ["reward.rewards", "evaluation_only"],
     ),
-    (DiffusionRLConfig, ["--model.lora.dropout", "0.1"], ["model.lora.dropout"]),
+    (TrajectoryRLConfig, ["--model.lora.dropout", "0.1"], ["model.lora.dropout"]),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
         ["--algorithm.recipe", "flow_grpo_fast", "--rollout.num_inference_steps", "5"],
         ["algorithm.window", "rollout.num_inference_steps"],
     ),
@@ -528,7 +531,9 @@ def test_impossible_combinations_are_refused_naming_the_fields(
     dit_file, rl_file, monkeypatch, schema, overrides, names
 ):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    path = rl_file if schema is DiffusionRLConfig else dit_file
+    if schema is ForwardRLConfig:
+        edited(rl_file, "recipe: flow_grpo", "recipe: diffusion_nft")
+    path = rl_file if issubclass(schema, RLConfig) else dit_file
     parse_config(schema, [str(path)])  # without the overrides it is fine
     message = refusal(schema, path, *overrides)
     assert "\n" not in message
@@ -558,7 +563,7 @@ def test_a_reward_of_whole_groups_needs_whole_groups(rl_file, tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     overrides = ["--reward.rewards.2.type", "my_group_reward:GroupReward"]
     assert rl(rl_file, *overrides).reward.rewards[2].label == "together"
-    message = refusal(DiffusionRLConfig, rl_file, *overrides, "--rollout.micro_batch_size", "6")
+    message = refusal(TrajectoryRLConfig, rl_file, *overrides, "--rollout.micro_batch_size", "6")
     for name in ("'together'", "rollout.micro_batch_size 6", "rollout.n 4"):
         assert name in message
 
@@ -586,9 +591,9 @@ def annotated_parts(annotation):
 
 
 def test_the_walk_finds_what_is_known_to_be_there():
-    found = {path: (variant, section) for path, variant, section, _ in fields_of(DiffusionRLConfig)}
+    found = {path: (variant, section) for path, variant, section, _ in fields_of(TrajectoryRLConfig)}
     assert found["reward.rewards"][0] == Variant("sfumato.rewards")
-    assert found["algorithm.dynamics"][0] == Variant("sfumato.algorithms.dynamics", optional=True)
+    assert found["algorithm.dynamics"][0] == Variant("sfumato.algorithms.dynamics")
     assert "model.lora.rank" in found and "data.glyphs.held_out" in found and found["model.lora"][1] is not None
 
 
@@ -665,19 +670,21 @@ def declaring_class(cls, name):
 )  # fmt: skip
 def test_a_value_of_another_type_is_not_converted(override: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override.split()[0]}: .*valid {kind}"):
-        load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(override.split()))
+        load_config(TrajectoryRLConfig, QUICKSTART_RL, parse_overrides(override.split()))
 
 
 def test_a_type_that_only_names_the_preset_keeps_the_fields_of_the_file(tmp_path: Path) -> None:
     text = QUICKSTART_RL.read_text().replace("noise_level: 0.7", "noise_level: 0.5")
     assert "noise_level: 0.5" in text
     (tmp_path / "rl.yaml").write_text(text)
-    config = load_config(DiffusionRLConfig, tmp_path / "rl.yaml", parse_overrides(["--algorithm.dynamics.type", "sde"]))
+    config = load_config(
+        TrajectoryRLConfig, tmp_path / "rl.yaml", parse_overrides(["--algorithm.dynamics.type", "sde"])
+    )
     assert config.algorithm.dynamics.noise_level == 0.5
 
 
 def test_another_type_replaces_a_part_that_the_file_wrote_without_its_type() -> None:
-    config = load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(["--algorithm.window.type", "all"]))
+    config = load_config(TrajectoryRLConfig, QUICKSTART_RL, parse_overrides(["--algorithm.window.type", "all"]))
     assert config.algorithm.window == AllSteps()
 
 
@@ -686,7 +693,7 @@ def test_every_process_needs_a_prompt(monkeypatch: pytest.MonkeyPatch, field: st
     monkeypatch.setenv("WORLD_SIZE", "4")
     overrides = ["--train.global_batch_size", "null", f"--{field}", "3"]
     with pytest.raises(ConfigError, match=rf"{field} 3 .* 4 data-parallel processes"):
-        load_config(DiffusionRLConfig, QUICKSTART_RL, parse_overrides(overrides))
+        load_config(TrajectoryRLConfig, QUICKSTART_RL, parse_overrides(overrides))
 
 
 def test_preference_training_refuses_a_moving_average(tmp_path):

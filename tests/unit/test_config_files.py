@@ -205,7 +205,7 @@ def made_tiny(path, tmp_path):
         model = tiny["model"] | {"model_path": None, "made_by": None}
         data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
-    if task == "rl_diffusion":
+    if task.startswith("rl_diffusion"):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
     tiny = tiny_dit_config(tmp_path)
     rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
@@ -241,11 +241,11 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }
 QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
-"""Files for tasks/rl_diffusion.py that every run of the tests tries."""
+"""Files for RL of diffusion models that every run of the tests tries."""
 
 
 def quick_or_slow(path):
-    is_rl = task_of(path) == "rl_diffusion"
+    is_rl = task_of(path).startswith("rl_diffusion")
     return pytest.param(path, marks=pytest.mark.slow if is_rl and path.stem not in QUICK else ())
 
 

@@ -12,7 +12,8 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.commands.find_task import schema_of
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.policies import Policies
@@ -22,7 +23,7 @@ from sfumato.rollout.costs import count_costs
 from sfumato.rollout.diffusion import replay_trajectories, sample_trajectories
 from sfumato.rollout.final_samples import predict_noised, sample_final
 from tests import tiny_families
-from tests.tiny import tiny_rl_config
+from tests.tiny import rl_task, tiny_rl_config
 
 STEPS, GUIDANCE = 4, 3.0
 TRAJECTORIES = {"recipe": "flow_grpo_fast", "window": {"type": "random", "size": 2, "range": [0, 3]}}
@@ -57,7 +58,8 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(describe()))
     sections = tiny_rl_config(tmp_path, rollout={"guidance_scale": GUIDANCE, "num_inference_steps": STEPS})
     sections["model"] = {"config_path": str(tmp_path / "tiny.yaml"), "max_sequence_length": tokens, **more}
-    config = load_config(DiffusionRLConfig, overrides={**sections, "algorithm": algorithm})
+    schema = schema_of(rl_task(algorithm["recipe"]))
+    config = load_config(schema, overrides={**sections, "algorithm": algorithm})
     model = build_diffusion_model(config.model)
     policies = Policies(model, config.algorithm.other_policies)
     policies.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
@@ -72,7 +74,7 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
 
     def draw() -> None:
         nonlocal kept
-        if parts.objective.kind == "trajectory":
+        if isinstance(config, TrajectoryRLConfig):
             settings = {"dynamics": parts.dynamics, "trained_steps": [0, 1]}
             _, kept = sample_trajectories(model, conditioning, ids, **settings, **rollout)
         else:
@@ -80,7 +82,7 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
             kept = sample_final(model, conditioning, ids, ids, **settings, **rollout)
 
     def learn() -> None:
-        if parts.objective.kind == "trajectory":
+        if isinstance(config, TrajectoryRLConfig):
             for policy in parts.compared:
                 with torch.no_grad(), policies.active(policy) as other:
                     replay_trajectories(other, kept, conditioning, parts.dynamics, GUIDANCE)
@@ -97,7 +99,7 @@ def test_costs_are_known_without_encoders(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_families.tiny_flux_kontext()))
     sections = tiny_rl_config(tmp_path)
     sections["model"] = {"config_path": str(tmp_path / "tiny.yaml"), "max_sequence_length": 7}
-    config = load_config(DiffusionRLConfig, overrides=sections)
+    config = load_config(TrajectoryRLConfig, overrides=sections)
     model = build_diffusion_model(config.model)
     before = count_costs(model, config)
     assert before.sample > 0

@@ -15,7 +15,7 @@ from sfumato.algorithms.solvers.dpm2 import DPMSolver2
 from sfumato.algorithms.solvers.euler import Euler
 from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid, UniformTimesteps
 from sfumato.commands.check import check_config
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
@@ -48,7 +48,7 @@ def model_in(folder: Path, lora: bool = False) -> DiffusionModel:
 
 
 def policies_in(folder: Path, lora: bool = False, **decays: Any) -> Policies:
-    config = load_config(DiffusionRLConfig, overrides=tiny_rl_config(folder.parent)).train
+    config = load_config(TrajectoryRLConfig, overrides=tiny_rl_config(folder.parent)).train
     policies = Policies(model_in(folder, lora), decays)
     policies.parallelize(ALONE, config)
     return policies
@@ -206,16 +206,16 @@ def test_other_families(tmp_path: Path, family: Any, recipe: str) -> None:
     path = write_config(family(), tmp_path / "family.yaml")
     config = tiny_rl_config(tmp_path, rollout={"guidance_scale": 3.5}, train={"max_steps": 2})
     model = {"config_path": str(path), "max_sequence_length": 7}
-    run = run_task_here("rl_diffusion", {**config, "model": model, "algorithm": {"recipe": recipe}})
+    run = run_task_here("rl_diffusion_forward", {**config, "model": model, "algorithm": {"recipe": recipe}})
     assert (run / "hf_ckpt" / "model_index.json").is_file()
 
 
 # Which samples go together
 
 
-def rl_config(tmp_path: Path, recipe: str, **train: Any) -> DiffusionRLConfig:
+def rl_config(tmp_path: Path, recipe: str, **train: Any) -> ForwardRLConfig:
     config = tiny_rl_config(tmp_path, train={"global_batch_size": 8, **train})
-    return load_config(DiffusionRLConfig, overrides={**config, "algorithm": {"recipe": recipe}})
+    return load_config(ForwardRLConfig, overrides={**config, "algorithm": {"recipe": recipe}})
 
 
 REQUESTS = [SampleRequest(sample, sample // 4, 0) for sample in range(16)]

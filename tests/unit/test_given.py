@@ -11,7 +11,7 @@ import pytest
 from sfumato.cli import main
 from sfumato.commands.check import check_config
 from sfumato.config.base import Section, Variant, find_variants
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import dump_config, load_config, merge
@@ -35,13 +35,14 @@ SECTIONS: dict[type[Section], dict[str, Any]] = {
     TrainDitConfig: {"data": {"data_type": "glyphs"}},
     TrainDitDpoConfig: {"data": {"data_type": "glyphs"}},
     TrainAutoencoderConfig: {"data": {"data_type": "glyphs"}},
-    DiffusionRLConfig: {
+    TrajectoryRLConfig: {
         "data": {"data_type": "glyphs"},
         "rollout": {"num_prompts": 4, "n": 4, "micro_batch_size": 8},
         "reward": {"rewards": ["brightness"]},
         "train": {"max_steps": 3},
     },
 }
+SECTIONS[ForwardRLConfig] = SECTIONS[TrajectoryRLConfig]
 """The least that each task must be given besides a model and an output_dir."""
 
 
@@ -143,28 +144,34 @@ def test_a_norm_without_limit_is_written_and_read_again(tmp_path: Path) -> None:
 
 GLYPH_PATHS = "has no effect when data.data_type is glyphs"
 WITHOUT_EFFECT: list[tuple[type[Section], str, Any, dict[str, Any], str]] = [
-    (DiffusionRLConfig, "data.train_path", "gone.txt", {}, GLYPH_PATHS),
-    (DiffusionRLConfig, "data.eval_path", "gone.txt", {}, GLYPH_PATHS),
-    (DiffusionRLConfig, "reward.max_pending", 3, {"rollout": {"with_reward": False}}, "with rollout.with_reward false"),
-    (DiffusionRLConfig, "runtime.heartbeat_s", 5.0, {}, "runtime.heartbeat_s is for roles on Ray"),
-    (DiffusionRLConfig, "runtime.call_timeout_s", 5.0, {}, "runtime.call_timeout_s is for roles on Ray"),
-    (DiffusionRLConfig, "runtime.max_restarts", 5, {}, "runtime.max_restarts is for roles on Ray"),
+    (TrajectoryRLConfig, "data.train_path", "gone.txt", {}, GLYPH_PATHS),
+    (TrajectoryRLConfig, "data.eval_path", "gone.txt", {}, GLYPH_PATHS),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
+        "reward.max_pending",
+        3,
+        {"rollout": {"with_reward": False}},
+        "with rollout.with_reward false",
+    ),
+    (TrajectoryRLConfig, "runtime.heartbeat_s", 5.0, {}, "runtime.heartbeat_s is for roles on Ray"),
+    (TrajectoryRLConfig, "runtime.call_timeout_s", 5.0, {}, "runtime.call_timeout_s is for roles on Ray"),
+    (TrajectoryRLConfig, "runtime.max_restarts", 5, {}, "runtime.max_restarts is for roles on Ray"),
+    (
+        TrajectoryRLConfig,
         "runtime.object_store_gb",
         1.0,
         {"runtime": {"backend": "ray", "address": "auto"}},
         "that of runtime.address has its own",
     ),
     (
-        DiffusionRLConfig,
+        ForwardRLConfig,
         "algorithm.ema",
         {"type": "constant", "value": 0.5},
         {"algorithm": {"recipe": "diffusion_nft"}},
         "algorithm.ema has no effect: neither objective nft nor algorithm.kl",
     ),
     (
-        DiffusionRLConfig,
+        TrajectoryRLConfig,
         "algorithm.reference",
         {"type": "refresh", "every": 4},
         {"algorithm": {"kl": {"type": "none"}}},
@@ -243,7 +250,7 @@ def test_a_field_that_another_leaves_without_effect_is_refused(
 
 def test_a_reward_that_is_only_watched_has_no_weight() -> None:
     rewards = ["brightness", {"type": "jpeg_compressibility", "evaluation_only": True, "weight": 2.0}]
-    message = refusal(DiffusionRLConfig, {"reward": {"rewards": rewards}})
+    message = refusal(TrajectoryRLConfig, {"reward": {"rewards": rewards}})
     assert "reward.rewards.1.weight has no effect, since 'jpeg_compressibility' is evaluation_only" in message
 
 
@@ -251,14 +258,14 @@ def test_a_reward_that_is_only_watched_has_no_weight() -> None:
     ("schema", "overrides", "message"),
     [
         (TrainDitConfig, {"data": {"height": 100_000}}, "--data.height: Input should be less than or equal to 16384"),
-        (DiffusionRLConfig, {"rollout": {"width": 100_000}}, "--rollout.width: Input should be less than or equal"),
+        (TrajectoryRLConfig, {"rollout": {"width": 100_000}}, "--rollout.width: Input should be less than or equal"),
         (
             TrainDitConfig,
             {"data": {"height": 9000, "width": 9000, "num_frames": 81}},
             "6,561,000,000 pixels, more than",
         ),
-        (DiffusionRLConfig, {"rollout": {"num_frames": 10**9}}, "pixels, more than 268,435,456: lower one of them"),
-        (DiffusionRLConfig, {"rollout": {"n": 10**8}}, "400,000,000 samples of one iteration, more than 1,048,576"),
+        (TrajectoryRLConfig, {"rollout": {"num_frames": 10**9}}, "pixels, more than 268,435,456: lower one of them"),
+        (TrajectoryRLConfig, {"rollout": {"n": 10**8}}, "400,000,000 samples of one iteration, more than 1,048,576"),
     ],
 )
 def test_sizes_that_no_memory_holds_are_refused(schema: type[Section], overrides: dict[str, Any], message: str) -> None:

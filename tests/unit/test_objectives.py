@@ -7,27 +7,28 @@ import dataclasses
 import pytest
 import torch
 
+from sfumato.algorithms import forward_kl
 from sfumato.algorithms.dynamics.cps import CPS
 from sfumato.algorithms.dynamics.dance import DanceSDE
 from sfumato.algorithms.dynamics.ddim import DDIM
 from sfumato.algorithms.dynamics.sde import FlowSDE
 from sfumato.algorithms.dynamics.step import GaussianStep
 from sfumato.algorithms.dynamics.wan import WanSDE
+from sfumato.algorithms.forward_process.awm import AWM
+from sfumato.algorithms.forward_process.crd import CRD
+from sfumato.algorithms.forward_process.dgpo import DGPO
+from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.nft import NFT
+from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
+from sfumato.algorithms.forward_process.regression import BestOfN, RewardWeighted
 from sfumato.algorithms.kl import FlowGRPOKL, GaussianKL, SampleMSE, VelocityMSE
-from sfumato.algorithms.objectives.awm import AWM
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.crd import CRD
-from sfumato.algorithms.objectives.dgpo import DGPO
-from sfumato.algorithms.objectives.dpo import DPO
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.nft import NFT
-from sfumato.algorithms.objectives.regression import BestOfN, RewardWeighted
-from sfumato.algorithms.objectives.sample import NoisedSamples, reward_probability
 from sfumato.algorithms.objectives.trajectory import SampledSteps, clipped_surrogate
 from sfumato.config.base import find_variants
-from sfumato.config.diffusion_rl import DiffusionAlgorithmConfig
-from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.diffusion_rl import ForwardAlgorithmConfig, TrajectoryAlgorithmConfig
+from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
 
 SHAPE = (4, 2, 3, 3)
 SIGMA, SIGMA_NEXT = torch.tensor([1.0, 0.9, 0.6, 0.3]), torch.tensor([0.9, 0.6, 0.3, 0.1])
@@ -366,14 +367,14 @@ def test_what_is_needed_is_asked_for(objective: object) -> None:
 def test_penalties_of_samples() -> None:
     batch, advantages = noised([0, 0, 0], levels=[0, 1, 2]), torch.tensor([5.0, 0.0, -5.0])
     squared = ((batch.velocity - batch.reference_velocity) ** 2).flatten(1).mean(dim=1)
-    torch.testing.assert_close(VelocityMSE().sample_penalty(batch, advantages), squared)
+    torch.testing.assert_close(forward_kl.VelocityMSE().penalty(batch, advantages), squared)
     x0 = ((batch.predicted_x0(batch.velocity) - batch.predicted_x0(batch.reference_velocity)) ** 2).flatten(1).mean(1)
-    torch.testing.assert_close(SampleMSE().sample_penalty(batch, advantages), x0)
-    adaptive = VelocityMSE(coef=0.1, floor=0.02)
+    torch.testing.assert_close(forward_kl.SampleMSE().penalty(batch, advantages), x0)
+    adaptive = forward_kl.VelocityMSE(coef=0.1, floor=0.02)
     expected = torch.tensor([0.1, 0.06, 0.02]) * squared
-    torch.testing.assert_close(adaptive.coef * adaptive.sample_penalty(batch, advantages), expected)
+    torch.testing.assert_close(adaptive.coef * adaptive.penalty(batch, advantages), expected)
     with pytest.raises(ValueError, match="floor"):
-        VelocityMSE(coef=0.1, floor=0.2)
+        forward_kl.VelocityMSE(coef=0.1, floor=0.2)
 
 
 def test_noised_samples() -> None:
@@ -398,9 +399,10 @@ def test_an_error_has_the_weight_of_its_noise_level() -> None:
 
 @pytest.mark.parametrize("name", DIFFUSION_RECIPES)
 def test_the_parts_of_every_recipe_fit_together(name: str) -> None:
-    algorithm = DiffusionAlgorithmConfig(recipe=name, **DIFFUSION_RECIPES[name])
+    schema = TrajectoryAlgorithmConfig if name in TRAJECTORY_RECIPES else ForwardAlgorithmConfig
+    algorithm = schema(recipe=name, **DIFFUSION_RECIPES[name])
     given = {part for part, value in DIFFUSION_RECIPES[name].items() if isinstance(value, dict)}
-    if algorithm.objective.kind == "trajectory":
+    if name in TRAJECTORY_RECIPES:
         assert given == {"dynamics", "window", "advantage", "objective", "kl"}
         assert algorithm.rows_per_sample(10) > 0 and algorithm.other_policies.keys() <= {"reference"}
     else:
@@ -409,9 +411,8 @@ def test_the_parts_of_every_recipe_fit_together(name: str) -> None:
 
 
 def test_every_objective_says_what_it_is_given() -> None:
-    objectives = find_variants("sfumato.algorithms.objectives").values()
-    assert {each.type for each in objectives if each.kind == "trajectory"} == {each.type for each in TRAJECTORY}
-    assert {each.type for each in objectives if each.kind == "sample"} == {each.type for each in SAMPLE}
+    assert find_variants("sfumato.algorithms.objectives").keys() == {each.type for each in TRAJECTORY}
+    assert find_variants("sfumato.algorithms.forward_process").keys() == {each.type for each in SAMPLE}
     for objective in TRAJECTORY:
         assert 0 < objective.replay_tolerance < 0.1
     for objective in SAMPLE:

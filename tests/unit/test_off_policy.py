@@ -17,7 +17,6 @@ from sfumato.algorithms.dynamics.step import GaussianStep
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.nft import NFT
 from sfumato.algorithms.objectives.trajectory import SampledSteps
 from sfumato.algorithms.off_policy.corrections import (
     Decoupled,
@@ -325,11 +324,6 @@ def test_variants_are_found_and_strict():
             TypeAdapter(known[wrong.pop("type")]).validate_python(wrong)
     with pytest.raises(ValidationError):
         TypeAdapter(Decoupled).validate_python({"level": "token"})
-
-
-@pytest.mark.parametrize("part", CORRECTIONS)
-def test_objectives_without_probabilities_take_none(part):
-    assert part.kinds >= {Guard().kind} and (NFT().kind in part.kinds) == (part == NoCorrection())
 
 
 # On a model

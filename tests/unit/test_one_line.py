@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from sfumato.checkpoint.offline import export_checkpoint
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.launched import read_launched
 from sfumato.config.load import parse_config
-from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.recipes import TRAJECTORY_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
@@ -75,8 +75,8 @@ def test_values_that_no_run_can_have(overrides: list[str], said: str) -> None:
 
 def test_guidance_on_two_ranks_needs_guidance() -> None:
     arguments = [str(QUICKSTART / "rl.yaml"), "--train.cfg_parallel_size", "2"]
-    assert "rollout.guidance_scale 1" in refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
-    parse_config(DiffusionRLConfig, [*arguments, "--rollout.guidance_scale", "3"])
+    assert "rollout.guidance_scale 1" in refusal(ConfigError, parse_config, TrajectoryRLConfig, arguments)
+    parse_config(TrajectoryRLConfig, [*arguments, "--rollout.guidance_scale", "3"])
 
 
 def test_a_long_value_is_not_repeated_in_full() -> None:
@@ -96,14 +96,14 @@ def test_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert text.data.train_path == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl,c~d"
     assert text.data.eval_path == f"{tmp_path}/held.jsonl"
     overrides = ["--reward.rewards.0", "{type: pickscore, model_path: ~/pick}"]
-    rl = parse_config(DiffusionRLConfig, [str(QUICKSTART / "rl.yaml"), *overrides])
+    rl = parse_config(TrajectoryRLConfig, [str(QUICKSTART / "rl.yaml"), *overrides])
     assert rl.reward.rewards[0].model_path == f"{tmp_path}/pick"
 
 
-@pytest.mark.parametrize("recipe", ["awm", "flow_grpo", "dppo", "ddpo", "diffusion_nft", "flow_dpo"])
+@pytest.mark.parametrize("recipe", ["flow_grpo", "dppo", "ddpo"])
 def test_another_recipe_over_a_file_with_parts_of_its_own(recipe: str) -> None:
     arguments = [str(QUICKSTART / "rl.yaml"), "--algorithm.recipe", recipe]
-    message = refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
+    message = refusal(ConfigError, parse_config, TrajectoryRLConfig, arguments)
     for part in (f"--algorithm.recipe {recipe}", "dynamics, window, advantage, objective", "flow_grpo_fast", "remove"):
         assert part in message
 
@@ -113,13 +113,46 @@ def test_without_these_lines_every_recipe_starts(tmp_path: Path) -> None:
     settings["algorithm"] = {"recipe": "flow_grpo_fast"}
     settings["rollout"]["num_inference_steps"] = 12
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(settings))
-    for recipe in DIFFUSION_RECIPES:
-        parse_config(DiffusionRLConfig, [str(tmp_path / "rl.yaml"), "--algorithm.recipe", recipe])
+    for recipe in TRAJECTORY_RECIPES:
+        parse_config(TrajectoryRLConfig, [str(tmp_path / "rl.yaml"), "--algorithm.recipe", recipe])
+
+
+@pytest.mark.parametrize(
+    ("schema", "override", "said"),
+    [
+        (
+            TrajectoryRLConfig,
+            "recipe=awm",
+            "recipe 'awm' is a recipe of another task: run tasks/rl_diffusion_forward.py",
+        ),
+        (
+            TrajectoryRLConfig,
+            "objective=nft",
+            "type nft is an objective of another task: run tasks/rl_diffusion_forward.py",
+        ),
+        (
+            ForwardRLConfig,
+            "recipe=flow_cps",
+            "recipe 'flow_cps' is a recipe of another task: run tasks/rl_diffusion.py",
+        ),
+        (
+            ForwardRLConfig,
+            "objective.type=guard",
+            "type guard is an objective of another task: run tasks/rl_diffusion.py",
+        ),
+    ],
+)
+def test_a_recipe_or_an_objective_of_the_other_task(tmp_path: Path, schema: Any, override: str, said: str) -> None:
+    settings = yaml.safe_load((QUICKSTART / "rl.yaml").read_text())
+    settings["algorithm"] = {"recipe": "flow_grpo" if schema is TrajectoryRLConfig else "awm"}
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(settings))
+    parse_config(schema, [str(tmp_path / "rl.yaml")])
+    assert said in refusal(ConfigError, parse_config, schema, [str(tmp_path / "rl.yaml"), f"--algorithm.{override}"])
 
 
 def test_a_typo_beside_another_recipe_is_still_named() -> None:
     arguments = [str(QUICKSTART / "rl.yaml"), "--algorithm.recipe", "flow_cps", "--algorithm.window.sise", "2"]
-    message = refusal(ConfigError, parse_config, DiffusionRLConfig, arguments)
+    message = refusal(ConfigError, parse_config, TrajectoryRLConfig, arguments)
     assert message.startswith("--algorithm.window.sise: unknown key; did you mean 'size'?")
 
 

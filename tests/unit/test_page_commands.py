@@ -21,7 +21,11 @@ from sfumato.config.reward_server import RewardServerConfig
 from tests.page_commands import FENCE, PAGES, ROOT, Command, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
-STANDS_FOR = {"train_dit": "configs/quickstart/pretrain.yaml", "rl_diffusion": "configs/quickstart/rl.yaml"}
+STANDS_FOR = {
+    "train_dit": "configs/quickstart/pretrain.yaml",
+    "rl_diffusion": "configs/quickstart/rl.yaml",
+    "rl_diffusion_forward": "configs/quickstart/algorithms/diffusion_nft.yaml",
+}
 """Shipped configurations that are read in place of a reader's own."""
 OWN = ("my.yaml", "my_run.yaml", "CONFIG.yaml", "NAME.yaml")
 SLOW = "run small by tests/e2e/test_page_commands_run.py"
@@ -130,13 +134,15 @@ TUTORIAL = "run by tests/unit/test_rewards_tutorial.py"
 INSTALLS = "installs packages; continuous integration runs `make setup`"
 NAMED = "a command by its name or usage alone"
 RULES = [
-    Rule(r"bash train\.sh tasks/\S+ (?!warmth|CONFIG|configs/quickstart/algorithms)", reads_its_configuration, SLOW),
+    Rule(
+        r"bash train\.sh tasks/\S+ (?!warmth|CONFIG|configs/quickstart/algorithms/NAME)", reads_its_configuration, SLOW
+    ),
     Rule(r"bash train\.sh tasks/rl_diffusion\.py warmth\.yaml", None, TUTORIAL),
     Rule(
         r"bash train\.sh tasks/rl_diffusion\.py CONFIG\.yaml", reads_its_configuration, "the same with files: " + SLOW
     ),
     Rule(
-        r"bash train\.sh tasks/rl_diffusion\.py configs/quickstart/algorithms/NAME\.yaml",
+        r"bash train\.sh tasks/rl_diffusion(_forward)?\.py configs/quickstart/algorithms/NAME\.yaml",
         reads_its_configuration,
         "each of them: tests/unit/test_config_files.py::test_every_shipped_config_runs_a_step_tiny",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.load import load_config, parse_overrides
 from tests.tiny import ROOT
@@ -18,7 +18,7 @@ from tests.tiny import ROOT
 SCHEMAS = {
     "train_autoencoder": TrainAutoencoderConfig,
     "train_dit": TrainDitConfig,
-    "rl_diffusion": DiffusionRLConfig,
+    "rl_diffusion": TrajectoryRLConfig,
 }
 
 

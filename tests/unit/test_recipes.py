@@ -21,9 +21,9 @@ import yaml
 from torch import nn
 
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.config.diffusion_rl import DiffusionAlgorithmConfig
+from sfumato.config.diffusion_rl import ForwardAlgorithmConfig
 from sfumato.config.load import merge
-from sfumato.config.recipes import DIFFUSION_RECIPES
+from sfumato.config.recipes import DIFFUSION_RECIPES, FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
@@ -32,7 +32,7 @@ from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
 from tests.family_rows import ROWS, Row, wake
 from tests.rows import ROUNDING
-from tests.tiny import ROOT, load_task, run_task_here, tiny_rl_config
+from tests.tiny import ROOT, load_task, rl_task, run_task_here, tiny_rl_config
 
 STEPS = 11
 """Denoising steps: DanceGRPO trains nine of them, and never the last."""
@@ -41,9 +41,10 @@ HOME = {"ddpo": "stable_diffusion", "dpok": "stable_diffusion", "flow_grpo_wan":
 
 
 def kind_of(recipe: str) -> str:
-    """trajectory, sample, or groups: samples of which whole groups are needed."""
-    algorithm = DiffusionAlgorithmConfig(recipe=recipe, **DIFFUSION_RECIPES[recipe])
-    return "groups" if algorithm.whole_groups else algorithm.objective.kind
+    """trajectories, forward, or groups: of the forward process, where whole groups are needed."""
+    if recipe in TRAJECTORY_RECIPES:
+        return "trajectories"
+    return "groups" if ForwardAlgorithmConfig(recipe=recipe, **FORWARD_RECIPES[recipe]).whole_groups else "forward"
 
 
 def quick_cells() -> set[tuple[str, str]]:
@@ -64,7 +65,7 @@ def cells() -> Iterator[Any]:
     for family in ROWS:
         for recipe in DIFFUSION_RECIPES:
             marks = [] if (family, recipe) in quick else [pytest.mark.slow]
-            if kind_of(recipe) == "trajectory":  # what is replayed, on both kinds of kernels
+            if kind_of(recipe) == "trajectories":  # what is replayed, on both kinds of kernels
                 marks.append(pytest.mark.exact)
             yield pytest.param(family, recipe, marks=marks, id=f"{family}-{recipe}")
 
@@ -162,7 +163,7 @@ class Watched:
 
 def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
     """Runs the task and looks at what its updates do to the weights."""
-    task, watched = load_task("rl_diffusion"), Watched()
+    task, watched = load_task(rl_task(config["algorithm"]["recipe"])), Watched()
     build, update = task.build_actor, task.update_policy
 
     def build_watched(*arguments: Any) -> Any:
@@ -239,14 +240,14 @@ def test_the_quick_cells_cover_families_kinds_and_recipes() -> None:
     quick = quick_cells()
     assert {recipe for _, recipe in quick} == set(DIFFUSION_RECIPES)
     for family in ROWS:
-        assert {kind_of(recipe) for each, recipe in quick if each == family} == {"trajectory", "sample", "groups"}
+        assert {kind_of(recipe) for each, recipe in quick if each == family} == {"trajectories", "forward", "groups"}
     assert len(quick) < 56, "in every run; the others are slow"
 
 
 def test_a_reference_that_is_renewed(family_of: Callable[[str], Family], tmp_path: Path) -> None:
     algorithm = {"reference": {"type": "refresh", "every": 2}}
     config = config_of("flow_grpo", family_of("sd3"), tmp_path, algorithm=algorithm, train={"max_steps": 4})
-    lines = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1:]
+    lines = read_jsonl(run_task_here(rl_task(config["algorithm"]["recipe"]), config) / "metrics.jsonl")[1:]
     assert [line["kl/reference"] > 0 for line in lines] == [False, True, False, True]
 
 
@@ -255,13 +256,13 @@ def test_advantages_that_look_at_every_reward(family_of: Callable[[str], Family]
     config = config_of("diffusion_nft", family_of("sd3"), tmp_path, algorithm=algorithm, train={"max_steps": 1})
     watched = {"type": "jpeg_incompressibility", "evaluation_only": True}
     config["reward"] = {"rewards": [{"type": "brightness"}, {"type": "jpeg_compressibility", "weight": 0.5}, watched]}
-    line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
+    line = read_jsonl(run_task_here(rl_task(config["algorithm"]["recipe"]), config) / "metrics.jsonl")[1]
     assert line["advantage/abs_mean"] > 0 and math.isfinite(line["loss/policy"])
 
 
 def test_kinds_are_shown_by_what_is_logged(family_of: Callable[[str], Family], tmp_path: Path) -> None:
     config = config_of("diffusion_nft", family_of("sd3"), tmp_path, train={"max_steps": 1})
-    line = read_jsonl(run_task_here("rl_diffusion", config) / "metrics.jsonl")[1]
+    line = read_jsonl(run_task_here(rl_task(config["algorithm"]["recipe"]), config) / "metrics.jsonl")[1]
     assert "nft/old_distance" in line and "kl/reference" in line and "ratio/replay_error" not in line
     assert line["rows"] == 8 * 9, "samples x noise levels"
 

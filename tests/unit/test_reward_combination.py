@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sfumato.algorithms.advantages import GDPO, GroupAdvantage
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import dump_config, load_config
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
@@ -199,9 +199,9 @@ def test_the_record_of_a_text_holds_the_text(tmp_path):
     assert scores.record(0, picture, kind="train", seed=0, sample_id=0).content is picture.image
 
 
-def load(tmp_path: Path, reward: dict, advantage: dict | None = None) -> DiffusionRLConfig:
+def load(tmp_path: Path, reward: dict, advantage: dict | None = None) -> TrajectoryRLConfig:
     overrides = {"reward": reward, "algorithm": {"advantage": advantage} if advantage else {}}
-    return load_config(DiffusionRLConfig, ROOT / "configs" / "quickstart" / "rl.yaml", overrides)
+    return load_config(TrajectoryRLConfig, ROOT / "configs" / "quickstart" / "rl.yaml", overrides)
 
 
 def test_a_configuration_names_it_and_is_dumped_to_the_same(tmp_path):
@@ -209,7 +209,7 @@ def test_a_configuration_names_it_and_is_dumped_to_the_same(tmp_path):
     config = load(tmp_path, {"rewards": rewards, "combination": {"type": "minimum"}})
     assert config.reward.combination == Minimum() and config.reward.rewards[1].normalise == (0.1, 0.5)
     dump_config(config, tmp_path / "dumped.yaml")
-    assert load_config(DiffusionRLConfig, tmp_path / "dumped.yaml") == config
+    assert load_config(TrajectoryRLConfig, tmp_path / "dumped.yaml") == config
     assert load(tmp_path, {}).reward.combination == WeightedSum()
 
 

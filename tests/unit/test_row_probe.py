@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.policy import build_policy
 from sfumato.rollout.row_probe import RowProbe, batch_sizes, probe_rows
 from tests.rows import ROUNDING
 from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
@@ -33,12 +34,12 @@ def one_pipeline_for_all(tmp_path: Path, pipeline: Path) -> None:
     (tmp_path / "pipeline").symlink_to(pipeline)
 
 
-def config_with(tmp_path: Path, **changes: Any) -> DiffusionRLConfig:
-    return load_config(DiffusionRLConfig, overrides=tiny_rl_config(tmp_path, **changes))
+def config_with(tmp_path: Path, **changes: Any) -> TrajectoryRLConfig:
+    return load_config(TrajectoryRLConfig, overrides=tiny_rl_config(tmp_path, **changes))
 
 
-def model_of(config: DiffusionRLConfig) -> DiffusionModel:
-    return load_task("rl_diffusion").build_model(config, ALONE)
+def model_of(config: TrajectoryRLConfig) -> DiffusionModel:
+    return build_policy(config, ALONE, print)
 
 
 def depend_on_the_batch(model: DiffusionModel, name: str, amount: float) -> None:
@@ -87,24 +88,16 @@ def test_what_the_self_check_asks_for() -> None:
     assert RowProbe(reason="compiled").bound(8, 1e-4, torch.float32) == 1e-4 and not RowProbe().message
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"train": {"compile": True}}, "compiled"),
-        ({"algorithm": {"recipe": "diffusion_nft"}}, "nothing is replayed"),
-    ],
-)
-def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    config = tiny_rl_config(tmp_path, train={"max_steps": 1})
-    if "algorithm" in changes:
-        del config["algorithm"]
-        config |= changes
-        run = run_task_here("rl_diffusion", config)
-        found = json.loads((run / "environment.json").read_text())["row_probe"]
-    else:
-        given = config_with(tmp_path, **changes)
-        found = probe_rows(model_of(given), given, ALONE).environment["row_probe"]
-    assert found["rows_independent_of_batch"] is None and reason in found["reason"]
+def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path) -> None:
+    given = config_with(tmp_path, train={"compile": True})
+    found = probe_rows(model_of(given), given, ALONE).environment["row_probe"]
+    assert found["rows_independent_of_batch"] is None and "compiled" in found["reason"]
+
+
+def test_where_nothing_is_replayed_nothing_is_probed(tmp_path: Path) -> None:
+    config = tiny_rl_config(tmp_path, train={"max_steps": 1}) | {"algorithm": {"recipe": "diffusion_nft"}}
+    run = run_task_here("rl_diffusion_forward", config)
+    assert "row_probe" not in json.loads((run / "environment.json").read_text())
 
 
 def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
 from sfumato.errors import RoleLostError, StoppedError
@@ -246,12 +246,12 @@ def test_a_run_whose_actor_is_lost_goes_on_with_its_own_checkpoints_only(
     tmp_path: Path, named: str | None, done: str, again: str | None
 ) -> None:
     """Before it has begun, what stands in the folder is an earlier run's."""
-    config = load_config(DiffusionRLConfig, overrides=tiny_rl_config(tmp_path, train={"load_checkpoint_path": named}))
+    config = load_config(TrajectoryRLConfig, overrides=tiny_rl_config(tmp_path, train={"load_checkpoint_path": named}))
     root, seen = tmp_path / "run", []
     (root / "checkpoints/global_step_1").mkdir(parents=True)
     (root / "environment.json").write_text('{"run_id": "earlier"}')
 
-    def main(config: DiffusionRLConfig) -> None:
+    def main(config: TrajectoryRLConfig) -> None:
         seen.append(config.train.load_checkpoint_path)
         if len(seen) == 1:
             if done:

@@ -16,7 +16,6 @@ class ClippedRatio:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347, eq. 7)."""
 
     type: ClassVar[str] = "clipped_ratio"
-    kind: ClassVar[str] = "trajectory"
 
     clip_range: float = 1e-4
     """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]; small, since log-probs are means over elements."""

@@ -20,7 +20,6 @@ class DPPO:
     """
 
     type: ClassVar[str] = "dppo"
-    kind: ClassVar[str] = "trajectory"
 
     kl_threshold: float = 1e-5
     """KL divergence per element from which rows are masked."""

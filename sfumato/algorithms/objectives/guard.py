@@ -22,7 +22,6 @@ class Guard:
     """
 
     type: ClassVar[str] = "guard"
-    kind: ClassVar[str] = "trajectory"
 
     clip_range: float = 2e-6
     """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""

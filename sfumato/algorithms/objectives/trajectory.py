@@ -6,7 +6,7 @@ Shapes: R rows, each a (sample, trained step) pair; ... latent dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -42,9 +42,7 @@ class SampledSteps:
 
 
 class TrajectoryObjective(Protocol):
-    """What an objective of kind ``trajectory`` offers."""
-
-    kind: ClassVar[str]
+    """What an objective offers."""
 
     @property
     def replay_tolerance(self) -> float:

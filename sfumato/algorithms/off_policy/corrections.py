@@ -35,8 +35,6 @@ class OffPolicy(Protocol):
     """What every correction offers."""
 
     type: ClassVar[str]
-    kinds: ClassVar[frozenset[str]]
-    """Kinds of objectives that it fits."""
     uses_proximal: ClassVar[bool]
     """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
 
@@ -57,7 +55,6 @@ class NoCorrection:
     """The ratio is taken to the policy that made the sample, and the clip range bounds the distance to that one."""
 
     type: ClassVar[str] = "none"
-    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory", "sample"})
     uses_proximal: ClassVar[bool] = False
 
     def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
@@ -76,7 +73,6 @@ class Decoupled:
     """
 
     type: ClassVar[str] = "decoupled"
-    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory"})
     uses_proximal: ClassVar[bool] = True
 
     level: Level = "step"
@@ -99,7 +95,6 @@ class Rejection:
     """As ``decoupled``, but rows with proximal / behaviour outside of bounds teach nothing."""
 
     type: ClassVar[str] = "rejection"
-    kinds: ClassVar[frozenset[str]] = frozenset({"trajectory"})
     uses_proximal: ClassVar[bool] = True
 
     level: Level = "step"

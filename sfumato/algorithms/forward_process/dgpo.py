@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.objectives.sample import Loss, NoisedSamples
+from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
 from sfumato.algorithms.objectives.trajectory import check_clip_ranges
 
 
@@ -20,7 +20,6 @@ class DGPO:
     """
 
     type: ClassVar[str] = "dgpo"
-    kind: ClassVar[str] = "sample"
     whole_groups: ClassVar[bool] = True
     shared_noise: ClassVar[bool] = True
 
@@ -43,7 +42,7 @@ class DGPO:
         return frozenset({"reference"} if self.clip_range is None else {"reference", "old"})
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``."""
+        """As ``ForwardProcessObjective.loss``."""
         error = batch.error(batch.velocity)
         cells = batch.cells()
         with torch.no_grad():

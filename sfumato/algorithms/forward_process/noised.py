@@ -1,4 +1,4 @@
-"""What objectives on final samples share: they noise x0 anew and look at the predicted velocity, at any noise level.
+"""What objectives on the forward process share: final samples that are noised anew, and what is predicted there.
 
 Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
 """
@@ -75,10 +75,9 @@ class NoisedSamples:
         return torch.unique(torch.stack([self.group_ids, self.levels]), dim=1, return_inverse=True)[1]
 
 
-class SampleObjective(Protocol):
-    """What an objective of kind ``sample`` offers. It draws nothing: noise and levels come with the batch."""
+class ForwardProcessObjective(Protocol):
+    """What an objective offers. It draws nothing: noise and levels come with the batch."""
 
-    kind: ClassVar[str]
     whole_groups: ClassVar[bool]
     """All rows of a group and level must be in one batch."""
     shared_noise: ClassVar[bool]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from sfumato.algorithms.dynamics.step import mean_over_sample
-from sfumato.algorithms.objectives.sample import Loss, NoisedSamples
+from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
 from sfumato.algorithms.objectives.trajectory import check_clip_ranges, clipped_surrogate
 
 _TINY = 1e-10
@@ -23,7 +23,6 @@ class AWM:
     """
 
     type: ClassVar[str] = "awm"
-    kind: ClassVar[str] = "sample"
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
 
@@ -60,7 +59,7 @@ class AWM:
         return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t**2}[self.weighting]
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``."""
+        """As ``ForwardProcessObjective.loss``."""
         new = self.log_prob(batch, batch.velocity)
         old = new.detach() if batch.old_velocity is None else self.log_prob(batch, batch.velocity_of("old"))
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from sfumato.algorithms.objectives.sample import Loss, NoisedSamples
+from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
 from sfumato.algorithms.preference import preference_loss
 
 
@@ -20,7 +20,6 @@ class DPO:
     """
 
     type: ClassVar[str] = "dpo"
-    kind: ClassVar[str] = "sample"
     needs: ClassVar[frozenset[str]] = frozenset({"reference"})
     whole_groups: ClassVar[bool] = True
     shared_noise: ClassVar[bool] = True
@@ -42,7 +41,7 @@ class DPO:
         return self.beta * self._gain(batch)
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
+        """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
         cells = batch.cells()
         same = cells[:, None] == cells

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from sfumato.algorithms.dynamics.step import mean_over_sample
-from sfumato.algorithms.objectives.sample import Loss, NoisedSamples, distance, reward_probability
+from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples, distance, reward_probability
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class CRD:
     """
 
     type: ClassVar[str] = "crd"
-    kind: ClassVar[str] = "sample"
     needs: ClassVar[frozenset[str]] = frozenset({"old"})
     whole_groups: ClassVar[bool] = True
     shared_noise: ClassVar[bool] = False
@@ -48,7 +47,7 @@ class CRD:
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``."""
+        """As ``ForwardProcessObjective.loss``."""
         q = reward_probability(advantages, self.advantage_clip)
         r = self.implicit_reward(batch)
         cells = batch.cells() if self.centre == "group" else batch.levels

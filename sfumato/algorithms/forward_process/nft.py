@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sfumato.algorithms.dynamics.step import mean_over_sample
-from sfumato.algorithms.objectives.sample import AdvantageMode, Loss, NoisedSamples, distance, reward_probability
+from sfumato.algorithms.forward_process.noised import AdvantageMode, Loss, NoisedSamples, distance, reward_probability
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class NFT:
     """
 
     type: ClassVar[str] = "nft"
-    kind: ClassVar[str] = "sample"
     needs: ClassVar[frozenset[str]] = frozenset({"old"})
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
@@ -37,7 +36,7 @@ class NFT:
             raise ValueError("beta and advantage_clip must be above 0")
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``."""
+        """As ``ForwardProcessObjective.loss``."""
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
         old, beta = batch.velocity_of("old"), self.beta
         positive = self._error(batch, beta * batch.velocity + (1 - beta) * old)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.objectives.sample import Loss, NoisedSamples
+from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,6 @@ class RewardWeighted:
     """A mean((v - u)^2), or exp(A / temperature) for A (arXiv 2302.12192; flow_grpo, train_sd3_sft, rwr)."""
 
     type: ClassVar[str] = "rwr"
-    kind: ClassVar[str] = "sample"
     needs: ClassVar[frozenset[str]] = frozenset()
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
@@ -33,7 +32,7 @@ class RewardWeighted:
         return False if self.temperature is None else None
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``. Raises ValueError for a negative weight, whose loss has no lower bound."""
+        """As ``ForwardProcessObjective.loss``. Raises ValueError for a negative weight, which has no lower bound."""
         weight = advantages if self.temperature is None else torch.exp(advantages / self.temperature)
         if bool((weight < 0).any()):
             raise ValueError(
@@ -48,13 +47,12 @@ class BestOfN:
     """mean((v - u)^2) of rows with an advantage above 0, for advantage type best (flow_grpo, train_sd3_sft)."""
 
     type: ClassVar[str] = "sft"
-    kind: ClassVar[str] = "sample"
     needs: ClassVar[frozenset[str]] = frozenset()
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
 
     def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
-        """As ``SampleObjective.loss``."""
+        """As ``ForwardProcessObjective.loss``."""
         return _weighted(batch, (advantages > 0).to(batch.x0))
 
 

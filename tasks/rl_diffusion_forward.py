@@ -1,0 +1,256 @@
+"""Reinforcement learning of diffusion models on the forward process: DiffusionNFT and its relatives.
+
+    bash train.sh tasks/rl_diffusion_forward.py configs/quickstart/algorithms/diffusion_nft.yaml --train.max_steps 6
+
+Each iteration samples groups of images per prompt with a deterministic solver, scores them while the next ones are
+generated, turns rewards into advantages within groups, and learns from them as pretraining does: the final samples are
+noised anew, and the losses look at what the policies predict there. All parts of the algorithm are chosen in the
+configuration; their formulas stand in ``sfumato/algorithms``. Where actor, sampler and scorer live is the
+configuration's matter, too: the functions below run where the role is that they are given to.
+
+``tasks/rl_diffusion.py`` is the sibling that replays trajectories.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from sfumato.algorithms.advantages import Advantages
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.diffusion_rl import ForwardRLConfig
+from sfumato.data.identity import identify_prompts
+from sfumato.data.prompts import PromptLoader, check_prompts, load_prompts
+from sfumato.models.diffusion.policies import Policies
+from sfumato.optim.ema import Ema
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
+from sfumato.rewards.scoring.scorer import Scorer, build_scorer
+from sfumato.rewards.scoring.scores import Scores
+from sfumato.rollout.batch import Part, RolloutBatch, SampleRequest, requests_of, sample_of
+from sfumato.rollout.diffusion import decode_samples
+from sfumato.rollout.evaluation import sample_evaluation
+from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.monitors import velocity_norms
+from sfumato.rollout.policy import build_policy
+from sfumato.rollout.prompts import encode_prompts, prepare_prompts
+from sfumato.runtime.diffusion_states import Actor, Sampler, build_memory
+from sfumato.runtime.evaluate import evaluate
+from sfumato.runtime.launch import launch_roles, main_mesh
+from sfumato.runtime.memory import RoleMemory
+from sfumato.runtime.roles import Roles
+from sfumato.runtime.stream import RolloutStream
+from sfumato.runtime.update import Update
+from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.task import run_task
+
+SHOWN = {"reward": "reward/total", "eval": "eval/reward/total"}
+
+
+def main(config: ForwardRLConfig) -> None:
+    mesh = main_mesh(config)
+    with start_run(config, mesh, "rl_diffusion_forward") as run:
+        train_prompts = load_prompts(config.data, "train")
+        eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
+        check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
+        identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others before roles are built
+        prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
+        builders = {"actor": build_actor, "sampler": build_sampler, "scorer": make_scorer}
+        with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
+            train(config, run, roles, prompts)
+        run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
+        if changes := run.changes("eval/reward/"):
+            run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
+        run.say(f"report: {config.train.output_dir}/report.html")
+        run.finish()
+
+
+def train(config: ForwardRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
+    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    combiner = build_scorer(config.reward, with_engines=False)  # totals need what all shares scored
+    start = roles.actor.call(Actor.resume).result()
+    costs = roles.actor.call(Actor.count_costs, config).result()
+    run.begin(config.train.max_steps, start, config.train.trackers)
+    stream = RolloutStream.from_config(
+        config,
+        roles,
+        run.say,
+        requests=lambda iteration, share, num_shares: requests_of(prompts, iteration, share, num_shares),
+        generate=partial(generate, config=config),
+        score=score,
+    )
+    if start == 0:
+        run.log(0, evaluate(roles, run, draw_evaluation, config, step=0), show=SHOWN)
+        run.write_report()
+
+    for step, batch in run.steps(stream.steps(from_step=start)):
+        run.add_time("generate", batch.generate_s)
+        run.add_time("wait_for_rewards", batch.wait_s)
+        run.add_timings(batch.scores.timings(batch.wait_s))
+
+        scores = combiner.finish(batch.scores, batch.group_ids)
+        for text in scores.messages:
+            run.say(f"step {step + 1}: reward {text}")
+        combiner.check_budget(scores)
+        advantages = config.algorithm.advantage.compute(
+            torch.tensor(scores.total),
+            torch.tensor(batch.group_ids),
+            {name: torch.tensor(values) for name, values in scores.components.items()},
+            {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
+        )
+        with run.timed("update"):
+            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step).result()
+        run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.share_driven))
+        stream.publish(version=step + 1)
+
+        metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)
+        last = step + 1 == config.train.max_steps
+        evaluating = last or (step + 1) % config.eval.every_steps == 0
+        if evaluating:
+            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
+        del batch  # memory for the next one
+        run.add_events(roles.driver.record.take(), roles.driver.take_timings())
+        run.log(step + 1, metrics, show=SHOWN)
+        if evaluating:
+            run.say_signs_of_hacking()
+            run.write_report(if_cheap=not last)
+        roles.actor.call(Actor.after_step, run.sync()).result()
+        if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
+            run.attempt(lambda: roles.actor.call(Actor.export, config).result())
+
+    roles.actor.call(Actor.export, config).result()
+    roles.scorer.call(Scorer.close).result()
+
+
+def make_scorer(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Scorer:
+    """Loads what the rewards need."""
+    del mesh, run
+    return build_scorer(config.reward)
+
+
+def build_actor(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Actor:
+    """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
+    prompts, eval_prompts = (
+        load_prompts(config.data, "train"),
+        load_prompts(config.data, "eval", config.eval.num_prompts),
+    )
+    model = build_policy(config, mesh, run.say)
+    keep_previous = config.rollout.staleness > 0
+    policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
+    policies.parallelize(mesh, config.train)
+    optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
+    ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved)
+    state.identity = identify_prompts(config, prompts, eval_prompts)
+    prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
+    checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
+    actor = Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer)
+    if config.runtime.offload_idle:
+        actor.memory, checkpointer.before_save = build_memory(actor), actor.wake_all
+    return actor
+
+
+def build_sampler(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Sampler:
+    """Loads a model that samples only."""
+    prompts, model = load_prompts(config.data, "train"), build_policy(config, mesh, run.say)
+    model.parallelize(mesh, config.runtime.sampler_train(config.train))
+    prepare_prompts(model, prompts, config)
+    memory = RoleMemory(model.denoiser, device=model.device) if config.runtime.offload_idle else None
+    sampler = Sampler(model, mesh, prompts, memory)
+    sampler.rest()  # until it is sent weights
+    return sampler
+
+
+def generate(
+    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: ForwardRLConfig
+) -> tuple[RolloutBatch, list[Sample]]:
+    """Samples a micro-batch, keeping its final latents and the noise levels at which they are trained."""
+    rollout, algorithm, model = config.rollout, config.algorithm, sampler.model
+    prompts = {request.group_id: sampler.prompts[request.prompt_id] for request in requests}  # each is embedded once
+    guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
+    conditioning, sources = encode_prompts(model, list(prompts.values()), rollout.size, guided)
+    rows = [list(prompts).index(request.group_id) for request in requests]
+    group_ids = [request.group_id for request in requests]
+    with sampler.policy() as policy:
+        kept = sample_final(
+            policy,
+            conditioning.rows(rows),
+            [request.sample_id for request in requests],
+            group_ids,
+            solver=algorithm.solver,
+            timesteps=algorithm.timesteps,
+            shared_noise=algorithm.objective.shared_noise,
+            size=rollout.size,
+            num_steps=rollout.num_inference_steps,
+            guidance_scale=rollout.guidance_scale,
+            seed=config.train.seed,
+            iteration=iteration,
+        )
+    latents = kept.latents
+    pictures = decode_samples(model, latents, kept)
+    samples = [
+        sample_of(prompts[group], image, group, sources and sources[row], damage)
+        for group, (image, damage), row in zip(group_ids, pictures, rows, strict=True)
+    ]
+    damage = [sample.damage for sample in samples]
+    return RolloutBatch.made(requests, kept, conditioning, list(prompts), latents, version, damage), samples
+
+
+def score(scorer: Scorer, samples: list[Sample]) -> Scores:
+    """Rewards of a micro-batch; evaluation-only ones are left to the evaluation."""
+    return scorer.score(samples, objective_only=True)
+
+
+def update_policy(
+    actor: Actor, part: Part, advantages: Advantages, config: ForwardRLConfig, step: int
+) -> dict[str, float]:
+    """Optimiser steps on one iteration's samples. Returns means over the trained rows of all ranks.
+
+    R rows of a micro-batch are its (sample, noise level) pairs.
+    """
+    algorithm, model = config.algorithm, actor.model
+    update = Update(actor, part, advantages, config, step)
+    for micro_batches in update.optimizer_steps():
+        for micro in micro_batches:
+            noised = predict_noised(  # by the trained policy, with gradients, and by those that it is compared with
+                actor.policies,
+                micro.samples.kept,
+                micro.samples.row_conditioning,
+                compared=algorithm.compared,
+                guidance_scale=config.rollout.guidance_scale,
+                reference_guidance_scale=algorithm.reference_guidance_scale,
+                seed=config.train.seed,
+                iteration=step,
+            )
+            losses, sums = algorithm.objective.loss(noised, micro.advantages)
+            sums |= velocity_norms(noised.velocity, noised.reference_velocity)
+            sums["loss/policy"] = losses.detach().sum()
+            if algorithm.kl.coef > 0:
+                penalty = algorithm.kl.penalty(noised, micro.advantages)
+                losses = losses + algorithm.kl.coef * penalty
+                sums["kl/reference"] = penalty.detach().sum()
+            loss = micro.mean(losses)
+            loss.backward()
+            update.record(micro, sums)
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, actor.mesh, f"step {step + 1}")
+        actor.step()
+        update.grad_norms.append(grad_norm)
+    actor.end_update(step + 1)
+    return update.metrics()
+
+
+def draw_evaluation(
+    actor: Actor, rows: list[int], config: ForwardRLConfig
+) -> tuple[list[Sample], tuple[list[float], dict[str, float]]]:
+    """An image of each held-out prompt, from the averaged weights; norms of velocities, what left out steps cost."""
+    with actor.evaluated() as model:
+        samples, norms, cached = sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
+    return samples, (norms, cached)
+
+
+if __name__ == "__main__":
+    run_task(main, ForwardRLConfig)

@@ -1,0 +1,62 @@
+"""Tasks that share by copying: what is the same in both stays the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.tiny import ROOT
+
+SHARED = ("main", "make_scorer", "build_actor", "build_sampler", "score", "draw_evaluation")
+"""Functions that are equal but for the name of the configuration."""
+REPLAY = (
+    "    rows = roles.actor.call(Actor.probe_rows, config).result()\n",
+    "    run.add_environment(rows.environment, rows.message)\n",
+)
+"""What the loop of the task that replays trajectories has besides, for its self-check."""
+
+
+def functions(task: str) -> dict[str, str]:
+    """Source of each function, with the names of task and configuration taken out."""
+    text = (ROOT / "tasks" / f"{task}.py").read_text(encoding="utf-8")
+    text = re.sub(r"\b(Trajectory|Forward)RLConfig\b", "Config", text.replace(f'"{task}"', '"TASK"'))
+    lines = text.splitlines(keepends=True)
+    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+    return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in found}
+
+
+@pytest.fixture(scope="module")
+def siblings() -> tuple[dict[str, str], dict[str, str]]:
+    return functions("rl_diffusion"), functions("rl_diffusion_forward")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_the_rl_tasks_share_is_equal(siblings, name: str) -> None:
+    trajectories, forward = siblings
+    assert trajectories[name] == forward[name]
+
+
+def test_the_loops_differ_in_the_probe_of_what_is_replayed(siblings) -> None:
+    loop, other = (each["train"] for each in siblings)
+    for line in REPLAY:
+        assert loop.count(line) == 1
+        loop = loop.replace(line, "")
+    assert loop == other
+
+
+def test_an_update_ends_alike_whatever_its_loss(siblings) -> None:
+    endings = [each["update_policy"].split("            loss = micro.mean(losses)\n")[1] for each in siblings]
+    assert endings[0].replace("update.metrics(mismatch)", "update.metrics()") == endings[1]
+
+
+def test_nothing_else_has_the_same_name(siblings) -> None:
+    trajectories, forward = siblings
+    assert trajectories.keys() & forward.keys() - {*SHARED, "train"} == {"generate", "update_policy"}
+
+
+@pytest.mark.parametrize("task", ["rl_diffusion", "rl_diffusion_forward"])
+def test_they_can_be_read_at_a_sitting(task: str) -> None:
+    assert len((ROOT / "tasks" / f"{task}.py").read_text(encoding="utf-8").splitlines()) <= 300
+    assert {name: count for name, text in functions(task).items() if (count := len(text.splitlines())) > 60} == {}
