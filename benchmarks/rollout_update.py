@@ -150,7 +150,8 @@ class Sfumato:
             part = sampled.rows(rows)
             new = replay_trajectories(self.model, part, self.conditioning.rows(rows), self.dynamics, self.guidance)
             row_advantages = advantages[rows].repeat_interleave(len(TRAINED))
-            loss, _ = ClippedRatio(CLIP).loss(new, part.sampled_steps(), row_advantages)
+            objective = ClippedRatio(CLIP)
+            loss, _ = objective.loss(objective.ratio(new, part.sampled_steps()), row_advantages)
             (loss.sum() / (len(advantages) * len(TRAINED))).backward()
 
     @staticmethod

@@ -13,6 +13,7 @@ configuration's matter, too: the functions below run where the role is that they
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.off_policy.mismatch import Mismatch
-from sfumato.algorithms.off_policy.trajectory import corrected_loss
+from sfumato.algorithms.off_policy.old_policy import old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
@@ -216,28 +217,26 @@ def update_policy(
 
     R rows of a micro-batch are its (sample, trained denoising step) pairs.
     """
-    algorithm, guidance_scale, model = config.algorithm, config.rollout.guidance_scale, actor.model
+    algorithm, objective, model = config.algorithm, config.algorithm.objective, actor.model
     update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
     update.batch = with_proximal_means(model, update.batch, update.passes, config, actor.mesh, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
             sampled, conditioning = micro.samples.kept, micro.samples.row_conditioning
             reference = replay_reference(actor, sampled, conditioning, config)
-            new = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, guidance_scale)
-            old = sampled.sampled_steps()
+            new = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
+            behaviour = sampled.sampled_steps()  # as they were drawn
             if micro.is_first:
-                update.check_first_ratio(micro, algorithm.objective.log_ratio(new, old))
-
-            losses, sums = corrected_loss(
-                algorithm.objective,
-                algorithm.off_policy,
-                new,
-                old,
-                micro.advantages,
-                micro.sample_of_row,
-                sampled.proximal_rows if actor.policies.is_ahead else new.mean.detach(),
-                mismatch if micro.is_counted else None,
+                update.check_first_ratio(micro, objective.ratio(new, behaviour).log_ratio)
+            means = sampled.proximal_rows if actor.policies.is_ahead else new.mean
+            proximal = None if means is None else replace(new, mean=means.detach())  # at the start of this update
+            counted = mismatch if micro.is_counted else None
+            old, weights = old_policy(
+                objective, algorithm.off_policy, behaviour, proximal, micro.sample_of_row, counted
             )
+            ratio = objective.ratio(new, old)  # log-ratios with gradients, exactly 0 where both are one policy
+            losses, sums = objective.loss(ratio, micro.advantages)
+            losses = losses * weights
             sums |= velocity_norms(new.velocity, None if reference is None else reference.velocity)
             sums["loss/policy"] = losses.detach().sum()
             if reference is not None:

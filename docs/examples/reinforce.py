@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from sfumato.algorithms.dynamics.step import GaussianStep
-from sfumato.algorithms.objectives.trajectory import Loss, SampledSteps
+from sfumato.algorithms.objectives.ratio import Loss, Ratio, masked
+from sfumato.algorithms.objectives.steps import SampledSteps
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Reinforce:
         """What replay and rollout may differ by."""
         return 1e-5
 
-    def log_ratio(self, new: GaussianStep, old: SampledSteps) -> torch.Tensor:
-        """log p - log p_old ``[R]``, whose gradient is that of log p."""
-        return old.log_ratio(new)
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """log p - log p_old of R denoising steps, whose gradient is that of log p."""
+        return Ratio(old.log_ratio(new))
 
-    def loss(self, new: GaussianStep, old: SampledSteps, advantages: torch.Tensor) -> Loss:
-        """The loss ``[R]`` and sums over rows for the log."""
-        log_ratio = self.log_ratio(new, old)
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """The loss ``[R]`` and sums over rows for the log; rows where the mask is false are left out."""
+        log_ratio = masked(ratio.log_ratio, mask)
         return -self.scale * advantages * log_ratio, {"reinforce/log_ratio": log_ratio.detach().sum()}

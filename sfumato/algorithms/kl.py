@@ -29,7 +29,7 @@ class GaussianKL:
 
     def penalty(self, step: GaussianStep, reference: GaussianStep) -> torch.Tensor:
         """float32 ``[R]`` for a step of R rows and the reference's."""
-        return mean_over_sample((step.mean - reference.mean) ** 2) / (2 * step.std**2)
+        return step.kl(reference.mean)
 
 
 @dataclass(frozen=True)

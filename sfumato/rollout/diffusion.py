@@ -15,7 +15,7 @@ import torch
 from sfumato.algorithms.dynamics import Dynamics, GaussianStep
 from sfumato.algorithms.dynamics.ode import EulerODE
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.objectives.trajectory import SampledSteps
+from sfumato.algorithms.objectives.steps import SampledSteps
 from sfumato.errors import NonFiniteError, SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.finite import finite_rows

@@ -23,7 +23,7 @@ from sfumato.algorithms.flow_matching import shift_sigma
 from sfumato.algorithms.kl import FlowGRPOKL, GaussianKL
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.trajectory import SampledSteps
+from sfumato.algorithms.objectives.steps import SampledSteps
 from sfumato.algorithms.solvers.dpm2 import DPMSolver2
 from sfumato.algorithms.solvers.euler import Euler
 from sfumato.algorithms.windows import AllSteps, RandomSubset, RandomWindow, SlidingWindow
@@ -176,10 +176,10 @@ def test_policy_loss_and_kl(index: int) -> None:
     reference = step_of(dynamics, SHARED["v_ref"], case["step"])
     advantages = torch.tensor(inputs["advantages"]).clamp(-inputs["adv_clip_max"], inputs["adv_clip_max"])
     drawn, objective = sampled(old, case["step"]), ClippedRatio(clip_range=inputs["clip_range"])
-    loss, stats = objective.loss(new, drawn, advantages)
+    loss, stats = objective.loss(objective.ratio(new, drawn), advantages)
     flow_grpo = FlowGRPOKL(coef=inputs["beta"])
 
-    close(objective.log_ratio(new, drawn).exp(), case["ratio"])
+    close(objective.ratio(new, drawn).log_ratio.exp(), case["ratio"])
     close(loss.mean(), case["policy_loss"])
     close(flow_grpo.penalty(new, reference).mean(), case["kl_flow_grpo (divides by 2*std_dev_t^2, no dt)"])
     exact = GaussianKL(coef=1.0).penalty(new, reference).mean()
@@ -202,8 +202,8 @@ def test_policy_gradient_inside_the_clip_range(name: str) -> None:
     old, new = step_of(dynamics, SHARED["v_old"], 4), step_of(dynamics, velocity, 4)
     advantages = torch.tensor(golden["inputs"]["advantages"]).clamp(-5, 5)
     drawn, objective = sampled(old, 4), ClippedRatio(clip_range=case["clip_range"])
-    log_ratio = objective.log_ratio(new, drawn)
-    loss = objective.loss(new, drawn, advantages)[0].mean()
+    log_ratio = objective.ratio(new, drawn).log_ratio
+    loss = objective.loss(objective.ratio(new, drawn), advantages)[0].mean()
     loss.backward()
     close(log_ratio.exp(), case["ratio"])
     assert bool((log_ratio.exp() == 1).all()) == case["ratio_is_exactly_one"]
@@ -218,8 +218,8 @@ def test_guard_is_per_sample_and_divided_by_the_step_size() -> None:
     dynamics, guard = FlowSDE(noise_level=0.7), Guard(clip_range=golden["clip_range"])
     old, new = step_of(dynamics, SHARED["v_old"], index), step_of(dynamics, SHARED["v_new"], index)
     drawn = sampled(old, index)
-    log_ratio = guard.log_ratio(new, drawn)
-    loss, _ = guard.loss(new, drawn, torch.tensor(golden["advantages"]))
+    log_ratio = guard.ratio(new, drawn).log_ratio
+    loss, _ = guard.loss(guard.ratio(new, drawn), torch.tensor(golden["advantages"]))
 
     close(log_ratio, case["identity_value"])
     close(log_ratio.exp(), case["ratio"])

@@ -25,7 +25,7 @@ from sfumato.algorithms.kl import FlowGRPOKL
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.trajectory import SampledSteps
+from sfumato.algorithms.objectives.steps import SampledSteps
 
 FILE = json.loads((Path(__file__).parent / "data" / "peers_diffusion.json").read_text(encoding="utf-8"))
 INPUTS = {name: value if name == "prompts" else torch.tensor(value) for name, value in FILE["inputs"].items()}
@@ -165,7 +165,7 @@ def test_policy_losses_of_verl_omni(case: dict) -> None:
     else:
         objective = (Guard if "guard" in case["id"] else ClippedRatio)(clip_range=params["clip_ratio"])
         advantages = advantages.clamp(-params["adv_clip_max"], params["adv_clip_max"])
-    losses, stats = objective.loss(new, old, advantages)
+    losses, stats = objective.loss(objective.ratio(new, old), advantages)
     weights = INPUTS[case["inputs"]["rollout_is_weights"]] if case["inputs"]["rollout_is_weights"] else torch.ones(8)
     loss = (losses * weights).mean()  # weights of importance sampling are the caller's business
     loss.backward()

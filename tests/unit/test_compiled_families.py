@@ -77,7 +77,7 @@ def test_compiled_blocks_sample_and_replay_as_plain_ones(family: str, tmp_path: 
     conditioning = model.encode_prompts(["write a", "write b"])
     part = sampled.rows(torch.arange(2))  # two samples of two steps: the rollout's four rows
     new = replay_trajectories(model, part, conditioning, FlowSDE(0.7), 3.0)
-    log_ratio = objective.log_ratio(new, part.sampled_steps())
+    log_ratio = objective.ratio(new, part.sampled_steps()).log_ratio
     check_replay(log_ratio.detach(), TRAINED, torch.float32, objective.replay_tolerance)
     log_ratio.sum().backward()
     with_gradient = [each for each in model.denoiser.parameters() if each.grad is not None and each.grad.any()]

@@ -25,7 +25,8 @@ from sfumato.algorithms.kl import FlowGRPOKL, GaussianKL, SampleMSE, VelocityMSE
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.trajectory import SampledSteps, clipped_surrogate
+from sfumato.algorithms.objectives.ratio import Ratio, clipped_surrogate
+from sfumato.algorithms.objectives.steps import SampledSteps
 from sfumato.config.base import find_variants
 from sfumato.config.diffusion_rl import ForwardAlgorithmConfig, TrajectoryAlgorithmConfig
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
@@ -82,9 +83,9 @@ def named(objective: object) -> str:
 def test_equal_means_give_a_log_ratio_of_exactly_zero_and_a_gradient(objective: object, dynamics: object) -> None:
     velocity, advantages = normal(3).requires_grad_(True), torch.tensor([1.0, -1.0, 2.0, 0.0])
     old, new = sampled(dynamics, velocity.detach()), step_of(dynamics, velocity)
-    loss, stats = objective.loss(new, old, advantages)
+    loss, stats = objective.loss(objective.ratio(new, old), advantages)
     scale = old.step_sizes if isinstance(objective, Guard) else 1.0
-    assert torch.equal(objective.log_ratio(new, old), torch.zeros(4))
+    assert torch.equal(objective.ratio(new, old).log_ratio, torch.zeros(4))
     assert torch.equal(loss * scale, -advantages)
     assert float(stats["ratio/mean"]) == 4 and float(stats["ratio/approx_kl"]) == 0
     loss.sum().backward()
@@ -96,7 +97,7 @@ def test_equal_means_give_a_log_ratio_of_exactly_zero_and_a_gradient(objective: 
 def test_descent_makes_good_steps_likelier_and_bad_ones_less_likely(objective: object, dynamics: object) -> None:
     velocity, advantages = normal(3).requires_grad_(True), torch.tensor([1.0, -1.0, 2.0, -0.5])
     old = sampled(dynamics, velocity.detach())
-    objective.loss(step_of(dynamics, velocity), old, advantages)[0].sum().backward()
+    objective.loss(objective.ratio(step_of(dynamics, velocity), old), advantages)[0].sum().backward()
     moved = step_of(dynamics, velocity.detach() - 1e-4 * velocity.grad)
     assert torch.equal(old.log_ratio(moved).sign(), advantages.sign())
 
@@ -113,8 +114,8 @@ def test_clipping_stops_what_went_far_enough() -> None:
 def test_asymmetric_ranges_reach_the_surrogate() -> None:
     old, new = sampled(FlowSDE(), normal(3)), step_of(FlowSDE(), normal(4))
     for objective in (ClippedRatio, Guard):
-        log_ratio = objective().log_ratio(new, old)
-        loss = objective(1e-3, 2e-3).loss(new, old, torch.ones(4))[0]
+        log_ratio = objective().ratio(new, old).log_ratio
+        loss = objective(1e-3, 2e-3).loss(objective().ratio(new, old), torch.ones(4))[0]
         expected = clipped_surrogate(log_ratio, torch.ones(4), 1e-3, 2e-3)[0]
         assert torch.equal(loss, expected / (old.step_sizes if objective is Guard else 1))
         with pytest.raises(ValueError, match="above 0"):
@@ -124,10 +125,10 @@ def test_asymmetric_ranges_reach_the_surrogate() -> None:
 def test_log_ratios_without_the_old_means() -> None:
     old, new = sampled(FlowSDE(), normal(3), keep_means=False), step_of(FlowSDE(), normal(4))
     torch.testing.assert_close(old.log_ratio(new), sampled(FlowSDE(), normal(3)).log_ratio(new), atol=1e-5, rtol=1e-4)
-    ClippedRatio().loss(new, old, torch.ones(4))
+    assert torch.equal(ClippedRatio().ratio(new, old).log_ratio, old.log_ratio(new))
     for objective in (Guard(), DPPO()):
         with pytest.raises(ValueError, match="means of the sampled steps"):
-            objective.loss(new, old, torch.ones(4))
+            objective.ratio(new, old)
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=named)
@@ -136,7 +137,7 @@ def test_guard_recentres_every_dynamics_by_the_whole_density(dynamics: object) -
     old, new = sampled(dynamics, normal(3)), step_of(dynamics, normal(3) + 0.1 * normal(4))
     gaussian = dataclasses.replace(new, weight=1 / (2 * new.std**2)).log_ratio(old.means, old.next_latents)
     bias = ((new.mean - old.means) ** 2).flatten(1).mean(dim=1) / (2 * new.std)
-    torch.testing.assert_close(Guard().log_ratio(new, old), gaussian * new.std + bias, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(Guard().ratio(new, old).log_ratio, gaussian * new.std + bias, atol=1e-6, rtol=1e-4)
 
 
 def test_guard_has_no_drift_where_the_plain_ratio_has() -> None:
@@ -145,7 +146,7 @@ def test_guard_has_no_drift_where_the_plain_ratio_has() -> None:
     drawn = step.draw(normal(2, rows))
     old = SampledSteps(drawn, step.log_prob(drawn), torch.full((2000,), 0.1), step.mean)
     new = dataclasses.replace(step, mean=step.mean + 0.2 * step.std[:, None])
-    plain, guarded = ClippedRatio().log_ratio(new, old), Guard().log_ratio(new, old)
+    plain, guarded = ClippedRatio().ratio(new, old).log_ratio, Guard().ratio(new, old).log_ratio
     assert float(plain.mean()) == pytest.approx(-0.02, abs=3e-3)
     assert float(guarded.mean()) == pytest.approx(0.0, abs=3e-3 * float(step.std[0]))
 
@@ -157,14 +158,40 @@ def test_dppo_masks_what_would_go_on_away_from_the_old_policy() -> None:
     mean = (old.means + torch.tensor([0.1, 0.1, -0.1, -0.1]).reshape(-1, 1, 1, 1) * towards).requires_grad_(True)
     new, advantages = dataclasses.replace(start, mean=mean), torch.tensor([1.0, -1.0, 1.0, -1.0])
     kl = (0.1**2 * (towards / start.std.reshape(-1, 1, 1, 1)) ** 2).flatten(1).mean(dim=1) / 2
-    loss, stats = DPPO(kl_threshold=float(kl.min()) / 2).loss(new, old, advantages)
+    ratio = DPPO().ratio(new, old)
+    loss, stats = DPPO(kl_threshold=float(kl.min()) / 2).loss(ratio, advantages)
     loss.sum().backward()
     assert (loss != 0).tolist() == [False, True, True, False]
     assert (mean.grad.flatten(1).norm(dim=1) > 0).tolist() == [False, True, True, False]
     assert float(stats["ratio/masked_high"]) == 1 and float(stats["ratio/masked_low"]) == 1
     assert float(stats["kl/old"]) == pytest.approx(float(kl.sum()), rel=1e-4)
-    inside, _ = DPPO(kl_threshold=float(kl.max()) * 2).loss(new, old, advantages)
+    inside, _ = DPPO(kl_threshold=float(kl.max()) * 2).loss(ratio, advantages)
     assert (inside != 0).all()
+
+
+@pytest.mark.parametrize("objective", TRAJECTORY, ids=named)
+def test_tokens_have_the_losses_of_steps_and_those_outside_the_mask_have_none(objective: object) -> None:
+    """Decisions of any kind: a log-ratio each, perhaps a divergence, and a mask of those that are learned from."""
+    log_probs, drawn = normal(1, (9,)).requires_grad_(True), normal(1, (9,)) + 0.3 * normal(2, (9,))
+    mask = torch.tensor([True, True, False, True, False, True, True, True, False])
+    kl, advantages = torch.rand(9, generator=torch.Generator().manual_seed(3)) * 2e-5, normal(4, (9,))
+
+    def learned(rows: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        log_ratio = (log_probs - drawn)[rows]
+        log_ratio = log_ratio if mask is None else torch.where(mask, log_ratio, torch.nan)
+        loss, stats = objective.loss(Ratio(log_ratio, kl[rows]), advantages[rows], mask)
+        (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+        return loss.detach(), gradient, {name: float(each) for name, each in stats.items()}
+
+    alone, whole = learned(mask.nonzero().flatten(), None), learned(torch.arange(9), mask)
+    assert torch.equal(whole[0][mask], alone[0]) and not whole[0][~mask].any() and alone[0].all()
+    assert torch.equal(whole[1][mask], alone[1]) and not whole[1][~mask].any()
+    assert whole[2] == pytest.approx(alone[2], rel=1e-6)
+
+
+def test_dppo_needs_a_divergence() -> None:
+    with pytest.raises(ValueError, match="KL divergence"):
+        DPPO().loss(Ratio(torch.zeros(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize("kl", [GaussianKL(), FlowGRPOKL(), VelocityMSE(), SampleMSE()], ids=named)

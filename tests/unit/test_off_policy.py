@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from sfumato.algorithms.dynamics.step import GaussianStep
 from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
 from sfumato.algorithms.objectives.dppo import DPPO
 from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.trajectory import SampledSteps
+from sfumato.algorithms.objectives.steps import SampledSteps
 from sfumato.algorithms.off_policy.corrections import (
     Decoupled,
     NoCorrection,
@@ -25,7 +26,7 @@ from sfumato.algorithms.off_policy.corrections import (
     log_ratio_of,
 )
 from sfumato.algorithms.off_policy.mismatch import Mismatch, mismatch_metrics
-from sfumato.algorithms.off_policy.trajectory import corrected_loss, redrawn
+from sfumato.algorithms.off_policy.old_policy import old_policy, redrawn
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
@@ -85,6 +86,14 @@ def step_of(velocity: torch.Tensor) -> GaussianStep:
 def drawn_by(step: GaussianStep) -> SampledSteps:
     drawn = step.draw(normal(2))
     return SampledSteps(drawn, step.log_prob(drawn), SIGMA - SIGMA_NEXT, step.mean)
+
+
+def corrected_loss(objective, part, new, behaviour, advantages, ids, means=None, mismatch=None):
+    """The loss as ``tasks/rl_diffusion.py`` computes it, and its statistics."""
+    proximal = None if means is None else dataclasses.replace(new, mean=means.detach())
+    old, weights = old_policy(objective, part, behaviour, proximal, ids, mismatch)
+    losses, stats = objective.loss(objective.ratio(new, old), advantages)
+    return losses * weights, stats
 
 
 # The weights
@@ -161,6 +170,20 @@ def test_weights_carry_no_gradient():
     log_ratio = torch.tensor(LOG_RATIO, requires_grad=True)
     for part in CORRECTIONS:
         assert not part.correct(log_ratio, rows()[1]).weights.requires_grad
+
+
+@pytest.mark.parametrize("part", CORRECTIONS, ids=named)
+def test_rows_outside_the_mask_count_for_nothing(part):
+    log_ratio, samples = rows()
+    mask = torch.tensor([True, True, True, False, True, True])
+    padded = torch.where(mask, log_ratio, 7.0)  # whatever stands there
+    found, alone = part.correct(padded, samples, mask), part.correct(log_ratio[mask], samples[mask])
+    for name in ("weights", "log_weights", "truncated", "rejected"):
+        assert torch.equal(getattr(found, name)[mask], getattr(alone, name)), name
+    with_mask, without = Mismatch(), Mismatch()
+    with_mask.add(padded, found, mask=mask)
+    without.add(log_ratio[mask], alone)
+    assert with_mask.sums == without.sums and with_mask.largest == without.largest
 
 
 def test_shapes_are_checked():
@@ -303,8 +326,9 @@ def test_guard_is_corrected_by_its_ratio_and_measured_by_probabilities():
     part = Decoupled(cap=None)
     new = step_of(normal(3))
     losses, _ = corrected_loss(objective, part, new, behaviour, torch.ones(6), rows()[1], proximal.mean, mismatch)
-    weights = objective.log_ratio(proximal, behaviour).exp()
-    expected = objective.loss(new, redrawn(behaviour, proximal), torch.ones(6))[0] * weights
+    weights = objective.ratio(proximal, behaviour).log_ratio.exp()
+    ratio = objective.ratio(new, redrawn(behaviour, proximal))
+    expected = objective.loss(ratio, torch.ones(6))[0] * weights
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
     k1 = -behaviour.log_ratio(proximal).double().mean()
     assert mismatch.sums["k1"] / 6 == pytest.approx(float(k1), rel=1e-6)

@@ -83,6 +83,23 @@ class GaussianStep:
         product = (self.mean - old_mean) * (next_latents.to(torch.float32) - middle)
         return mean_over_sample(product) * (2 * self.weight)
 
+    def recentred_log_ratio(self, old_mean: torch.Tensor, next_latents: torch.Tensor) -> torch.Tensor:
+        """mean((x' - mu_old)(mu - mu_old)) / S: S (log p(x') - log p_old(x')) + mean((mu - mu_old)^2) / 2S.
+
+        Its mean under the old policy is 0, where the plain log-ratio's is -mean((mu - mu_old)^2) / 2S^2, and its scale
+        is the same at every step. Densities are whole here, also where dynamics leave 1 / 2S^2 out. Args and what it
+        returns are those of ``log_ratio``.
+        """
+        return mean_over_sample((next_latents - old_mean) * (self.mean - old_mean)) / self.std
+
+    def kl(self, old_mean: torch.Tensor) -> torch.Tensor:
+        """KL(old, this) of two Gaussians with this variance, per element: mean((mu - mu_old)^2) / 2S^2, ``[B]``."""
+        return self.squared_distance(old_mean) / (2 * self.std**2)
+
+    def squared_distance(self, old_mean: torch.Tensor) -> torch.Tensor:
+        """mean((mu - mu_old)^2): float32 ``[B]``."""
+        return mean_over_sample((self.mean - old_mean) ** 2)
+
 
 class Dynamics(Protocol):
     """What every file beside this one offers: a stochastic or deterministic denoising step."""

@@ -9,7 +9,7 @@ import torch
 
 from sfumato.algorithms.dynamics.step import mean_over_sample
 from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
-from sfumato.algorithms.objectives.trajectory import check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.objectives.ratio import check_clip_ranges, clipped_surrogate
 
 _TINY = 1e-10
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples
-from sfumato.algorithms.objectives.trajectory import check_clip_ranges
+from sfumato.algorithms.objectives.ratio import check_clip_ranges
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from sfumato.algorithms.dynamics.step import GaussianStep
-from sfumato.algorithms.objectives.trajectory import Loss, SampledSteps, check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.objectives.ratio import Loss, Ratio, check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.objectives.steps import SampledSteps
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class ClippedRatio:
         """A tenth of the clip range."""
         return self.clip_range / 10
 
-    def log_ratio(self, new: GaussianStep, old: SampledSteps) -> torch.Tensor:
-        """log p_new - log p_old: float32 ``[R]``."""
-        return old.log_ratio(new)
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """log p_new - log p_old of R denoising steps."""
+        return Ratio(old.log_ratio(new))
 
-    def loss(self, new: GaussianStep, old: SampledSteps, advantages: torch.Tensor) -> Loss:
-        """As ``TrajectoryObjective.loss``."""
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """As ``RatioObjective.loss``."""
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        return clipped_surrogate(self.log_ratio(new, old), advantages, self.clip_range, high)
+        return clipped_surrogate(ratio.log_ratio, advantages, self.clip_range, high, mask)

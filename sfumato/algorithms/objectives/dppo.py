@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.dynamics.step import GaussianStep, mean_over_sample
-from sfumato.algorithms.objectives.trajectory import Loss, SampledSteps
+from sfumato.algorithms.dynamics.step import GaussianStep
+from sfumato.algorithms.objectives.ratio import Loss, Ratio, masked, ratio_sums
+from sfumato.algorithms.objectives.steps import SampledSteps
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,25 @@ class DPPO:
         """A tenth of the threshold."""
         return self.kl_threshold / 10
 
-    def log_ratio(self, new: GaussianStep, old: SampledSteps) -> torch.Tensor:
-        """log p_new - log p_old: float32 ``[R]``."""
-        return old.log_ratio(new)
-
-    def loss(self, new: GaussianStep, old: SampledSteps, advantages: torch.Tensor) -> Loss:
-        """As ``TrajectoryObjective.loss``. Raises ValueError when the old means were not kept."""
-        log_ratio = self.log_ratio(new, old)
-        ratio = torch.exp(log_ratio)
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """log p_new - log p_old of R denoising steps, and their KL. Raises ValueError where old means were not kept."""
         with torch.no_grad():
-            kl = mean_over_sample((new.mean - old.old_means()) ** 2) / 2
-            kl = kl / new.std**2 if self.scale_by_variance else kl
-            far = kl >= self.kl_threshold
-            high = far & (ratio > 1) & (advantages > 0)
-            low = far & (ratio < 1) & (advantages < 0)
-        loss = torch.where(high | low, torch.zeros_like(ratio), -advantages * ratio)
-        stats = {
-            "ratio/mean": ratio.detach().sum(),
-            "ratio/approx_kl": 0.5 * (log_ratio.detach() ** 2).sum(),
-            "ratio/masked_high": high.float().sum(),
-            "ratio/masked_low": low.float().sum(),
-            "kl/old": kl.sum(),
-        }
+            kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
+        return Ratio(old.log_ratio(new), kl)
+
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
+        if ratio.kl is None:
+            raise ValueError("dppo needs the KL divergence from the old policy of each decision")
+        log_ratio = masked(ratio.log_ratio, mask)
+        r = torch.exp(log_ratio)
+        with torch.no_grad():
+            far = ratio.kl >= self.kl_threshold
+            high = far & (r > 1) & (advantages > 0)
+            low = far & (r < 1) & (advantages < 0)
+        loss = masked(torch.where(high | low, torch.zeros_like(r), -advantages * r), mask)
+        stats = ratio_sums(log_ratio, r, mask)
+        stats["ratio/masked_high"] = masked(high.float(), mask).sum()
+        stats["ratio/masked_low"] = masked(low.float(), mask).sum()
+        stats["kl/old"] = masked(ratio.kl, mask).sum()
         return loss, stats

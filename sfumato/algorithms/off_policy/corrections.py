@@ -1,7 +1,7 @@
 """From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss.
 
-Shapes: R rows, each a step of a trajectory. Log-ratios are log proximal - log behaviour, as the objective that clips
-ratios defines them.
+Shapes: R rows, each a decision: a step of a trajectory, or a token of an answer. Log-ratios are log proximal - log
+behaviour, as the objective that clips ratios defines them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Correction:
     rejected: torch.Tensor
     """bool ``[R]``: left out."""
 
+    def rows(self, mask: torch.Tensor) -> Correction:
+        """Those where ``mask``, bool ``[R]``, is true."""
+        return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
+
 
 class OffPolicy(Protocol):
     """What every correction offers."""
@@ -38,7 +42,9 @@ class OffPolicy(Protocol):
     uses_proximal: ClassVar[bool]
     """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
 
-    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+    def correct(
+        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Correction:
         """Weights of R rows.
 
         Args:
@@ -46,6 +52,8 @@ class OffPolicy(Protocol):
                 shows it.
             sample_of_row: int64 ``[R]``, any numbers: rows of one trajectory share theirs. All rows of a trajectory
                 must be there, except for level ``step``.
+            mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
+                trajectory. None is all.
         """
         ...
 
@@ -57,11 +65,13 @@ class NoCorrection:
     type: ClassVar[str] = "none"
     uses_proximal: ClassVar[bool] = False
 
-    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+    def correct(
+        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Correction:
         """As ``OffPolicy.correct``; all weights are 1."""
         nobody = torch.zeros_like(log_ratio, dtype=torch.bool)
         ones = torch.ones_like(log_ratio, dtype=torch.float32).detach()
-        return Correction(ones, log_ratio_of(log_ratio, sample_of_row, "step"), nobody, nobody)
+        return Correction(ones, log_ratio_of(log_ratio, sample_of_row, "step", mask), nobody, nobody)
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,11 @@ class Decoupled:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+    def correct(
+        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Correction:
         """As ``OffPolicy.correct``."""
-        log_weights = log_ratio_of(log_ratio, sample_of_row, self.level)
+        log_weights = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         weights, truncated = _truncated(log_weights, self.cap)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
 
@@ -117,26 +129,31 @@ class Rejection:
                 "a sample that the policy itself has made"
             )
 
-    def correct(self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor) -> Correction:
+    def correct(
+        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Correction:
         """As ``OffPolicy.correct``."""
-        bounded = log_ratio_of(log_ratio, sample_of_row, self.level)
+        bounded = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
         if self.weight_level is None:
             log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
         else:
-            log_weights = log_ratio_of(log_ratio, sample_of_row, self.weight_level)
+            log_weights = log_ratio_of(log_ratio, sample_of_row, self.weight_level, mask)
         weights, truncated = _truncated(log_weights, self.cap)
         return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
-def log_ratio_of(log_ratio: torch.Tensor, sample_of_row: torch.Tensor, level: Level) -> torch.Tensor:
+def log_ratio_of(
+    log_ratio: torch.Tensor, sample_of_row: torch.Tensor, level: Level, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Log-ratios at a level: of each step, or of its trajectory as the sum or the mean over all steps of it.
 
     Args:
         log_ratio: ``[R]``.
         sample_of_row: int64 ``[R]``.
         level: which.
+        mask: bool ``[R]``: rows that count; None is all.
 
     Returns:
         float64 ``[R]``, without gradients; rows of a trajectory have the same, unless the level is ``step``.
@@ -148,12 +165,15 @@ def log_ratio_of(log_ratio: torch.Tensor, sample_of_row: torch.Tensor, level: Le
         shapes = f"{tuple(log_ratio.shape)} and {tuple(sample_of_row.shape)}"
         raise ValueError(f"log_ratio and sample_of_row must both be [R], and are {shapes}")
     values = log_ratio.detach().double()
+    if mask is not None:
+        values = torch.where(mask, values, 0.0)
     if level == "step":
         return values
     names, place = torch.unique(sample_of_row.to(values.device), return_inverse=True)
     sums = values.new_zeros(len(names)).index_put((place,), values, accumulate=True)  # sorted on GPUs: same bits
     if level == "trajectory_mean":
-        sums = sums / torch.bincount(place, minlength=len(names))
+        rows = place if mask is None else place[mask]
+        sums = sums / torch.bincount(rows, minlength=len(names)).clamp(min=1)
     return sums[place]
 
 

@@ -31,6 +31,7 @@ class Mismatch:
         correction: Correction,
         log_prob_ratio: torch.Tensor | None = None,
         kl: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> None:
         """Counts R rows.
 
@@ -40,7 +41,11 @@ class Mismatch:
             log_prob_ratio: ``[R]``: difference of log-probabilities, where ``log_ratio`` is something else
                 (objective guard).
             kl: ``[R]``: KL(behaviour, proximal) of each row, where it is known exactly.
+            mask: bool ``[R]``: rows that count; None is all.
         """
+        if mask is not None:
+            log_ratio, correction = log_ratio[mask], correction.rows(mask)
+            log_prob_ratio, kl = (None if each is None else each[mask] for each in (log_prob_ratio, kl))
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
