@@ -106,12 +106,10 @@ def plan(mutants: list[Mutant], budget_s: float) -> list[Trial]:
     for mutant in mutants:
         lines = (ROOT / mutant.path).read_text(encoding="utf-8").splitlines()
         trial = Trial(mutant)
+        above, line = (text.strip() for text in ["", *lines][mutant.line - 1 : mutant.line + 1])
         for entry in explained:
-            if (entry["path"], entry["line"], entry["change"]) == (
-                mutant.path,
-                lines[mutant.line - 1].strip(),
-                mutant.change,
-            ):
+            place = (entry["path"], entry["line"], entry["change"], entry.get("above", above))
+            if place == (mutant.path, line, mutant.change, above):
                 trial.outcome, trial.reason = "equivalent", entry["why"]
         of_file = known["lines"].get(mutant.path, {})
         if mutant.line in lines_of_functions(mutant.path):
