@@ -1,23 +1,7 @@
 """Tensor parallelism: ranks share each matrix (Megatron-LM, arXiv 1909.08053), and activations between the matrices.
 
-The styles of a plan are those of transformers' ``base_model_tp_plan``; a style may be followed by ``:n`` (the number of
-equal blocks of a fused matrix) and by ``?`` (the pattern need not match):
-
-=============================================  ======================================================================
-``colwise``, ``packed_colwise``                linear layer, or bare parameter, whose outputs are cut. For the head:
-                                               logits stay cut, see ``sfumato.parallel.vocabulary``
-``colwise_gather_output`` (``colwise_rep``)    the same, and the outputs are gathered
-``rowwise``, ``packed_rowwise``                linear layer, or bare parameter, whose inputs are cut; outputs are summed
-``rowwise_split_input`` (``rowwise_rep``)      the same for whole inputs
-``embedding_rowwise``, ``embedding_colwise``   embedding whose vocabulary, or features, are cut
-``replicated_with_grad_allreduce``             whole weights used on cut heads
-``norm_across_heads``                          ``nn.RMSNorm`` over the features of all heads
-``mla_kv_a_proj``                              latent projection of multi-head latent attention
-``moe_tp_experts``, ``moe_identity_expert``    experts whose parameters are cut; experts without weights
-``local_params``                               module that uses a bare parameter which is cut
-``all_reduce``, ``replicate``                  outputs that are summed; nothing
-``separate_outputs``                           block that returns several views of one tensor
-=============================================  ======================================================================
+The styles of a plan are those of transformers' ``base_model_tp_plan``, listed in ``STYLES``; a style may be followed by
+``:n`` (the number of equal blocks of a fused matrix) and by ``?`` (the pattern need not match).
 """
 
 from __future__ import annotations
@@ -25,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -37,35 +20,8 @@ from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.tensor_styles import Cutter, Ranks
-
-COLWISE = {"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"}
-ROWWISE = {"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"}
-OTHERS = {
-    "embedding_rowwise",
-    "embedding_colwise",
-    "replicated_with_grad_allreduce",
-    "norm_across_heads",
-    "mla_kv_a_proj",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "local_params",
-    "all_reduce",
-    "separate_outputs",
-    "replicate",
-}
-PARTIAL = {
-    "colwise",
-    "packed_colwise",
-    "rowwise",
-    "packed_rowwise",
-    "replicated_with_grad_allreduce",
-    "norm_across_heads",
-    "mla_kv_a_proj",
-    "local_params",
-    "replicate",
-}
-"""Styles that can leave all sums to the ends of the group of layers they stand in."""
+from sfumato.parallel.tensor_sequence import share_sequence
+from sfumato.parallel.tensor_styles import Cutter
 
 
 @dataclass(frozen=True)
@@ -80,10 +36,15 @@ class Style:
     def of(cls, text: str, pattern: str) -> Style:
         """Reads ``kind`` or ``kind:blocks``."""
         kind, _, blocks = text.partition(":")
-        if kind not in COLWISE | ROWWISE | OTHERS or (blocks and not blocks.isdigit()):
-            known = ", ".join(sorted(COLWISE | ROWWISE | OTHERS))
+        if kind not in STYLES or (blocks and not blocks.isdigit()):
+            known = ", ".join(sorted(STYLES))
             raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {known}")
-        return cls(kind, int(blocks) if blocks else 2 if kind.startswith("packed") else 1)
+        return cls(kind, int(blocks) if blocks else STYLES[kind].blocks)
+
+    @property
+    def meaning(self) -> Meaning:
+        """Its entry in the table."""
+        return STYLES[self.kind]
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, sequence_parallel: bool) -> None:
@@ -136,7 +97,7 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
         handled |= _apply(module, name, style, cutter, parts=name.startswith(parts), inside=name.startswith(inside))
     _reduce_heads(module, found, cutter.ranks.size)
     if sequence_parallel:
-        _share_sequence(module, blocks, groups, handled, cutter.ranks)
+        share_sequence(module, blocks, groups, handled, cutter.ranks)
 
 
 def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
@@ -199,7 +160,7 @@ def _match_tied_embeddings(module: nn.Module, found: dict[str, Style]) -> None:
     heads = {
         id(getattr(_base(module.get_submodule(name)), "weight", None))
         for name, style in found.items()
-        if style.kind in COLWISE and not _is_parameter(module, name)
+        if style.meaning.cuts == "outputs" and not _is_parameter(module, name)
     }
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding) and id(each.weight) in heads and name not in found:
@@ -225,7 +186,7 @@ def _check_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> No
 
 def _check_owners(module: nn.Module, found: Mapping[str, Style]) -> None:
     for name, style in found.items():
-        if style.kind in COLWISE | ROWWISE and _is_parameter(module, name):
+        if style.meaning.cuts and _is_parameter(module, name):
             owner = name.rpartition(".")[0]
             if owner not in found or found[owner].kind not in ("moe_tp_experts", "local_params"):
                 raise ConfigError(
@@ -252,41 +213,15 @@ def _apply(module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bo
         parts: whether it stands in a partial group.
         inside: whether it stands in a block, where pieces must be equal.
     """
-    kind, ranks = style.kind, cutter.ranks
     if _is_parameter(module, name):
         _cut_parameter(module, name, style, cutter)
         return set()
-    each = module.get_submodule(name)
-    if kind in COLWISE | ROWWISE:
+    each, meaning = module.get_submodule(name), style.meaning
+    if meaning.cuts:
         return _apply_linear(each, name, style, cutter, parts, inside)
-    if kind == "replicated_with_grad_allreduce":
-        owners = {owner for owner in each.modules() if owner._parameters}
-        for owner in owners:
-            styles.become(owner, styles.Summed, tp_ranks=ranks)
-        return owners
-    if kind in ("embedding_rowwise", "embedding_colwise", "norm_across_heads"):
-        wanted = nn.RMSNorm if kind == "norm_across_heads" else nn.Embedding
-        _check_type(each, wanted, name, kind)
-        getattr(styles, f"make_{kind}")(each, cutter, name)
-        return {each}
-    if kind == "mla_kv_a_proj":
-        if not parts:
-            styles.become(each, styles.LatentKeyValue, tp_ranks=ranks, tp_rotary=_rotary_width(module, name))
-    elif kind == "moe_tp_experts":
-        _check_experts(each, name)
-        styles.become(each, styles.Experts, tp_ranks=ranks)
-    elif kind == "local_params":
-        if parts:
-            styles.become(each, styles.Summed, tp_ranks=ranks)
-            return {each}
-        styles.become(each, styles.Local)
-    elif kind == "moe_identity_expert":
-        styles.become(each, styles.IdentityExpert, tp_ranks=ranks)
-    elif kind == "all_reduce":
-        styles.become(each, styles.AllReduced, tp_ranks=ranks)
-    elif kind == "separate_outputs":
-        styles.become(each, styles.SeparateOutputs)
-    return set()
+    if meaning.layer is not None:
+        _check_type(each, meaning.layer, name, style.kind)
+    return meaning.apply(each, _Site(module, name, cutter, parts))
 
 
 def _apply_linear(
@@ -294,15 +229,14 @@ def _apply_linear(
 ) -> set[nn.Module]:
     """Cuts a linear layer and its adapters: of an adapter's two matrices the one at the cut side."""
     layer, firsts, seconds = _linear_parts(module, name, style.kind)
-    if style.kind in COLWISE:
-        joined = style.kind in ("colwise_gather_output", "colwise_rep")
-        settings = {"parts": parts, "even": inside and not joined, "joined": joined, "blocks": style.blocks}
+    is_whole = style.meaning.is_whole
+    if style.meaning.cuts == "outputs":
+        settings = {"parts": parts, "even": inside and not is_whole, "joined": is_whole, "blocks": style.blocks}
         for each in (layer, *seconds):
             styles.make_colwise(each, cutter, name, adapter=each is not layer, **settings)
         return {layer, *seconds}
-    whole_input = style.kind in ("rowwise_split_input", "rowwise_rep")
     for each in (layer, *firsts):
-        styles.make_rowwise(each, cutter, name, parts=parts, whole_input=whole_input, blocks=style.blocks)
+        styles.make_rowwise(each, cutter, name, parts=parts, whole_input=is_whole, blocks=style.blocks)
     return {layer, *firsts}
 
 
@@ -325,7 +259,7 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
 def _cut_parameter(module: nn.Module, name: str, style: Style, cutter: Cutter) -> None:
     owner, _, own = name.rpartition(".")
     dims = module.get_parameter(name).ndim
-    dim = max(dims - 2, 0) if style.kind in COLWISE else dims - 1
+    dim = max(dims - 2, 0) if style.meaning.cuts == "outputs" else dims - 1
     cutter.cut(module.get_submodule(owner), own, dim, owner, style.blocks)
 
 
@@ -379,53 +313,126 @@ def _is_parameter(module: nn.Module, name: str) -> bool:
     return own in module.get_submodule(owner)._parameters
 
 
-class Sequence:
-    """The sequence that the model is working on, and what ranks do with their parts of it."""
+@dataclass(frozen=True)
+class _Site:
+    """Where a style is applied."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.length = 0
-        """Tokens of all ranks together."""
-
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Before the first block: keeps this rank's part of the hidden states."""
-        del block
-        hidden, args, kwargs = _take_input(args, kwargs)
-        self.length = hidden.shape[1]
-        return (styles.cut(hidden, 1, self.ranks), *args), kwargs
-
-    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After the last block: joins the parts."""
-        del block, args
-        return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
+    module: nn.Module
+    """The model."""
+    name: str
+    """Of the layer in it."""
+    cutter: Cutter
+    parts: bool
+    """Whether it stands in a partial group."""
 
 
-class SequenceGroup(nn.Module):
-    """A group of layers that runs on the whole sequence and returns this rank's part."""
+def _apply_layer(make: Callable[[Any, Cutter, str], None]) -> _Apply:
+    """Cuts a layer by a function of ``tensor_styles``, which takes care of its parameters."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        sequence, ranks = self.tp_sequence, self.tp_sequence.ranks
-        # read anew in each block: before it is recomputed other sequences may have passed
-        if kwargs.get("position_ids") is not None:
-            sequence.length = kwargs["position_ids"].shape[-1]
-        elif kwargs.get("position_embeddings") is not None:
-            sequence.length = kwargs["position_embeddings"][0].shape[-2]
-        hidden, args, kwargs = _take_input(args, kwargs)
-        output = super().forward(styles.gather(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
-        keep = styles.scatter if self.tp_sums else styles.cut
-        shape = (len(hidden), sequence.length, -1)  # some mixtures of experts return the tokens of all rows in one
-        return _on_output(lambda each: keep(each.reshape(shape), 1, ranks), output)
+    def apply(layer: nn.Module, site: _Site) -> set[nn.Module]:
+        make(layer, site.cutter, site.name)
+        return {layer}
+
+    return apply
 
 
-def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states, a layer's first input, and the other inputs."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], args, {name: each for name, each in kwargs.items() if name != "hidden_states"}
+def _apply_role(role: type[nn.Module]) -> _Apply:
+    """Gives a module a role of ``tensor_styles`` that needs to know the ranks."""
+
+    def apply(module: nn.Module, site: _Site) -> set[nn.Module]:
+        styles.become(module, role, tp_ranks=site.cutter.ranks)
+        return set()
+
+    return apply
 
 
-def _on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
+    owners = {owner for owner in module.modules() if owner._parameters}
+    for owner in owners:
+        styles.become(owner, styles.Summed, tp_ranks=site.cutter.ranks)
+    return owners
+
+
+def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
+    if not site.parts:
+        width = _rotary_width(site.module, site.name)
+        styles.become(module, styles.LatentKeyValue, tp_ranks=site.cutter.ranks, tp_rotary=width)
+    return set()
+
+
+def _apply_experts(module: nn.Module, site: _Site) -> set[nn.Module]:
+    _check_experts(module, site.name)
+    return _apply_role(styles.Experts)(module, site)
+
+
+def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
+    if site.parts:
+        styles.become(module, styles.Summed, tp_ranks=site.cutter.ranks)
+        return {module}
+    styles.become(module, styles.Local)
+    return set()
+
+
+def _apply_separate(module: nn.Module, site: _Site) -> set[nn.Module]:
+    del site
+    styles.become(module, styles.SeparateOutputs)
+    return set()
+
+
+def _apply_nothing(module: nn.Module, site: _Site) -> set[nn.Module]:
+    del module, site
+    return set()
+
+
+_Apply = Callable[[nn.Module, _Site], set[nn.Module]]
+"""Changes a module in place. Returns the modules whose parameters it has taken care of."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a style does: cuts a linear layer or bare parameter, or applies a function to a module."""
+
+    cuts: Literal["", "outputs", "inputs"] = ""
+    is_whole: bool = False
+    """Whether cut outputs are gathered, or inputs come whole; otherwise they stay, and come, cut."""
+    blocks: int = 1
+    """Equal blocks of a fused matrix where the plan does not say."""
+    leaves_sums: bool = False
+    """Whether it can leave all sums to the ends of the group of layers it stands in, see ``_groups``."""
+    layer: type[nn.Module] | None = None
+    """The only class of module that it is for."""
+    apply: _Apply = _apply_nothing
+
+
+STYLES: dict[str, Meaning] = {
+    # Linear layers and bare parameters. Of a head that is cut logits stay cut, see sfumato.parallel.vocabulary.
+    "colwise": Meaning("outputs", leaves_sums=True),
+    "packed_colwise": Meaning("outputs", blocks=2, leaves_sums=True),
+    "colwise_gather_output": Meaning("outputs", is_whole=True),
+    "colwise_rep": Meaning("outputs", is_whole=True),
+    "rowwise": Meaning("inputs", leaves_sums=True),
+    "packed_rowwise": Meaning("inputs", blocks=2, leaves_sums=True),
+    "rowwise_split_input": Meaning("inputs", is_whole=True),
+    "rowwise_rep": Meaning("inputs", is_whole=True),
+    # Embeddings whose vocabulary, or features, are cut.
+    "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_layer(styles.make_embedding_rowwise)),
+    "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_layer(styles.make_embedding_colwise)),
+    # A norm over the features of all heads.
+    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_layer(styles.make_norm_across_heads), leaves_sums=True),
+    # Whole weights that are used on cut heads.
+    "replicated_with_grad_allreduce": Meaning(apply=_apply_summed, leaves_sums=True),
+    # The latent projection of multi-head latent attention.
+    "mla_kv_a_proj": Meaning(apply=_apply_latent, leaves_sums=True),
+    # Experts whose parameters are cut; experts without weights.
+    "moe_tp_experts": Meaning(apply=_apply_experts),
+    "moe_identity_expert": Meaning(apply=_apply_role(styles.IdentityExpert)),
+    # A module that uses a bare parameter which is cut.
+    "local_params": Meaning(apply=_apply_local, leaves_sums=True),
+    # Outputs that are summed; nothing; a block that returns several views of one tensor.
+    "all_reduce": Meaning(apply=_apply_role(styles.AllReduced)),
+    "replicate": Meaning(leaves_sums=True),
+    "separate_outputs": Meaning(apply=_apply_separate),
+}
 
 
 def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict[str, bool]:
@@ -443,31 +450,12 @@ def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict
                 "which would be used on a part of the sequence: set it to false"
             )
         for child, each in block.named_children():
-            kinds = {style.kind for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")}
-            if any(True for _ in each.parameters()) and (kinds or not _is_norm(each)):
-                cuts = {"rowwise", "packed_rowwise"} & kinds
-                groups[f"{name}.{child}"] = bool(cuts) and kinds <= PARTIAL
+            meant = [style.meaning for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")]
+            if any(True for _ in each.parameters()) and (meant or not _is_norm(each)):
+                sums = any(meaning.cuts == "inputs" for meaning in meant)
+                groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meant)
     return groups
 
 
 def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
-
-
-def _share_sequence(
-    module: nn.Module, blocks: Mapping[str, nn.Module], groups: dict[str, bool], handled: set[nn.Module], ranks: Ranks
-) -> None:
-    """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
-    sequence = Sequence(ranks)
-    for name, block in blocks.items():
-        for child, each in block.named_children():
-            is_partial = groups.get(f"{name}.{child}")
-            if is_partial is not False:
-                for owner in each.modules():
-                    if owner._parameters and owner not in handled:
-                        styles.become(owner, styles.Summed, tp_ranks=ranks)
-            if is_partial is not None:
-                styles.become(each, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
-    ordered = list(blocks.values())
-    ordered[0].register_forward_pre_hook(sequence.enter, with_kwargs=True)
-    ordered[-1].register_forward_hook(sequence.leave)

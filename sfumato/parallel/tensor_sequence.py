@@ -1,0 +1,80 @@
+"""Sequence parallelism of tensor-parallel ranks (arXiv 2205.05198): between groups of cut layers each has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfumato.parallel import tensor_styles as styles
+from sfumato.parallel.tensor_styles import Ranks
+
+
+class Sequence:
+    """The sequence that the model is working on, and what ranks do with their parts of it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.length = 0
+        """Tokens of all ranks together."""
+
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Before the first block: keeps this rank's part of the hidden states."""
+        del block
+        hidden, args, kwargs = _take_input(args, kwargs)
+        self.length = hidden.shape[1]
+        return (styles.cut(hidden, 1, self.ranks), *args), kwargs
+
+    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After the last block: joins the parts."""
+        del block, args
+        return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
+
+
+class SequenceGroup(nn.Module):
+    """A group of layers that runs on the whole sequence and returns this rank's part."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        sequence, ranks = self.tp_sequence, self.tp_sequence.ranks
+        # read anew in each block: before it is recomputed other sequences may have passed
+        if kwargs.get("position_ids") is not None:
+            sequence.length = kwargs["position_ids"].shape[-1]
+        elif kwargs.get("position_embeddings") is not None:
+            sequence.length = kwargs["position_embeddings"][0].shape[-2]
+        hidden, args, kwargs = _take_input(args, kwargs)
+        output = super().forward(styles.gather(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
+        keep = styles.scatter if self.tp_sums else styles.cut
+        shape = (len(hidden), sequence.length, -1)  # some mixtures of experts return the tokens of all rows in one
+        return _on_output(lambda each: keep(each.reshape(shape), 1, ranks), output)
+
+
+def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states, a layer's first input, and the other inputs."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], args, {name: each for name, each in kwargs.items() if name != "hidden_states"}
+
+
+def _on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def share_sequence(
+    module: nn.Module, blocks: Mapping[str, nn.Module], groups: dict[str, bool], handled: set[nn.Module], ranks: Ranks
+) -> None:
+    """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
+    sequence = Sequence(ranks)
+    for name, block in blocks.items():
+        for child, each in block.named_children():
+            is_partial = groups.get(f"{name}.{child}")
+            if is_partial is not False:
+                for owner in each.modules():
+                    if owner._parameters and owner not in handled:
+                        styles.become(owner, styles.Summed, tp_ranks=ranks)
+            if is_partial is not None:
+                styles.become(each, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
+    ordered = list(blocks.values())
+    ordered[0].register_forward_pre_hook(sequence.enter, with_kwargs=True)
+    ordered[-1].register_forward_hook(sequence.leave)
