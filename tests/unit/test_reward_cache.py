@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.cache import ScoreCache, digest
+from sfumato.rewards.scoring.one_reward import ScoreCache, digest
 from sfumato.rewards.scoring.scorer import Scorer
 
 CALLS: list[list[str]] = []

@@ -17,8 +17,7 @@ from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.combinations.combination import Combination, normalised
 from sfumato.rewards.combinations.weighted_sum import WeightedSum
-from sfumato.rewards.scoring.cache import ScoreCache
-from sfumato.rewards.scoring.one_reward import score_remembering, score_with
+from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rewards.scoring.workers import close_workers, start_worker
 
