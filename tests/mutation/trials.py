@@ -68,6 +68,8 @@ def run_tests(project: Path, tests: list[str], timeout_s: float, log: Path) -> s
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
+                if code == 4 and "ERROR collecting" in log.read_text(errors="replace"):
+                    return "failed"  # a module that cannot be imported any more
                 if code in (3, 4, 5, 70):
                     raise RuntimeError(f"pytest ended with {code}: {log.read_text(errors='replace')[-2000:]}")
                 return "passed" if code == 0 else "failed"
