@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 
+import yaml
+
+from tests.mutation.campaign import EQUIVALENT
 from tests.mutation.mutants import mutants_of
 from tests.mutation.nearest import nearest_test_files
 from tests.tiny import ROOT
@@ -47,3 +50,14 @@ def test_what_is_changed_is_still_python():
 def test_tests_of_lines_that_keep_no_record_are_found_by_imports():
     assert "tests/unit/test_stream.py" in nearest_test_files("sfumato/runtime/stream.py", ROOT)
     assert nearest_test_files("sfumato/runtime/diffusion_states.py", ROOT)
+
+
+def test_every_explained_change_is_one_that_can_be_made():
+    explained = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8"))
+    for entry in explained:
+        source = (ROOT / entry["path"]).read_bytes()
+        lines = ["", *(line.strip() for line in source.decode().splitlines())]
+        changed = [mutant.line for mutant in mutants_of(entry["path"], source) if mutant.change == entry["change"]]
+        places = [line for line in changed if lines[line] == entry["line"]]
+        assert [line for line in places if entry.get("above", lines[line - 1]) == lines[line - 1]], entry
+        assert entry["why"]
