@@ -137,6 +137,10 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
         """
         raise NotImplementedError
 
+    def check_schedule(self, num_steps: int) -> None:
+        """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
+        self.rows_per_sample(num_steps)
+
     def samples_per_group(self, group_size: int) -> int:
         """Most samples of a group of that size that are trained on."""
         chosen = getattr(self.advantage, "top", group_size) + getattr(self.advantage, "bottom", 0)
@@ -225,7 +229,7 @@ class DiffusionRLConfig(RLConfig):
 
     def _check_schedule(self, part: str) -> None:
         try:
-            self.algorithm.rows_per_sample(self.rollout.num_inference_steps)
+            self.algorithm.check_schedule(self.rollout.num_inference_steps)
         except ValueError as error:
             raise ValueError(f"algorithm.{part} and rollout.num_inference_steps: {error}") from error
 
@@ -268,9 +272,13 @@ class TrajectoryAlgorithmConfig(DiffusionAlgorithmConfig):
         self._check_effect("reference", moves, self.other_policies, "")
         return self
 
+    def check_schedule(self, num_steps: int) -> None:
+        """As in ``DiffusionAlgorithmConfig``. Draws no window, for which torch would be loaded."""
+        self.window.check(num_steps)
+
     def rows_per_sample(self, num_steps: int) -> int:
         """Trained steps of a sample; see ``DiffusionAlgorithmConfig``."""
-        self.window.check(num_steps)
+        self.check_schedule(num_steps)
         return len(self.window.steps(num_steps, seed=0, iteration=0))
 
 

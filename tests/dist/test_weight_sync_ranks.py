@@ -234,7 +234,7 @@ def flip_a_bit(peer: Peer, bucket: int = 1) -> None:
     class Damaging:
         def __init__(self, source: Any) -> None:
             self.source, self.count = source, 0
-            self.parameters, self.pieces = source.parameters, source.pieces
+            self.parameters, self.shards = source.parameters, source.shards
 
         def gather(self, bucket_: Any, memory: torch.Tensor | None) -> None:
             self.source.gather(bucket_, memory)
