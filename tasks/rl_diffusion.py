@@ -76,7 +76,7 @@ def main(config: TrajectoryRLConfig) -> None:
 
 def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
     """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
-    combiner = build_scorer(config.reward, with_engines=False)  # totals need what all shares scored
+    combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume).result()
     costs = roles.actor.call(Actor.count_costs, config).result()
     rows = roles.actor.call(Actor.probe_rows, config).result()
@@ -86,7 +86,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoa
         config,
         roles,
         run.say,
-        requests=lambda iteration, share, num_shares: requests_of(prompts, iteration, share, num_shares),
+        requests=partial(requests_of, prompts),
         generate=partial(generate, config=config),
         score=score,
     )
@@ -111,7 +111,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoa
         )
         with run.timed("update"):
             metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step).result()
-        run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.share_driven))
+        run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
 
         metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)

@@ -33,12 +33,12 @@ class SampleRequest:
     """Of its group: the micro-batch that holds it brings what the prompt's embeddings are, once for the group."""
 
 
-def requests_of(prompts: PromptLoader, iteration: int, share: int, num_shares: int) -> list[SampleRequest]:
-    """A data-parallel share's samples of an iteration: whole groups, numbered over all shares."""
+def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_ranks: int) -> list[SampleRequest]:
+    """A data-parallel rank's samples of an iteration: whole groups, numbered over all ranks."""
     groups = prompts.groups(iteration)
     return [
         SampleRequest(group * prompts.group_size + member, group, groups[group], is_first=member == 0)
-        for group in share_of(len(groups), share, num_shares)
+        for group in share_of(len(groups), data_rank, num_data_ranks)
         for member in range(prompts.group_size)
     ]
 
@@ -149,17 +149,18 @@ class RolloutBatch:
 
 
 Part = tuple[Sequence[RolloutBatch], Sequence[list[Sample]], Sequence[int]]
-"""What a share learns from: micro-batches, what of them rewards saw, and the ids of its samples, which they hold."""
+"""What a data-parallel rank learns from: micro-batches, what of them rewards saw, and the ids of its samples,
+which they hold."""
 
 
 def records_of(
     part: Part, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
 ) -> list[SampleRecord]:
-    """The first few groups of a share, for the run folder.
+    """The first few groups of a data-parallel rank, for the run folder.
 
     Args:
-        part: the share's.
-        scores, advantages: of the samples of all shares, in the order of their ids.
+        part: the rank's.
+        scores, advantages: of the samples of all ranks, in the order of their ids.
         seed: of the run.
         num_groups: how many.
     """
@@ -187,7 +188,7 @@ def records_of(
 
 
 def join(part: Part, device: torch.device) -> RolloutBatch:
-    """A share's samples in the order of their ids, on the model's device."""
+    """A data-parallel rank's samples in the order of their ids, on the model's device."""
     batches, samples, ids = part
     batch = RolloutBatch.cat(batches)
     batch = dataclasses.replace(batch, samples=[sample for each in samples for sample in each])

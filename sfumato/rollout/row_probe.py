@@ -123,16 +123,16 @@ def probe_rows(model: DiffusionModel, config: DiffusionRLConfig, mesh: Mesh) -> 
     return RowProbe(differences, tuple(sampled), layer)
 
 
-def batch_sizes(config: DiffusionRLConfig, num_shares: int) -> tuple[list[int], list[int]]:
+def batch_sizes(config: DiffusionRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
     """Rows of the batches of the rollout, and of whole and of the smallest batches of the replay.
 
-    They are rows of one guidance branch, for any of the data-parallel shares.
+    They are rows of one guidance branch, for any of the data-parallel ranks.
     """
     rollout, train = config.rollout, config.train
-    shares = {len(share_of(rollout.num_prompts, share, num_shares)) * rollout.n for share in range(num_shares)}
+    sizes = {len(share_of(rollout.num_prompts, rank, num_data_ranks)) * rollout.n for rank in range(num_data_ranks)}
     steps = len(config.algorithm.window.steps(rollout.num_inference_steps, train.seed, 0))
-    whole = {min(size, rollout.micro_batch_size) for size in shares}
-    rest = {size % rollout.micro_batch_size for size in shares}
+    whole = {min(size, rollout.micro_batch_size) for size in sizes}
+    rest = {size % rollout.micro_batch_size for size in sizes}
     return sorted((whole | rest) - {0}), sorted({steps * samples for samples in (1, train.micro_batch_size)})
 
 

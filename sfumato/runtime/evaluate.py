@@ -21,7 +21,7 @@ from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What one of the actor's shares drew."""
+    """What one of the actor's data-parallel ranks drew."""
 
     samples: Handle
     """B samples; the last may be drawn twice."""
@@ -39,7 +39,7 @@ def evaluate(
     scores: Scores | None = None,
     advantages: Any = None,
 ) -> dict[str, float]:
-    """Draws one sample per held-out prompt, each of the actor's shares its part, scores them, and keeps some.
+    """Draws one sample per held-out prompt, each data-parallel rank of the actor its part, scores them, keeps some.
 
     Args:
         roles: the actor draws, and writes samples, so that no image passes through this process.
@@ -48,14 +48,14 @@ def evaluate(
             with metrics of the drawing.
         config: of the task.
         step: finished iterations.
-        trained: the shares' parts of the iteration, if any, with the scores and advantages of all its samples.
+        trained: the ranks' parts of the iteration, if any, with the scores and advantages of all its samples.
 
     Returns:
         Metrics over all prompts.
     """
     with run.timed("evaluate"):
         metrics, evaluated = _evaluate(roles, run, draw, config, step)
-        first = list(trained[:1]) + [None] * len(evaluated)  # the first share's are enough
+        first = list(trained[:1]) + [None] * len(evaluated)  # the first rank's are enough
         parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
         roles.actor.map(_save_samples, parts, scores, advantages, config, step).result()
         run.show_samples(step)
@@ -66,17 +66,17 @@ def _evaluate(
     roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
 ) -> tuple[dict[str, float], list[Evaluated]]:
     actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
-    shares = [list(share_of(count, share, actor.num_shares)) for share in actor.shares]
-    longest = -(-count // actor.num_shares)
-    drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in shares]  # ranks compute together
+    by_rank = [list(share_of(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
+    longest = -(-count // actor.num_data_ranks)
+    drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
     made = actor.keep(draw, drawn, config, num_values=2)
     scoring = [
         [roles.scorer.submit(_score, samples, at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
-        for rows, (samples, _) in zip(shares, made, strict=True)
+        for rows, (samples, _) in zip(by_rank, made, strict=True)
     ]
     scored = [Scores.cat([each.result() for each in futures]) for futures in scoring]
     about = [about.fetch() for _, about in made]
-    norms = [norm for rows, (some, _) in zip(shares, about, strict=True) for norm in some[: len(rows)]]
+    norms = [norm for rows, (some, _) in zip(by_rank, about, strict=True) for norm in some[: len(rows)]]
     everyone = roles.together((Scores.cat(scored), norms))
     all_scores = Scores.cat([scores for scores, _ in everyone])
     for text in all_scores.messages:

@@ -44,14 +44,14 @@ def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, sc
 
         return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer)
     record, mesh = Record(), run.mesh
-    share = mesh.data_rank, mesh.data_size
+    data_rank = mesh.data_rank, mesh.data_size
     scorer_role = ThreadRole(scorer(config, mesh, run), SCORER, config.reward.num_workers, record)
-    actor_role = LocalRole(actor(config, mesh, run), ACTOR, *share, record)
+    actor_role = LocalRole(actor(config, mesh, run), ACTOR, *data_rank, record)
     sampler_role, weights = actor_role, None
     if not config.rollout.hybrid_engine:
         from sfumato.runtime.weight_sync.sync import WeightSync
 
-        sampler_role = LocalRole(sampler(config, mesh, run), SAMPLER, *share, record)
+        sampler_role = LocalRole(sampler(config, mesh, run), SAMPLER, *data_rank, record)
         weights = WeightSync(actor_role, sampler_role, "local")
     return Roles(
         actor=actor_role,

@@ -64,9 +64,9 @@ class Role(Protocol):
     """A state, and the processes that have it."""
 
     name: str
-    num_shares: int
+    num_data_ranks: int
     """Data-parallel ranks of the role: each has samples of its own."""
-    shares: range
+    data_ranks: range
     """Those that are given work by this process: in process its own rank, on Ray all."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future:
@@ -78,7 +78,7 @@ class Role(Protocol):
         ...
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
-        """``function(state, part, *args)``, a part for each of ``shares``; the value of the first process."""
+        """``function(state, part, *args)``, a part for each of ``data_ranks``; the value of the first process."""
         ...
 
     def keep(
@@ -88,14 +88,14 @@ class Role(Protocol):
 
         Args:
             function: returns a tuple of ``num_values``, or for 1 the value.
-            parts: one for each of ``shares``; None gives that share nothing to do, and no handles.
+            parts: one for each of ``data_ranks``; None gives that rank nothing to do, and no handles.
             args: the same for all.
-            num_values: handles for each share.
+            num_values: handles for each of them.
         """
         ...
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
-        """Brings values to where each of ``shares`` is, without giving them to a function.
+        """Brings values to where each of ``data_ranks`` is, without giving them to a function.
 
         The future raises ValuesLostError when some are gone with the machine that they lay on.
         """
@@ -173,17 +173,17 @@ class LocalRole:
     """A role in this very thread: a call has finished when it returns, and errors rise where they happen."""
 
     def __init__(
-        self, state: Any, name: str = ACTOR, share: int = 0, num_shares: int = 1, record: Record | None = None
+        self, state: Any, name: str = ACTOR, data_rank: int = 0, num_data_ranks: int = 1, record: Record | None = None
     ) -> None:
         self.state, self.name = state, name
-        self.shares, self.num_shares = range(share, share + 1), num_shares
+        self.data_ranks, self.num_data_ranks = range(data_rank, data_rank + 1), num_data_ranks
         self._record = record or Record()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future:
         """Runs the function now."""
         future: ThreadFuture[Any] = ThreadFuture()
         future.set_result(
-            self._record.run(self.name, self.shares.start, self.state, function, args, self._record.label)
+            self._record.run(self.name, self.data_ranks.start, self.state, function, args, self._record.label)
         )
         return future
 
@@ -218,7 +218,7 @@ class LocalRole:
 class ThreadRole:
     """A role in other threads of this process, which begin its calls in order and share its state."""
 
-    shares, num_shares = range(1), 1
+    data_ranks, num_data_ranks = range(1), 1
 
     def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
         self.state, self.name = state, name
@@ -356,7 +356,7 @@ class Roles:
     driver: Driver = field(default_factory=LocalDriver)
     """Waits for them."""
     together: Callable[[Any], list[Any]] = lambda mine: [mine]
-    """A value of this process to those of all that drive shares of the roles: under torchrun, of all ranks."""
+    """Gathers a value of each process that drives data-parallel ranks of the roles: under torchrun, of all ranks."""
 
     @property
     def hybrid(self) -> bool:

@@ -19,31 +19,31 @@ class Request(Protocol):
 
 @dataclass
 class Round:
-    """A micro-batch for each of the sampler's shares, generated at the same time."""
+    """A micro-batch for each of the sampler's data-parallel ranks, generated at the same time."""
 
     step: int
     requests: list[list[Any] | None]
-    """For each share, None where one has less to do than others."""
+    """For each of them, None where one has less to do than others."""
     version: int = 0
     """Of the policy that makes it."""
     made: list[tuple[Handle, ...]] | None = None
-    """For each share what was generated: for the update, and for the rewards."""
+    """For each of them what was generated: for the update, and for the rewards."""
     scores: list[Future | None] = field(default_factory=list)
-    """For each share, once scoring has begun."""
+    """For each of them, once scoring has begun."""
 
     @property
     def handles(self) -> list[Handle]:
-        """Of all shares."""
-        return [handle for share in self.made or () for handle in share]
+        """Of all ranks."""
+        return [handle for handles in self.made or () for handle in handles]
 
     @property
     def is_generated(self) -> bool:
-        """Whether all shares have ended."""
+        """Whether all ranks have ended."""
         return self.made is not None and all(each.done() for each in self.handles)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all shares have ended well."""
+        """Whether all ranks have ended well."""
         try:
             for each in self.handles:
                 each.check()
@@ -90,8 +90,8 @@ class StreamBatch:
     """One iteration's samples."""
 
     parts: list[tuple[list[Handle], list[Handle], list[int]]]
-    """For each of the actor's shares that this process drives: what ``generate`` returned of the micro-batches that
-    hold its samples, as two lists of handles, and the ids of its samples."""
+    """For each of the actor's data-parallel ranks that this process drives: what ``generate`` returned of the
+    micro-batches that hold its samples, as two lists of handles, and the ids of its samples."""
     scores: Scores
     """Of the samples of all ranks, in the order of their ids."""
     group_ids: list[int]
@@ -99,9 +99,9 @@ class StreamBatch:
     versions: list[int]
     """Of all samples: the policy that made them."""
     num_driven: int
-    """Samples that this process's shares of the actor learn from."""
-    share_driven: float
-    """Of the actor's shares, those that this process drives."""
+    """Samples that the actor's data-parallel ranks that this process drives learn from."""
+    fraction_driven: float
+    """Of the actor's data-parallel ranks, the fraction that this process drives."""
     generate_s: float
     """Seconds of generation."""
     wait_s: float

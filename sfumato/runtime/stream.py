@@ -55,12 +55,13 @@ class RolloutStream:
 
         Args:
             roles: where ``generate`` (sampler) and ``score`` (scorer) run.
-            requests: ``(iteration, share, num_shares)`` to the samples that a share makes, or learns from: whole
-                groups, numbered over all shares. A function of the iteration, so that a position is a number.
+            requests: ``(iteration, data_rank, num_data_ranks)`` to the samples that a data-parallel rank makes,
+                or learns from: whole groups, numbered over all ranks. A function of the iteration, so that a
+                position is a number.
             generate: ``(sampler_state, requests, iteration, version)`` to what the update needs and what rewards see.
             score: ``(scorer_state, what_rewards_see)`` to ``Scores``.
             total_steps: iterations of the run.
-            micro_batch_size: requests that are generated together by a share.
+            micro_batch_size: requests that are generated together by a data-parallel rank.
             with_reward: score finished micro-batches during generation; False scores after it.
             max_pending: micro-batches that may be waiting for their scores, or be scored, while another is generated.
             max_staleness: see above; 0 for a sampler that is the actor.
@@ -183,7 +184,7 @@ class RolloutStream:
         lost = [each for each in rounds if each.lost is not None]
         problem = lost[0].lost if lost else None
         if problem is None:
-            parts = [holding for holding, _ in self._shares_of_actor(step, rounds)]
+            parts = [holding for holding, _ in self._samples_of_actor(step, rounds)]
             try:
                 with labelled(self.roles.driver.record, step + 1):
                     self.roles.actor.bring([[handle for made in each for handle in made] for each in parts]).result()
@@ -243,7 +244,7 @@ class RolloutStream:
                 self._replace_sampler(lost)
 
     def _batch(self, step: int, rounds: list[Round], wait_s: float) -> StreamBatch:
-        """Brings together what the shares made, and shares it out among those that learn."""
+        """Brings together what the sampler's ranks made, and divides it among those that learn."""
         scored = [
             (requests, made, scores.result(), each.version)
             for each in rounds
@@ -257,7 +258,7 @@ class RolloutStream:
         actor = self.roles.actor
         parts = [
             ([each[0] for each in holding], [each[1] for each in holding], ids)
-            for holding, ids in self._shares_of_actor(step, rounds)
+            for holding, ids in self._samples_of_actor(step, rounds)
         ]
         return StreamBatch(
             parts=parts,
@@ -265,17 +266,17 @@ class RolloutStream:
             group_ids=[rows[index][1] for index in order],
             versions=[rows[index][2] for index in order],
             num_driven=sum(len(ids) for *_, ids in parts),
-            share_driven=len(actor.shares) / actor.num_shares,
+            fraction_driven=len(actor.data_ranks) / actor.num_data_ranks,
             generate_s=sum(each.seconds for each in rounds),
             wait_s=wait_s,
         )
 
-    def _shares_of_actor(self, step: int, rounds: list[Round]) -> Iterator[tuple[list[tuple[Handle, ...]], list[int]]]:
-        """For each of the actor's shares, what was generated of the micro-batches with its samples, and their ids."""
+    def _samples_of_actor(self, step: int, rounds: list[Round]) -> Iterator[tuple[list[tuple[Handle, ...]], list[int]]]:
+        """For each data-parallel rank of the actor, the micro-batches with its samples, and the ids of these."""
         actor = self.roles.actor
         made = [pair for each in rounds for pair in zip(each.requests, each.made or (), strict=True) if pair[1]]
-        for share in actor.shares:
-            ids = [each.sample_id for each in self.requests(step, share, actor.num_shares)]
+        for data_rank in actor.data_ranks:
+            ids = [each.sample_id for each in self.requests(step, data_rank, actor.num_data_ranks)]
             yield [one for part, one in made if not {each.sample_id for each in part}.isdisjoint(ids)], ids
 
     def _advance(self) -> None:
@@ -343,8 +344,8 @@ class RolloutStream:
     def _plan(self, step: int) -> list[Round]:
         """An iteration's micro-batches."""
         sampler, size = self.roles.sampler, self.micro_batch_size
-        shares = [list(self.requests(step, share, sampler.num_shares)) for share in sampler.shares]
-        parts = [[each[start : start + size] for start in range(0, len(each), size)] for each in shares]
+        by_rank = [list(self.requests(step, rank, sampler.num_data_ranks)) for rank in sampler.data_ranks]
+        parts = [[each[start : start + size] for start in range(0, len(each), size)] for each in by_rank]
         return [Round(step, list(each)) for each in zip_longest(*parts)]
 
     def _has_room(self, step: int) -> bool:

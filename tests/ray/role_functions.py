@@ -59,7 +59,7 @@ def environment(state: State) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names} | {"threads": str(torch.get_num_threads())}
 
 
-def share_of(state: State, part: str, suffix: str) -> str:
+def data_rank_of(state: State, part: str, suffix: str) -> str:
     parts = state.mesh.gather((state.mesh.data_rank, part + suffix), over="world")
     return str(parts)
 

@@ -50,7 +50,7 @@ def group(cluster: Cluster, pool: RayPool) -> RayGroup:
 
 @pytest.fixture(scope="module")
 def tensor_parallel(cluster: Cluster, group: RayGroup) -> Iterator[RayGroup]:
-    """Both processes belong to the same share."""
+    """Both processes belong to the same data-parallel rank."""
     train = TRAIN.model_copy(update={"tensor_parallel_size": 2, "data_parallel_mode": "fsdp2"})
     made = cluster.group("actor", functions.build, "actors", train, TWO)
     yield made
@@ -58,7 +58,7 @@ def tensor_parallel(cluster: Cluster, group: RayGroup) -> Iterator[RayGroup]:
 
 
 def test_a_group_has_a_process_group_of_its_own(group: RayGroup, pool: RayPool) -> None:
-    assert group.num_shares == 2 and group.shares == range(2)
+    assert group.num_data_ranks == 2 and group.data_ranks == range(2)
     assert group.call(functions.sum_over_ranks, 1.5).result() == 1.5 + 3.0
     seen = group.call(functions.environment).result()
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["OMP_NUM_THREADS"], seen["threads"]) == ("0", "2", "1", "1")
@@ -79,12 +79,12 @@ def test_calls_run_in_the_order_of_issue(group: RayGroup) -> None:
     assert all(each.done() for each in waited)
 
 
-def test_parts_go_to_their_shares(group: RayGroup, tensor_parallel: RayGroup) -> None:
-    assert group.map(functions.share_of, ["a", "b"], "!").result() == "[(0, 'a!'), (1, 'b!')]"
-    assert tensor_parallel.num_shares == 1
-    assert tensor_parallel.map(functions.share_of, ["a"], "!").result() == "[(0, 'a!'), (0, 'a!')]"
-    with pytest.raises(ValueError, match="2 shares, but there are 1 parts"):
-        group.map(functions.share_of, ["a"], "!")
+def test_parts_go_to_their_data_parallel_ranks(group: RayGroup, tensor_parallel: RayGroup) -> None:
+    assert group.map(functions.data_rank_of, ["a", "b"], "!").result() == "[(0, 'a!'), (1, 'b!')]"
+    assert tensor_parallel.num_data_ranks == 1
+    assert tensor_parallel.map(functions.data_rank_of, ["a"], "!").result() == "[(0, 'a!'), (0, 'a!')]"
+    with pytest.raises(ValueError, match="2 data-parallel ranks, but there are 1 parts"):
+        group.map(functions.data_rank_of, ["a"], "!")
 
 
 def test_values_stay_where_they_are_made(cluster: Cluster, group: RayGroup, pool: RayPool) -> None:
@@ -183,7 +183,7 @@ def test_what_a_process_says_and_does_is_heard(
     assert cluster.take_timings()["driver_bytes/sampler"] == 0
 
 
-def test_a_share_without_work(cluster: Cluster, group: RayGroup) -> None:
+def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) -> None:
     cluster.record.take()
     none, (first, second) = group.keep(functions.make, [None, 3], 5, num_values=2)
     assert none == ()

@@ -36,9 +36,9 @@ class Log:
         self.version = 0
 
 
-def requests_of(step: int, share: int, num_shares: int) -> list[Request]:
+def requests_of(step: int, rank: int, num_data_ranks: int) -> list[Request]:
     """Six samples in three groups; the iteration is told by what is generated."""
-    groups = range(3)[share::num_shares] if num_shares == 1 else range(3)[share : share + 1 + (share == 1)]
+    groups = range(3)[rank::num_data_ranks] if num_data_ranks == 1 else range(3)[rank : rank + 1 + (rank == 1)]
     return [Request(2 * group + member, group) for group in groups for member in range(2)]
 
 
@@ -283,11 +283,11 @@ class QueuedRole(LocalRole):
     queue: list = field(default_factory=list)
     restarts: int = 0
     size: int = 0
-    num_shares: int = 1
+    num_data_ranks: int = 1
 
     def __post_init__(self) -> None:
         super().__init__(self.state, self.name)
-        self.shares, self.num_shares = range(2), 2
+        self.data_ranks, self.num_data_ranks = range(2), 2
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         self.queue.append(partial(function, self.state, *args))
@@ -371,7 +371,7 @@ class FarActor(LocalRole):
 
 
 def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carrier]:
-    """A stream whose sampler has two shares, which work when the driver waits."""
+    """A stream whose sampler has two data-parallel ranks, which work when the driver waits."""
     sampler = QueuedRole(Log())
     driver, weights = PumpingDriver(sampler), Carrier(sampler)
     roles = Roles(
@@ -385,7 +385,7 @@ def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carri
     return stream_of(roles, checked, **more), sampler, driver, weights
 
 
-def test_shares_of_the_sampler_and_of_the_actor_may_differ() -> None:
+def test_data_parallel_ranks_of_the_sampler_and_of_the_actor_may_differ() -> None:
     stream, _, driver, _ = queued()
     batch = first(stream)
     assert [each[3] for each in kept_of(batch)] == [[0, 1], [2, 3], [4, 5]]

@@ -33,7 +33,7 @@ _NOTHING = Arguments((b"", []), [])
 
 @dataclass(eq=False)
 class Part:
-    """A call's share of one process."""
+    """What one process does of a call."""
 
     process: RoleProcess
     arguments: Arguments

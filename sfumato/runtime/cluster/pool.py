@@ -13,7 +13,7 @@ from sfumato.runtime.cluster.role import RayRole, RolePlan
 
 
 class RayPool(RayRole):
-    """N independent processes, each a share of its own. Calls may overtake one that waits for its arguments.
+    """N independent processes, each a data-parallel rank. Calls may overtake one that waits for its arguments.
 
     A process that dies or hangs is replaced, at most ``runtime.max_restarts`` times in all; its state is built anew
     and its unfinished calls are made again.

@@ -53,22 +53,22 @@ class RayRole:
     works_together = True
     """Whether a process may wait for others, so that those that wait for one that failed are of no more use."""
 
-    def __init__(self, plan: RolePlan, loop: DriverLoop, share_of: Sequence[int], teams: Sequence[range]) -> None:
+    def __init__(self, plan: RolePlan, loop: DriverLoop, data_rank_of: Sequence[int], teams: Sequence[range]) -> None:
         """Starts the processes and the building of their states, without waiting.
 
         Args:
             plan: what the role is made of.
             loop: the driver's.
-            share_of: the data-parallel share of each rank.
+            data_rank_of: the data-parallel rank of each process.
             teams: ranks that form a process group.
         """
         self.plan, self.loop, self.name = plan, loop, plan.name
-        self.num_shares = max(share_of) + 1
+        self.num_data_ranks = max(data_rank_of) + 1
         """Data-parallel ranks."""
-        self.shares = range(self.num_shares)
+        self.data_ranks = range(self.num_data_ranks)
         self.processes: list[RoleProcess] = []
         self.num_restarts = 0
-        self._share_of = list(share_of)
+        self._data_rank_of = list(data_rank_of)
         self._functions = Functions()
         self._held: list[RayFuture] = []
         self._open: set[RayFuture] = set()
@@ -89,7 +89,7 @@ class RayRole:
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), lane="aside")
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> RayFuture:
-        """``function(state, parts[i], *args)`` in all processes of the i-th share; the value of the first process."""
+        """``function(state, parts[i], *args)`` in all processes of data-parallel rank i; the value of the first."""
         return self._issue(function, self._shared(parts, args))
 
     def keep(
@@ -99,24 +99,24 @@ class RayRole:
 
         Args:
             function: returns one value, or a tuple of ``num_values``.
-            parts: one for each share; None gives that share nothing to do.
+            parts: one for each data-parallel rank; None gives that rank nothing to do.
             args: the same everywhere.
             num_values: how many values it returns.
 
         Returns:
-            The handles of each share's values, which its first process made; none for a share whose part is None.
+            The handles of each rank's values, which its first process made; none for a rank whose part is None.
         """
         by_rank = self._shared(parts, args)
-        firsts = [self._share_of.index(share) for share in self.shares]
+        firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
         kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
         self._issue(function, by_rank, kept=kept, shippers=())
         return [tuple(kept.get(rank, ())) for rank in firsts]
 
     def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
-        """Brings values to the machines of a share's processes, where they stay while the handles are kept.
+        """Brings values to the machines of a rank's processes, where they stay while the handles are kept.
 
         Args:
-            parts: handles for each share.
+            parts: handles for each data-parallel rank.
 
         The future raises ValuesLostError, which names the role that made them, when some are no more.
         """
@@ -243,10 +243,16 @@ class RayRole:
             self.fail(future.error)
 
     def _shared(self, parts: Sequence[Any], args: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
-        if len(parts) != self.num_shares:
-            raise ValueError(f"role {self.name} has {self.num_shares} shares, but there are {len(parts)} parts")
-        shares = [None if part is None else (part, *args) for part in parts]
-        return {rank: given for rank, share in enumerate(self._share_of) if (given := shares[share]) is not None}
+        if len(parts) != self.num_data_ranks:
+            raise ValueError(
+                f"role {self.name} has {self.num_data_ranks} data-parallel ranks, but there are {len(parts)} parts"
+            )
+        by_data_rank = [None if part is None else (part, *args) for part in parts]
+        return {
+            rank: given
+            for rank, data_rank in enumerate(self._data_rank_of)
+            if (given := by_data_rank[data_rank]) is not None
+        }
 
     def _issue(
         self,
