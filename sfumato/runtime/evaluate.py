@@ -69,7 +69,7 @@ def _evaluate(
     by_rank = [list(share_of(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
     longest = -(-count // actor.num_data_ranks)
     drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-    made = actor.keep(draw, drawn, config, num_values=2)
+    made = actor.map_remote(draw, drawn, config, num_values=2)
     scoring = [
         [roles.scorer.submit(_score, samples, at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
         for rows, (samples, _) in zip(by_rank, made, strict=True)

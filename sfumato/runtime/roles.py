@@ -81,7 +81,7 @@ class Role(Protocol):
         """``function(state, part, *args)``, a part for each of ``data_ranks``; the value of the first process."""
         ...
 
-    def keep(
+    def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
     ) -> list[tuple[Handle, ...]]:
         """Like ``map``, but values stay where they are made.
@@ -193,7 +193,7 @@ class LocalRole:
         """Runs the function on this process's part now."""
         return self.call(function, parts[0], *args)
 
-    def keep(
+    def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
     ) -> list[tuple[Handle, ...]]:
         """Runs the function on this process's part now."""
@@ -243,11 +243,11 @@ class ThreadRole:
         """Queues the function."""
         return self.submit(function, parts[0], *args)
 
-    def keep(
+    def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
     ) -> list[tuple[Handle, ...]]:
         """What threads return is in this process anyway."""
-        raise NotImplementedError(f"the {self.name} keeps nothing: use submit")
+        raise NotImplementedError(f"what the {self.name} returns is in this process: use submit")
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """They are in this process."""

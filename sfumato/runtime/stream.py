@@ -338,7 +338,9 @@ class RolloutStream:
         if round_.version != self._sampler_version:  # also of one that is drawn again, with more asynchrony
             round_.version, round_.scores = self._sampler_version, []
         with labelled(self.roles.driver.record, step + 1, round_.version):
-            round_.made = self.roles.sampler.keep(self.generate, round_.requests, step, round_.version, num_values=2)
+            round_.made = self.roles.sampler.map_remote(
+                self.generate, round_.requests, step, round_.version, num_values=2
+            )
         return True
 
     def _plan(self, step: int) -> list[Round]:

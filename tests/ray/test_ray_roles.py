@@ -92,7 +92,7 @@ def test_values_stay_where_they_are_made(cluster: Cluster, group: RayGroup, pool
 
     def through_the_driver(size: int) -> int:
         before = sum(cluster.loop.driver_bytes.values())
-        kept = group.keep(functions.make, [0, 1], size, num_values=2)
+        kept = group.map_remote(functions.make, [0, 1], size, num_values=2)
         total = pool.submit(functions.add_up, [(first, (second,)) for first, second in kept], 2.0).result()
         assert total == 2 * size * (2.0 + 10 + 3.0 + 11)
         assert all(second.done() and second.nbytes >= 4 * size for _, second in kept)
@@ -104,7 +104,7 @@ def test_values_stay_where_they_are_made(cluster: Cluster, group: RayGroup, pool
 
 
 def test_a_value_can_be_fetched(cluster: Cluster, tensor_parallel: RayGroup) -> None:
-    (((first, second)),) = tensor_parallel.keep(functions.make, [5], 70_000, num_values=2)
+    (((first, second)),) = tensor_parallel.map_remote(functions.make, [5], 70_000, num_values=2)
     before = cluster.loop.driver_bytes["actor"]
     assert torch.equal(first.fetch()["tensor"], torch.full((70_000,), 6.0, dtype=torch.bfloat16))
     assert cluster.loop.driver_bytes["actor"] - before > 140_000
@@ -112,11 +112,11 @@ def test_a_value_can_be_fetched(cluster: Cluster, tensor_parallel: RayGroup) -> 
 
 
 def test_a_value_whose_call_failed(group: RayGroup, pool: RayPool) -> None:
-    ((first,), _) = group.keep(functions.raise_error, ["nan", "nan"])
+    ((first,), _) = group.map_remote(functions.raise_error, ["nan", "nan"])
     with pytest.raises(NonFiniteError, match="loss of step 3"):
         pool.submit(functions.has_part, [first]).result()
     with pytest.raises(ValueError, match="returned 2 values, 3 were to be kept"):
-        group.keep(functions.make, [0, 1], 4, num_values=3)[0][0].fetch()
+        group.map_remote(functions.make, [0, 1], 4, num_values=3)[0][0].fetch()
 
 
 def test_a_call_aside_runs_beside(group: RayGroup) -> None:
@@ -127,7 +127,7 @@ def test_a_call_aside_runs_beside(group: RayGroup) -> None:
 
 
 def test_a_pool_shares_the_work_and_overtakes(group: RayGroup, pool: RayPool) -> None:
-    ((slow,), _) = group.keep(functions.score, [1, 1], 1.0)
+    ((slow,), _) = group.map_remote(functions.score, [1, 1], 1.0)
     waiting = pool.submit(functions.has_part, slow)
     pids = {pool.submit(functions.where).result() for _ in range(2)}
     both = [pool.submit(functions.score, value, 0.3) for value in range(2)]
@@ -185,7 +185,7 @@ def test_what_a_process_says_and_does_is_heard(
 
 def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) -> None:
     cluster.record.take()
-    none, (first, second) = group.keep(functions.make, [None, 3], 5, num_values=2)
+    none, (first, second) = group.map_remote(functions.make, [None, 3], 5, num_values=2)
     assert none == ()
     while not first.done():
         cluster.wait([first])
@@ -199,7 +199,7 @@ def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPo
     """Not when Python looks for cycles of references: the object store would be full by then."""
     gc.disable()
     try:
-        (made, _) = group.keep(functions.make, [0, 1], 100_000, num_values=2)
+        (made, _) = group.map_remote(functions.make, [0, 1], 100_000, num_values=2)
         pool.submit(functions.has_part, made[0]).result()
         values = [weakref.ref(each) for each in made]
         del made
@@ -211,7 +211,7 @@ def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPo
 def test_values_of_some_kilobytes_stay_away_too(cluster: Cluster, group: RayGroup) -> None:
     import ray
 
-    ((_, second), _) = group.keep(functions.make, [0, 1], 5_000, num_values=2)
+    ((_, second), _) = group.map_remote(functions.make, [0, 1], 5_000, num_values=2)
     second.check()
     assert ray.experimental.get_object_locations([second.reference])[second.reference]["node_ids"], "in no reply"
 
@@ -245,7 +245,7 @@ def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: 
 
 
 def test_a_group_is_lost_with_one_of_its_processes(cluster: Cluster, group: RayGroup) -> None:
-    (_, (_, made)) = group.keep(functions.make, [0, 1], 50_000, num_values=2)
+    (_, (_, made)) = group.map_remote(functions.make, [0, 1], 50_000, num_values=2)
     made.check()
     running = group.call(functions.sleep_in_rank, 0, 60.0)
     behind = group.call(functions.where)

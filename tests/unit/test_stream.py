@@ -293,7 +293,7 @@ class QueuedRole(LocalRole):
         self.queue.append(partial(function, self.state, *args))
         return DoneFuture()
 
-    def keep(self, function: Callable[..., Any], parts: list, *args: Any, num_values: int = 1) -> list:
+    def map_remote(self, function: Callable[..., Any], parts: list, *args: Any, num_values: int = 1) -> list:
         found = [tuple(SlowHandle(None, nbytes=self.size) for _ in range(2 if part else 0)) for part in parts]
 
         def work() -> None:
@@ -513,9 +513,9 @@ def test_roles_return_futures_and_close() -> None:
 
 def test_functions_see_the_values_of_handles() -> None:
     role = LocalRole(1)
-    ((kept, other),) = role.keep(lambda state, part: (state + part, "b"), [2], num_values=2)
+    ((kept, other),) = role.map_remote(lambda state, part: (state + part, "b"), [2], num_values=2)
     assert role.map(lambda state, part: part, [([kept], (other, 4))]).result() == ([3], ("b", 4))
-    assert role.keep(lambda state, part: part, [None]) == [()]
+    assert role.map_remote(lambda state, part: part, [None]) == [()]
 
 
 def test_what_roles_did_is_noted_with_its_step() -> None:

@@ -156,7 +156,7 @@ class RayHandle:
     """A value that stayed in the memory of the machine where it was made."""
 
     def __init__(self) -> None:
-        """Use ``keep`` of a role."""
+        """Use ``map_remote`` of a role."""
         self.future: RayFuture = None  # type: ignore[assignment]  # the call that gets it sets it
         self.reference: Any = None
         self.seconds = 0.0

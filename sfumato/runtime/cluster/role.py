@@ -92,7 +92,7 @@ class RayRole:
         """``function(state, parts[i], *args)`` in all processes of data-parallel rank i; the value of the first."""
         return self._issue(function, self._shared(parts, args))
 
-    def keep(
+    def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
     ) -> list[tuple[RayHandle, ...]]:
         """As ``map``, with results that stay where they are made.
