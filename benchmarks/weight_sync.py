@@ -81,7 +81,7 @@ class Here:
         future.set_result(function(self.state, *args))
         return future
 
-    call_aside = call
+    call_concurrently = call
 
 
 def copy_seconds(peer: Peer, repeats: int) -> float:

@@ -73,7 +73,7 @@ class Role(Protocol):
         """``function(state, *args)`` in every process; the value of the first."""
         ...
 
-    def call_aside(self, function: Callable[..., Any], *args: Any) -> Future:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> Future:
         """The same, beside the calls that are under way or queued."""
         ...
 
@@ -187,7 +187,7 @@ class LocalRole:
         )
         return future
 
-    call_aside = submit = call
+    call_concurrently = submit = call
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
         """Runs the function on this process's part now."""
@@ -237,7 +237,7 @@ class ThreadRole:
     def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label) -> Any:
         return self._record.run(self.name, self._own.rank, self.state, function, args, label)
 
-    call = call_aside = submit
+    call = call_concurrently = submit
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
         """Queues the function."""

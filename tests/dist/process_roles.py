@@ -1,4 +1,4 @@
-"""Roles of real processes without Ray: each has a main thread, a thread aside, and its role's own gloo group."""
+"""Roles of real processes without Ray: each has a main thread, a second thread, and its role's own gloo group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from tests.dist.ranks import RankPool
 
-THREADS = ("main", "aside")
+THREADS = ("main", "concurrent")
 
 
 def serve(address: str, sizes: dict[str, int]) -> None:
@@ -35,10 +35,10 @@ def serve(address: str, sizes: dict[str, int]) -> None:
     for thread, connection in zip(THREADS, connections, strict=True):
         connection.send((role, rank, thread))
     state: dict[str, Any] = {}
-    aside = threading.Thread(target=_answer, args=(connections[1], state))
-    aside.start()
+    second = threading.Thread(target=_answer, args=(connections[1], state))
+    second.start()
     _answer(connections[0], state)
-    aside.join()
+    second.join()
 
 
 def _answer(connection: Connection, state: dict[str, Any]) -> None:
@@ -73,9 +73,9 @@ class ProcessRole:
         """``function(state, *args)`` in every process; the value of the first."""
         return self._first(self._values("main", function, args))
 
-    def call_aside(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """The same, in the second thread of each process."""
-        return self._first(self._values("aside", function, args))
+        return self._first(self._values("concurrent", function, args))
 
     def all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Values, or errors, of all processes."""

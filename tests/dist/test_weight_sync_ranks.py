@@ -196,7 +196,7 @@ class Here:
         future.set_result(function(self.state, *args))
         return future
 
-    call_aside = call
+    call_concurrently = call
 
 
 def within_each_rank(actor: dict[str, Any], sampler: dict[str, Any], transport: str, folder: Any) -> Any:

@@ -119,9 +119,9 @@ def test_a_value_whose_call_failed(group: RayGroup, pool: RayPool) -> None:
         group.map_remote(functions.make, [0, 1], 4, num_values=3)[0][0].fetch()
 
 
-def test_a_call_aside_runs_beside(group: RayGroup) -> None:
+def test_a_concurrent_call_runs_beside_the_others(group: RayGroup) -> None:
     busy = group.call(functions.score, 1, 1.0)
-    assert group.call_aside(functions.numbers).result() is not None
+    assert group.call_concurrently(functions.numbers).result() is not None
     assert not busy.done()
     assert busy.result() == 2
 

@@ -186,7 +186,7 @@ class Here:
         future.set_result(function(self.state, *args))
         return future
 
-    call_aside = call
+    call_concurrently = call
 
 
 class Peer:
@@ -345,7 +345,7 @@ def drop(path: Path) -> None:
 )
 def test_damaged_files_are_refused(damage, text, tmp_path):
     class Damaging(Here):
-        def call_aside(self, function: Any, *args: Any) -> Future:
+        def call_concurrently(self, function: Any, *args: Any) -> Future:
             damage(files_of(tmp_path)[0])
             return self.call(function, *args)
 
@@ -506,7 +506,7 @@ class Lost:
     def call(self, function: Any, *args: Any) -> Any:
         raise RoleLostError("actor", [0], "killed")
 
-    call_aside = call
+    call_concurrently = call
 
 
 class Endless:

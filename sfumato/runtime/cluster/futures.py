@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sfumato.runtime.cluster.packing import Packed, unpack
-from sfumato.runtime.cluster.process import Lane, RoleProcess, Shipped
+from sfumato.runtime.cluster.process import ConcurrencyGroup, RoleProcess, Shipped
 from sfumato.runtime.roles import Record
 
 _numbers = itertools.count(1)
@@ -68,7 +68,7 @@ class RayFuture:
         loop: CallLoop,
         role: str,
         function: Shipped,
-        lane: Lane,
+        group: ConcurrencyGroup,
         parts: list[Part],
         *,
         is_start: bool = False,
@@ -76,7 +76,7 @@ class RayFuture:
         brings: bool = False,
     ) -> None:
         """Use the verbs of a role."""
-        self.loop, self.role, self.function, self.lane, self.parts = loop, role, function, lane, parts
+        self.loop, self.role, self.function, self.group, self.parts = loop, role, function, group, parts
         self.issued, self.label = time.monotonic(), loop.record.label
         self.is_start = is_start
         """A call that starts the role: it may take ``call_timeout_s`` in all, and be silent meanwhile."""

@@ -8,7 +8,7 @@ from typing import Any
 from sfumato.errors import RoleLostError
 from sfumato.runtime.cluster.futures import Part, RayFuture
 from sfumato.runtime.cluster.loop import DriverLoop
-from sfumato.runtime.cluster.process import Lane, RoleProcess
+from sfumato.runtime.cluster.process import ConcurrencyGroup, RoleProcess
 from sfumato.runtime.cluster.role import RayRole, RolePlan
 
 
@@ -54,7 +54,7 @@ class RayPool(RayRole):
             if future.is_start:
                 future.settle(error)
 
-    def _blocks(self, future: RayFuture) -> set[Lane]:
+    def _blocks(self, future: RayFuture) -> set[ConcurrencyGroup]:
         del future
         return set()
 

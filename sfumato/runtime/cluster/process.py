@@ -20,7 +20,7 @@ from sfumato.runtime.cluster.placement import Slot
 from sfumato.runtime.cluster.worker import Identity, RoleWorker, on_state
 from sfumato.runtime.roles import kind_of
 
-Lane = Literal["calls", "aside", "health"]
+ConcurrencyGroup = Literal["calls", "concurrent", "health"]
 """Threads of a process; each runs its calls in order, those of ``calls`` several at a time where there are several."""
 
 WORDS = 50
@@ -90,8 +90,8 @@ class RoleProcess:
         self.is_lost = False
         self.unanswered: dict[Any, tuple[Any, Any]] = {}
         """Futures and parts of calls by the reference to their reply; the driver's loop keeps them."""
-        self._sent: set[tuple[Lane, str]] = set()
-        worker = ray.remote(concurrency_groups={"calls": threads, "aside": 1, "health": 1})(RoleWorker)
+        self._sent: set[tuple[ConcurrencyGroup, str]] = set()
+        worker = ray.remote(concurrency_groups={"calls": threads, "concurrent": 1, "health": 1})(RoleWorker)
         actor = worker.options(
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
@@ -105,7 +105,7 @@ class RoleProcess:
 
     def send(
         self,
-        lane: Lane,
+        group: ConcurrencyGroup,
         call: int,
         function: Shipped,
         args: Packed,
@@ -116,9 +116,9 @@ class RoleProcess:
         stop: bool,
     ) -> tuple[list[Any], int]:
         """Sends a call. Returns the references to its reply and kept values, and the bytes of the function."""
-        is_new = (lane, function.digest) not in self._sent
-        self._sent.add((lane, function.digest))
-        options = {"concurrency_group": lane, "num_returns": 1 + num_values}
+        is_new = (group, function.digest) not in self._sent
+        self._sent.add((group, function.digest))
+        options = {"concurrency_group": group, "num_returns": 1 + num_values}
         pickled = function.pickled if is_new else None
         references = self._actor.run.options(**options).remote(
             call, function.digest, pickled, args, num_values, ships, stop, *values

@@ -16,7 +16,7 @@ from sfumato.runtime.cluster.futures import Arguments, Part, RayFuture, RayHandl
 from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, size_of
 from sfumato.runtime.cluster.placement import Places
-from sfumato.runtime.cluster.process import Functions, Lane, RoleProcess
+from sfumato.runtime.cluster.process import ConcurrencyGroup, Functions, RoleProcess
 from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
 from sfumato.tracking.shared_folder import Token
 
@@ -84,9 +84,9 @@ class RayRole:
         """``function(state, *args)`` in every process; the value of the first."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args))
 
-    def call_aside(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> RayFuture:
         """As ``call``, in a second thread of each process, beside what the role is doing."""
-        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), lane="aside")
+        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent")
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> RayFuture:
         """``function(state, parts[i], *args)`` in all processes of data-parallel rank i; the value of the first."""
@@ -147,17 +147,17 @@ class RayRole:
 
     def flush(self) -> None:
         """Sends, in order, the calls whose arguments are there; one whose arguments are not holds up later ones."""
-        blocked: set[Lane] = set()
+        blocked: set[ConcurrencyGroup] = set()
         for future in list(self._held):
-            if future.lane not in blocked and future.has_arguments:
+            if future.group not in blocked and future.has_arguments:
                 self._held.remove(future)
                 self._send(future)
             else:
                 blocked |= self._blocks(future)
 
-    def _blocks(self, future: RayFuture) -> set[Lane]:
-        """Lanes in which no later call may overtake this one."""
-        return {future.lane}
+    def _blocks(self, future: RayFuture) -> set[ConcurrencyGroup]:
+        """Concurrency groups in which no later call may overtake this one."""
+        return {future.group}
 
     def new_lines(self, said: list[str]) -> list[str]:
         """Those of what a process said that are to be shown: while the role starts, each line once."""
@@ -259,7 +259,7 @@ class RayRole:
         function: Callable[..., Any],
         args: dict[int, tuple[Any, ...]],
         *,
-        lane: Lane = "calls",
+        group: ConcurrencyGroup = "calls",
         kept: Mapping[int, list[RayHandle]] = MappingProxyType({}),
         shippers: Collection[int] = (0,),
         is_start: bool = False,
@@ -271,7 +271,7 @@ class RayRole:
         Args:
             function: of the state, or with ``is_start`` of the worker.
             args: by rank; equal objects are pickled once.
-            lane: the thread of each process.
+            group: whose threads run it in each process.
             kept: handles of the values that stay, by rank.
             shippers: ranks whose result comes here.
             is_start: whether it is part of starting the role.
@@ -288,7 +288,7 @@ class RayRole:
             arguments = packed[id(given)]
             arguments.num_users += 1
             parts.append(Part(self.processes[rank], arguments, ships=rank in shippers))
-        future = RayFuture(self.loop, self.name, shipped, lane, parts, is_start=is_start, moves=moves, brings=brings)
+        future = RayFuture(self.loop, self.name, shipped, group, parts, is_start=is_start, moves=moves, brings=brings)
         for part in parts:
             part.keeps = list(kept.get(part.process.rank, ()))
             for handle in part.keeps:
@@ -325,7 +325,7 @@ class RayRole:
         else:
             self.loop.count_bytes(self.name, args)
         references, function_bytes = part.process.send(
-            future.lane,
+            future.group,
             part.call,
             future.function,
             args,

@@ -115,7 +115,7 @@ class RoleRun:
 
 
 class RoleWorker:
-    """The actor of one process. Ray runs ``run`` in one thread for each lane: calls, calls aside, and health."""
+    """The actor of one process. Ray runs ``run`` in threads of three groups: calls, concurrent calls, health."""
 
     def __init__(self, role: str, rank: int, num_threads: int, output_dir: str, speaks: bool, paths: list[str]) -> None:
         """Runs in the main thread, the only one that may install signal handlers."""

@@ -38,7 +38,7 @@ class Caller(Protocol):
 
     def call(self, function: Any, *args: Any) -> Result: ...
 
-    def call_aside(self, function: Any, *args: Any) -> Result: ...
+    def call_concurrently(self, function: Any, *args: Any) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class WeightSync:
         offer = self.actor.call(sender.open_sending, version, wanted, self.settings).result()
         self._while_actor_lives(self.sampler.call(receiver.open_receiving, offer))
         if sending_side(offer.transport).streams:
-            joining = self.sampler.call_aside(receiver.join_receiving)
+            joining = self.sampler.call_concurrently(receiver.join_receiving)
             self._both(self.actor.call(sender.join_sending), joining)
         self._offer, self._is_first, self._sent, self._applying = offer, True, None, None
 
@@ -131,11 +131,11 @@ class WeightSync:
         started = time.perf_counter()
         self._sent = None
         if sending_side(self._offer.transport).streams:
-            receiving = self.sampler.call_aside(receiver.receive, version, None)
+            receiving = self.sampler.call_concurrently(receiver.receive, version, None)
             sent, _ = self._both(self.actor.call(sender.send, version, self._is_first), receiving)
         else:
             sent, ticket = self.actor.call(sender.send, version, self._is_first).result()
-            self.sampler.call_aside(receiver.receive, version, ticket).result()
+            self.sampler.call_concurrently(receiver.receive, version, ticket).result()
             self.actor.call(sender.release, version).result()
         seconds = time.perf_counter() - started
         self._sent, self._is_first = sent, False
@@ -182,7 +182,7 @@ class WeightSync:
         looked = time.monotonic()
         while not call.done():
             if time.monotonic() - looked > LOOK_S:
-                self.actor.call_aside(sender.is_there).result()
+                self.actor.call_concurrently(sender.is_there).result()
                 looked = time.monotonic()
             time.sleep(LONGEST_PAUSE_S)
         return call.result()
@@ -196,7 +196,7 @@ class WeightSync:
         while not (sending.done() and receiving.done()) and (deadline is None or time.monotonic() < deadline):
             if deadline is None and (_errors_of(sending) or _errors_of(receiving)):
                 deadline = time.monotonic() + self.grace_s
-                self.actor.call_aside(sender.abort_sending).result()
+                self.actor.call_concurrently(sender.abort_sending).result()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
         errors = _errors_of(sending) + _errors_of(receiving)
