@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from diffusion_families import FAMILIES, Embeddings, build
 
-from sfumato.algorithms.dynamics.sde import FlowSDE
+from sfumato.algorithms.dynamics import FlowSDE
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
+from sfumato.algorithms.objectives import ClippedRatio
 from sfumato.config.sections import TrainConfig
 from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion.base import DiffusionModel

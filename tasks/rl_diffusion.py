@@ -20,8 +20,7 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.off_policy.mismatch import Mismatch
-from sfumato.algorithms.off_policy.old_policy import old_policy
+from sfumato.algorithms.off_policy import Mismatch, old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig

@@ -15,7 +15,7 @@ import torch
 
 from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.flow_matching import draw_sigma
-from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_uniform
 from sfumato.checkpoint.checkpointer import Checkpointer

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sfumato.algorithms.dynamics.sde import FlowSDE
+from sfumato.algorithms.dynamics import FlowSDE
 from sfumato.rewards.pixels import Brightness
 
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.dynamics.step import GaussianStep
-from sfumato.algorithms.objectives.ratio import Loss, Ratio, masked
-from sfumato.algorithms.objectives.steps import SampledSteps
+from sfumato.algorithms.dynamics import GaussianStep
+from sfumato.algorithms.objectives import Loss, Ratio, SampledSteps, masked
 
 
 @dataclass(frozen=True)

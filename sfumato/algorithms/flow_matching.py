@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sfumato.algorithms.dynamics.step import mean_over_sample, per_sample
+from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 
 
 def shift_sigma(sigma: torch.Tensor, shift: float) -> torch.Tensor:

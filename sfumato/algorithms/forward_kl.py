@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.dynamics.step import mean_over_sample
+from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sfumato.algorithms.dynamics.step import GaussianStep, mean_over_sample
+from sfumato.algorithms.dynamics import GaussianStep, mean_over_sample
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sfumato.algorithms.dynamics import Dynamics, GaussianStep
-from sfumato.algorithms.dynamics.ode import EulerODE
+from sfumato.algorithms.dynamics import Dynamics, EulerODE, GaussianStep
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.objectives.steps import SampledSteps
+from sfumato.algorithms.objectives import SampledSteps
 from sfumato.errors import NonFiniteError, SelfCheckError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.finite import finite_rows

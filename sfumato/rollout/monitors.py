@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sfumato.algorithms.dynamics.step import mean_over_sample
+from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import RolloutBatch
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sfumato.algorithms.advantages import Advantages
-from sfumato.algorithms.off_policy.mismatch import Mismatch, mismatch_metrics
+from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
 from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite
 from sfumato.rollout.batch import Part, RolloutBatch, join

@@ -11,21 +11,11 @@ import torch
 
 from sfumato.algorithms.advantages import GDPO, Best, BestWorst, GroupAdvantage, RawReward
 from sfumato.algorithms.decay import Constant, Linear, WarmUp
-from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.dance import DanceSDE
-from sfumato.algorithms.dynamics.ddim import DDIM
-from sfumato.algorithms.dynamics.ode import EulerODE
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.dynamics.step import gaussian_step
-from sfumato.algorithms.dynamics.wan import WanSDE
+from sfumato.algorithms.dynamics import CPS, DDIM, DanceSDE, EulerODE, FlowSDE, GaussianStep, WanSDE, gaussian_step
 from sfumato.algorithms.flow_matching import shift_sigma
 from sfumato.algorithms.kl import FlowGRPOKL, GaussianKL
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.steps import SampledSteps
-from sfumato.algorithms.solvers.dpm2 import DPMSolver2
-from sfumato.algorithms.solvers.euler import Euler
+from sfumato.algorithms.objectives import ClippedRatio, Guard, SampledSteps
+from sfumato.algorithms.solvers import DPMSolver2, Euler
 from sfumato.algorithms.windows import AllSteps, RandomSubset, RandomWindow, SlidingWindow
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "flow_rl.json").read_text())

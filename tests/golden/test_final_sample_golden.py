@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from sfumato.algorithms.forward_kl import VelocityMSE
-from sfumato.algorithms.forward_process.awm import AWM
-from sfumato.algorithms.forward_process.crd import CRD
-from sfumato.algorithms.forward_process.dgpo import DGPO
-from sfumato.algorithms.forward_process.dpo import DPO
-from sfumato.algorithms.forward_process.nft import NFT
+from sfumato.algorithms.forward_process.group_losses import CRD, DGPO, DPO
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
+from sfumato.algorithms.forward_process.sample_losses import AWM, NFT
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "flow_rl.json").read_text(encoding="utf-8"))
 SHARED = {name: torch.tensor(GOLDEN["shared_tensors"][name]) for name in ("x", "v_old", "v_new", "v_ref", "eps")}

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from sfumato.algorithms.decay import FROZEN
-from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.dit_dpo import TrainDitDpoConfig
 from sfumato.config.load import load_config

@@ -14,18 +14,11 @@ import pytest
 import torch
 
 from sfumato.algorithms.advantages import Best, BestWorst, GroupAdvantage, RawReward
-from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.dance import DanceSDE
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.dynamics.step import gaussian_step
-from sfumato.algorithms.forward_process.dpo import DPO
+from sfumato.algorithms.dynamics import CPS, DanceSDE, FlowSDE, GaussianStep, gaussian_step
+from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
 from sfumato.algorithms.kl import FlowGRPOKL
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.dppo import DPPO
-from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.steps import SampledSteps
+from sfumato.algorithms.objectives import DPPO, ClippedRatio, Guard, SampledSteps
 
 FILE = json.loads((Path(__file__).parent / "data" / "peers_diffusion.json").read_text(encoding="utf-8"))
 INPUTS = {name: value if name == "prompts" else torch.tensor(value) for name, value in FILE["inputs"].items()}

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
+from sfumato.algorithms.dynamics import FlowSDE
+from sfumato.algorithms.objectives import ClippedRatio
 from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model

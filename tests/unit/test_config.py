@@ -49,7 +49,7 @@ CUSTOM = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sfumato.algorithms.dynamics.sde import FlowSDE
+from sfumato.algorithms.dynamics import FlowSDE
 
 
 @dataclass(frozen=True)

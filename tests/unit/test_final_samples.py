@@ -11,8 +11,7 @@ import torch
 
 from sfumato.algorithms.decay import FROZEN, Constant, Linear, Refresh
 from sfumato.algorithms.flow_matching import add_noise
-from sfumato.algorithms.solvers.dpm2 import DPMSolver2
-from sfumato.algorithms.solvers.euler import Euler
+from sfumato.algorithms.solvers import DPMSolver2, Euler
 from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid, UniformTimesteps
 from sfumato.commands.check import check_config
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig

@@ -8,25 +8,12 @@ import pytest
 import torch
 
 from sfumato.algorithms import forward_kl
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.dance import DanceSDE
-from sfumato.algorithms.dynamics.ddim import DDIM
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.dynamics.step import GaussianStep
-from sfumato.algorithms.dynamics.wan import WanSDE
-from sfumato.algorithms.forward_process.awm import AWM
-from sfumato.algorithms.forward_process.crd import CRD
-from sfumato.algorithms.forward_process.dgpo import DGPO
-from sfumato.algorithms.forward_process.dpo import DPO
-from sfumato.algorithms.forward_process.nft import NFT
+from sfumato.algorithms.dynamics import CPS, DDIM, DanceSDE, FlowSDE, GaussianStep, WanSDE
+from sfumato.algorithms.forward_process.group_losses import CRD, DGPO, DPO
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
-from sfumato.algorithms.forward_process.regression import BestOfN, RewardWeighted
+from sfumato.algorithms.forward_process.sample_losses import AWM, NFT, BestOfN, RewardWeighted
 from sfumato.algorithms.kl import FlowGRPOKL, GaussianKL, SampleMSE, VelocityMSE
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.dppo import DPPO
-from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.ratio import Ratio, clipped_surrogate
-from sfumato.algorithms.objectives.steps import SampledSteps
+from sfumato.algorithms.objectives import DPPO, ClippedRatio, Guard, Ratio, SampledSteps, clipped_surrogate
 from sfumato.config.base import find_variants
 from sfumato.config.diffusion_rl import ForwardAlgorithmConfig, TrajectoryAlgorithmConfig
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES

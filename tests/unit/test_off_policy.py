@@ -12,21 +12,18 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.dynamics.step import GaussianStep
-from sfumato.algorithms.objectives.clipped_ratio import ClippedRatio
-from sfumato.algorithms.objectives.dppo import DPPO
-from sfumato.algorithms.objectives.guard import Guard
-from sfumato.algorithms.objectives.steps import SampledSteps
-from sfumato.algorithms.off_policy.corrections import (
+from sfumato.algorithms.dynamics import CPS, FlowSDE, GaussianStep
+from sfumato.algorithms.objectives import DPPO, ClippedRatio, Guard, SampledSteps
+from sfumato.algorithms.off_policy import (
     Decoupled,
+    Mismatch,
     NoCorrection,
     Rejection,
     log_ratio_of,
+    mismatch_metrics,
+    old_policy,
+    redrawn,
 )
-from sfumato.algorithms.off_policy.mismatch import Mismatch, mismatch_metrics
-from sfumato.algorithms.off_policy.old_policy import old_policy, redrawn
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel

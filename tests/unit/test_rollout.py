@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.sde import FlowSDE
+from sfumato.algorithms.dynamics import CPS, FlowSDE
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel

@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from sfumato.algorithms.decay import Constant, Linear, Refresh, WarmUp
-from sfumato.algorithms.dynamics.cps import CPS
-from sfumato.algorithms.dynamics.dance import DanceSDE
-from sfumato.algorithms.dynamics.ddim import DDIM
-from sfumato.algorithms.dynamics.ode import EulerODE
-from sfumato.algorithms.dynamics.sde import FlowSDE
-from sfumato.algorithms.dynamics.wan import WanSDE
-from sfumato.algorithms.solvers.dpm2 import DPMSolver2
-from sfumato.algorithms.solvers.euler import Euler
+from sfumato.algorithms.dynamics import CPS, DDIM, DanceSDE, EulerODE, FlowSDE, WanSDE
+from sfumato.algorithms.solvers import DPMSolver2, Euler
 from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid, UniformTimesteps
 
 STOCHASTIC = [FlowSDE(0.7), CPS(0.8), DanceSDE(0.3), WanSDE(), DDIM(0.7)]

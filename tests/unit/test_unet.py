@@ -11,8 +11,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.algorithms.dynamics.ddim import DDIM
-from sfumato.algorithms.dynamics.ode import EulerODE
+from sfumato.algorithms.dynamics import DDIM, EulerODE
 from sfumato.algorithms.flow_matching import add_noise, flow_matching_loss
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig

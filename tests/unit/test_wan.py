@@ -14,7 +14,7 @@ import torch
 import yaml
 from PIL import Image
 
-from sfumato.algorithms.dynamics.ode import EulerODE
+from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig

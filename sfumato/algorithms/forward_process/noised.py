@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-from sfumato.algorithms.dynamics.step import mean_over_sample, per_sample
+from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
 
 Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"

@@ -1,13 +1,50 @@
-"""DPM-Solver++ of order 2, multistep (arXiv 2211.01095, algorithm 2)."""
+"""Deterministic samplers: for objectives that need only the final sample, and for steps outside the trained window.
+
+Shapes: B samples, ... latent dimensions, T steps. Notation: sigma in [0, 1], 1 is noise; v = eps - x0.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from sfumato.algorithms.solvers.euler import Euler
+
+class Solver(Protocol):
+    """One step from sigma_i to sigma_(i+1), without state of its own."""
+
+    def step(
+        self, velocity: torch.Tensor, latents: torch.Tensor, sigmas: torch.Tensor, index: int, memory: Any = None
+    ) -> tuple[torch.Tensor, Any]:
+        """The next latents, and what the next step must be given as ``memory``.
+
+        Args:
+            velocity: v ``[B, ...]`` at ``latents``, any float dtype.
+            latents: x ``[B, ...]``, any float dtype.
+            sigmas: ``[T + 1]``, the whole schedule, descending to 0.
+            index: the step i, 0 to T - 1.
+            memory: what the step before returned; None where there was none, after which a solver begins anew.
+
+        Returns:
+            float32 ``[B, ...]``, and the memory.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Euler:
+    """x' = x + v (sigma' - sigma); DDIM without noise and DPM-Solver++ of order 1 are the same on flows."""
+
+    type: ClassVar[str] = "euler"
+
+    def step(
+        self, velocity: torch.Tensor, latents: torch.Tensor, sigmas: torch.Tensor, index: int, memory: None = None
+    ) -> tuple[torch.Tensor, None]:
+        """As ``Solver.step`` says; nothing is remembered."""
+        del memory
+        dt = sigmas[index + 1].to(torch.float32) - sigmas[index].to(torch.float32)
+        return latents.to(torch.float32) + velocity.to(torch.float32) * dt, None
 
 
 @dataclass(frozen=True)

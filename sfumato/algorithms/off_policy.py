@@ -1,16 +1,25 @@
-"""From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss.
+"""Off-policy corrections: samples of an older policy (behaviour) train the newest one (proximal, then new).
 
-Shapes: R rows, each a decision: a step of a trajectory, or a token of an answer. Log-ratios are log proximal - log
-behaviour, as the objective that clips ratios defines them.
+From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss, and metrics of how far
+the two are apart, which are always on. Log-ratios are log proximal - log behaviour, as the objective that clips ratios
+defines them.
+
+Shapes: R rows, each a decision: a (sample, trained step) pair of a trajectory, or a token of an answer; ... latent
+dimensions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 import torch
+
+from sfumato.algorithms.dynamics import GaussianStep
+from sfumato.algorithms.objectives import RatioObjective, SampledSteps
 
 Level = Literal["step", "trajectory", "trajectory_mean"]
 
@@ -187,3 +196,130 @@ def _truncated(log_weights: torch.Tensor, cap: float | None) -> tuple[torch.Tens
 def _check_cap(cap: float | None) -> None:
     if cap is not None and not cap >= 1:
         raise ValueError(f"cap {cap} must be at least 1, the weight of a sample that the policy itself has made")
+
+
+LARGEST = 300.0
+"""Log-weights beyond are taken as this in the effective sample size, so that squares stay finite in float64."""
+
+
+class Mismatch:
+    """Sums over a rank's rows, and the largest log-ratio."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        """To be added over ranks; empty without rows."""
+        self.largest = 0.0
+        """Of which the maximum over ranks is to be taken."""
+
+    def add(
+        self,
+        log_ratio: torch.Tensor,
+        correction: Correction,
+        log_prob_ratio: torch.Tensor | None = None,
+        kl: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Counts R rows.
+
+        Args:
+            log_ratio: ``[R]``: proximal to behaviour, as it was corrected by.
+            correction: what became of it.
+            log_prob_ratio: ``[R]``: difference of log-probabilities, where ``log_ratio`` is something else
+                (objective guard).
+            kl: ``[R]``: KL(behaviour, proximal) of each row, where it is known exactly.
+            mask: bool ``[R]``: rows that count; None is all.
+        """
+        if mask is not None:
+            log_ratio, correction = log_ratio[mask], correction.rows(mask)
+            log_prob_ratio, kl = (None if each is None else each[mask] for each in (log_prob_ratio, kl))
+        with torch.no_grad():
+            rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
+            weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
+            found = torch.stack(
+                [
+                    torch.ones_like(rows).sum(),
+                    -rows.sum(),
+                    (torch.expm1(rows) - rows).sum(),
+                    weights.sum(),
+                    weights.square().sum(),
+                    correction.weights.double().sum(),
+                    correction.truncated.double().sum(),
+                    correction.rejected.double().sum(),
+                ]
+            ).tolist()
+            if kl is not None:
+                self.sums["kl"] = self.sums.get("kl", 0.0) + float(kl.double().sum())
+            names = ("rows", "k1", "k3", "w", "w2", "weight", "truncated", "rejected")
+            for name, value in zip(names, found, strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + value
+            if len(log_ratio):
+                self.largest = max(self.largest, float(log_ratio.abs().max()))
+
+
+def mismatch_metrics(sums: Mapping[str, float], largest: float) -> dict[str, float]:
+    """Metrics of the rows of all ranks; none without rows.
+
+    Args:
+        sums: of ``Mismatch.sums`` over ranks.
+        largest: the maximum of ``Mismatch.largest`` over ranks.
+
+    Returns:
+        ``mismatch/kl``, the exact KL(behaviour, proximal) where it was given; ``mismatch/kl_k1`` and
+        ``mismatch/kl_k3``, estimates of KL(behaviour, proximal) as mean(-l) and
+        mean(exp(l) - 1 - l) of log-ratios l; ``mismatch/log_ratio_max``, the largest absolute one; ``mismatch/ess``,
+        (sum w)^2 / (R sum w^2) of weights before truncation; ``mismatch/weight``, the mean weight of the loss;
+        ``mismatch/truncated`` and ``mismatch/rejected``, shares of rows. Of samples that the proximal policy itself
+        made they are exactly 0, and ``ess`` and ``weight`` 1.
+    """
+    if not sums.get("rows"):
+        return {}
+    rows = sums["rows"]
+    exact = {"mismatch/kl": sums["kl"] / rows} if "kl" in sums else {}
+    return exact | {
+        "mismatch/kl_k1": sums["k1"] / rows + 0.0,  # no minus before a zero
+        "mismatch/kl_k3": sums["k3"] / rows,
+        "mismatch/log_ratio_max": largest,
+        "mismatch/ess": sums["w"] ** 2 / (rows * sums["w2"]) if sums["w2"] else 0.0,
+        "mismatch/weight": sums["weight"] / rows,
+        "mismatch/truncated": sums["truncated"] / rows,
+        "mismatch/rejected": sums["rejected"] / rows,
+    }
+
+
+def old_policy(
+    objective: RatioObjective,
+    off_policy: OffPolicy,
+    behaviour: SampledSteps,
+    proximal: GaussianStep | None,
+    sample_of_row: torch.Tensor,
+    mismatch: Mismatch | None = None,
+) -> tuple[SampledSteps, torch.Tensor]:
+    """What an objective takes as its old policy, and factors of its loss.
+
+    Args:
+        objective: says what its ratio is.
+        off_policy: the correction.
+        behaviour: what was drawn, and by which means.
+        proximal: the policy at the start of the update. None where the behaviour policy was that policy, or nobody
+            knows: the behaviour policy is the old one, and nothing is measured.
+        sample_of_row: int64 ``[R]``: rows of one sample share a number, and all are there.
+        mismatch: counts the rows; None does not.
+
+    Returns:
+        The steps as the old policy drew them, or would have; and float32 ``[R]`` without gradients, 0 for rows that are
+        left out, by which losses are multiplied, to be divided by the number of all rows.
+    """
+    if proximal is None:
+        return behaviour, torch.ones_like(behaviour.log_probs)
+    log_ratio = objective.ratio(proximal, behaviour).log_ratio.detach()
+    correction = off_policy.correct(log_ratio, sample_of_row)
+    if mismatch is not None:
+        kl = None if behaviour.means is None else proximal.kl(behaviour.means)
+        mismatch.add(log_ratio, correction, behaviour.log_ratio(proximal), kl)
+    return redrawn(behaviour, proximal) if off_policy.uses_proximal else behaviour, correction.weights
+
+
+def redrawn(behaviour: SampledSteps, proximal: GaussianStep) -> SampledSteps:
+    """The same latents as if the proximal policy had drawn them."""
+    log_probs = proximal.log_prob(behaviour.next_latents).detach()
+    return dataclasses.replace(behaviour, log_probs=log_probs, means=proximal.mean.detach())

@@ -1,0 +1,226 @@
+"""Policy objectives on ratios of probabilities: from log-ratios of decisions and advantages to a loss per row.
+
+``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step, and ``stats`` are detached sums
+over rows, which it divides by their number.
+
+Shapes: R rows, each a decision that a policy made at random: a (sample, trained denoising step) pair, or a token;
+... latent dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeAlias
+
+import torch
+
+from sfumato.algorithms.dynamics import GaussianStep
+
+
+@dataclass(frozen=True)
+class SampledSteps:
+    """What was drawn when the trajectories were sampled. The standard deviation does not depend on the policy."""
+
+    next_latents: torch.Tensor
+    """float32 ``[R, ...]``: the latents that were drawn."""
+    log_probs: torch.Tensor
+    """float32 ``[R]``: their log-probability then."""
+    step_sizes: torch.Tensor
+    """float32 ``[R]``: h = sigma - sigma' > 0."""
+    means: torch.Tensor | None
+    """float32 ``[R, ...]``: the means they were drawn around; None where they were not kept."""
+
+    def log_ratio(self, new: GaussianStep) -> torch.Tensor:
+        """log p_new - log p_old of each row: in closed form where the means were kept, for precision."""
+        if self.means is None:
+            return new.log_prob(self.next_latents) - self.log_probs
+        return new.log_ratio(self.means, self.next_latents)
+
+    def old_means(self) -> torch.Tensor:
+        """The means. Raises ValueError where they were not kept."""
+        if self.means is None:
+            raise ValueError("this objective needs the means of the sampled steps")
+        return self.means
+
+
+Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much likelier R decisions are now than under an older policy."""
+
+    log_ratio: torch.Tensor
+    """float32 ``[R]``, with gradients: log p - log p_old, or what an objective has in its place; 0 for one policy."""
+    kl: torch.Tensor | None = None
+    """float32 ``[R]``, without gradients: KL(old, new) of what a decision was drawn from, where it is known."""
+    divisor: torch.Tensor | None = None
+    """float32 ``[R]``, by which the losses of denoising steps are evened out; None is 1."""
+
+
+class RatioObjective(Protocol):
+    """What an objective offers."""
+
+    @property
+    def replay_tolerance(self) -> float:
+        """Largest absolute log-ratio that may show while the policy is still the one that sampled."""
+        ...
+
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """Of R denoising steps, in the exact form of the dynamics that ``loss`` takes."""
+        ...
+
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """The loss ``[R]`` (lower is better) and its statistics.
+
+        Args:
+            ratio: of R decisions.
+            advantages: ``[R]``.
+            mask: bool ``[R]``: decisions that are learned from; the others have a loss of 0 and no part in the
+                statistics. None is all.
+        """
+        ...
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, mask: torch.Tensor | None = None
+) -> Loss:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7).
+
+    Args:
+        log_ratio: ``[R]``.
+        advantages: ``[R]``.
+        low, high: clip ranges, above 0.
+        mask: bool ``[R]``, as ``RatioObjective.loss`` has it.
+
+    Returns:
+        The loss ``[R]`` and sums over rows named ``ratio/...``.
+    """
+    log_ratio = masked(log_ratio, mask)  # first, so that what stands elsewhere reaches no gradient
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(1 - low, 1 + high)
+    loss = masked(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
+    with torch.no_grad():
+        stats = ratio_sums(log_ratio, ratio, mask)
+        stats["ratio/clipped_high"] = masked((ratio > 1 + high).float(), mask).sum()
+        stats["ratio/clipped_low"] = masked((ratio < 1 - low).float(), mask).sum()
+    return loss, stats
+
+
+def ratio_sums(log_ratio: torch.Tensor, ratio: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Sums over rows of ratios ``[R]``, and of half their squared logarithms, which are 0 outside the mask."""
+    return {
+        "ratio/mean": masked(ratio.detach(), mask).sum(),
+        "ratio/approx_kl": 0.5 * (log_ratio.detach() ** 2).sum(),
+    }
+
+
+def masked(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """``[R]`` with zeros, which have no gradient, in the place of rows that are not learned from."""
+    return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+
+
+def check_clip_ranges(clip_range: float, clip_range_high: float | None) -> None:
+    """Raises ValueError when a clip range is not above 0."""
+    if not clip_range > 0 or (clip_range_high is not None and not clip_range_high > 0):
+        raise ValueError("clip ranges must be above 0")
+
+
+@dataclass(frozen=True)
+class ClippedRatio:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347, eq. 7)."""
+
+    type: ClassVar[str] = "clipped_ratio"
+
+    clip_range: float = 1e-4
+    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]; small, since log-probs are means over elements."""
+    clip_range_high: float | None = None
+    """Upper clip range where it differs from the lower one."""
+
+    def __post_init__(self) -> None:
+        check_clip_ranges(self.clip_range, self.clip_range_high)
+
+    @property
+    def replay_tolerance(self) -> float:
+        """A tenth of the clip range."""
+        return self.clip_range / 10
+
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """log p_new - log p_old of R denoising steps."""
+        return Ratio(old.log_ratio(new))
+
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """As ``RatioObjective.loss``."""
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        return clipped_surrogate(ratio.log_ratio, advantages, self.clip_range, high, mask)
+
+
+@dataclass(frozen=True)
+class Guard(ClippedRatio):
+    """The clipped surrogate of the recentred log-ratio, divided by the step size h (``recentred_log_ratio`` of steps).
+
+    1 / h evens out the gradients of the steps. Computed for each sample by itself: flow_grpo averages over the batch
+    what recentring adds (its issue 244), Flow-Factory omits 1 / h.
+    """
+
+    type: ClassVar[str] = "guard"
+
+    clip_range: float = 2e-6
+    """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
+
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """Recentred, of R denoising steps. Raises ValueError when the old means were not kept."""
+        return Ratio(new.recentred_log_ratio(old.old_means(), old.next_latents), divisor=old.step_sizes)
+
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """As ``RatioObjective.loss``."""
+        loss, stats = super().loss(ratio, advantages, mask)
+        return loss if ratio.divisor is None else loss / ratio.divisor, stats
+
+
+@dataclass(frozen=True)
+class DPPO:
+    """-A r, masked where the step left the trust region and the update would lead further away from the old policy.
+
+    A row is masked when KL(old, new) = mean((mu - mu_old)^2) / 2S^2 has reached the threshold and the ratio has
+    already moved in the direction that its advantage asks for.
+    """
+
+    type: ClassVar[str] = "dppo"
+
+    kl_threshold: float = 1e-5
+    """KL divergence per element from which rows are masked."""
+    scale_by_variance: bool = True
+    """Divide the squared distance of the means by S^2; false measures it as it is."""
+
+    def __post_init__(self) -> None:
+        if not self.kl_threshold > 0:
+            raise ValueError("kl_threshold must be above 0")
+
+    @property
+    def replay_tolerance(self) -> float:
+        """A tenth of the threshold."""
+        return self.kl_threshold / 10
+
+    def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
+        """log p_new - log p_old of R denoising steps, and their KL. Raises ValueError where old means were not kept."""
+        with torch.no_grad():
+            kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
+        return Ratio(old.log_ratio(new), kl)
+
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+        """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
+        if ratio.kl is None:
+            raise ValueError("dppo needs the KL divergence from the old policy of each decision")
+        log_ratio = masked(ratio.log_ratio, mask)
+        r = torch.exp(log_ratio)
+        with torch.no_grad():
+            far = ratio.kl >= self.kl_threshold
+            high = far & (r > 1) & (advantages > 0)
+            low = far & (r < 1) & (advantages < 0)
+        loss = masked(torch.where(high | low, torch.zeros_like(r), -advantages * r), mask)
+        stats = ratio_sums(log_ratio, r, mask)
+        stats["ratio/masked_high"] = masked(high.float(), mask).sum()
+        stats["ratio/masked_low"] = masked(low.float(), mask).sum()
+        stats["kl/old"] = masked(ratio.kl, mask).sum()
+        return loss, stats
