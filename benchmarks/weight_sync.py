@@ -75,7 +75,7 @@ class Here:
     def __init__(self, state: Any) -> None:
         self.state = state
 
-    def call(self, function: Any, *args: Any) -> Future[Any]:
+    def call(self, function: Any, *args: Any, kind: str = "other") -> Future[Any]:
         """Runs it now."""
         future: Future[Any] = Future()
         future.set_result(function(self.state, *args))

@@ -76,7 +76,7 @@ def main(config: TrajectoryRLConfig) -> None:
 def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
     """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
-    start = roles.actor.call(Actor.resume).result()
+    start = roles.actor.call(Actor.resume, kind="load").result()
     costs = roles.actor.call(Actor.count_costs, config).result()
     rows = roles.actor.call(Actor.probe_rows, config).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
@@ -109,7 +109,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoa
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
         with run.timed("update"):
-            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step).result()
+            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, kind="update").result()
         run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
 
@@ -124,11 +124,11 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoa
         if evaluating:
             run.say_signs_of_hacking()
             run.write_report(if_cheap=not last)
-        roles.actor.call(Actor.after_step, run.sync()).result()
+        roles.actor.call(Actor.after_step, run.sync(), kind="save").result()
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
-            run.attempt(lambda: roles.actor.call(Actor.export, config).result())
+            run.attempt(lambda: roles.actor.call(Actor.export, config, kind="save").result())
 
-    roles.actor.call(Actor.export, config).result()
+    roles.actor.call(Actor.export, config, kind="save").result()
     roles.scorer.call(Scorer.close).result()
 
 

@@ -57,7 +57,7 @@ def evaluate(
         metrics, evaluated = _evaluate(roles, run, draw, config, step)
         first = list(trained[:1]) + [None] * len(evaluated)  # the first rank's are enough
         parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
-        roles.actor.map(_save_samples, parts, scores, advantages, config, step).result()
+        roles.actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
         run.show_samples(step)
     return metrics
 
@@ -69,9 +69,12 @@ def _evaluate(
     by_rank = [list(share_of(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
     longest = -(-count // actor.num_data_ranks)
     drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-    made = actor.map_remote(draw, drawn, config, num_values=2)
+    made = actor.map_remote(draw, drawn, config, num_values=2, kind="evaluate")
     scoring = [
-        [roles.scorer.submit(_score, samples, at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+        [
+            roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
+            for at in range(0, len(rows), size)
+        ]
         for rows, (samples, _) in zip(by_rank, made, strict=True)
     ]
     scored = [Scores.cat([each.result() for each in futures]) for futures in scoring]

@@ -7,7 +7,6 @@ are in this process (under torchrun, of this rank); those on Ray offer the same 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,9 @@ from sfumato.errors import PreemptedError, RewardError, RoleLostError, WeightSyn
 from sfumato.tracking.timeline import Event
 
 ACTOR, SAMPLER, SCORER = "actor", "sampler", "scorer"
+
+OTHER = "other"
+"""Kind of work in the timeline (``sfumato.tracking.timeline.KINDS``) of calls that name none."""
 
 TURN_S = 1.0
 """Longest wait in one go, so that a signal is heard."""
@@ -61,7 +63,7 @@ class Handle(Protocol):
 
 
 class Role(Protocol):
-    """A state, and the processes that have it."""
+    """A state, and the processes that have it. ``kind`` of a call is the kind of its work in the timeline."""
 
     name: str
     num_data_ranks: int
@@ -69,20 +71,20 @@ class Role(Protocol):
     data_ranks: range
     """Those that are given work by this process: in process its own rank, on Ray all."""
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future:
+    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """``function(state, *args)`` in every process; the value of the first."""
         ...
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> Future:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """The same, beside the calls that are under way or queued."""
         ...
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """``function(state, part, *args)``, a part for each of ``data_ranks``; the value of the first process."""
         ...
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[Handle, ...]]:
         """Like ``map``, but values stay where they are made.
 
@@ -101,7 +103,7 @@ class Role(Protocol):
         """
         ...
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """``function(state, *args)`` in one of the processes, whichever is free: of roles that share nothing."""
         ...
 
@@ -150,7 +152,14 @@ class Record:
         self._lock = threading.Lock()
 
     def run(
-        self, role: str, rank: int, state: Any, function: Callable[..., Any], args: Sequence[Any], label: Label
+        self,
+        role: str,
+        rank: int,
+        state: Any,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        label: Label,
+        kind: str = OTHER,
     ) -> Any:
         """Runs a call, with the values of handles, and notes it."""
         started = time.time()
@@ -158,7 +167,7 @@ class Record:
             return function(state, *values_of(args))
         finally:
             ended = max(started, time.time())  # a wall clock may be set back
-            event = Event(role, rank, kind_of(function), started, ended, label.step, label.version)
+            event = Event(role, rank, kind, started, ended, label.step, label.version)
             with self._lock:
                 self._events.append(event)
 
@@ -179,28 +188,28 @@ class LocalRole:
         self.data_ranks, self.num_data_ranks = range(data_rank, data_rank + 1), num_data_ranks
         self._record = record or Record()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future:
+    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function now."""
         future: ThreadFuture[Any] = ThreadFuture()
         future.set_result(
-            self._record.run(self.name, self.data_ranks.start, self.state, function, args, self._record.label)
+            self._record.run(self.name, self.data_ranks.start, self.state, function, args, self._record.label, kind)
         )
         return future
 
     call_concurrently = submit = call
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
-        return self.call(function, parts[0], *args)
+        return self.call(function, parts[0], *args, kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[Handle, ...]]:
         """Runs the function on this process's part now."""
         if parts[0] is None:
             return [()]
         started = time.perf_counter()
-        found = self.call(function, parts[0], *args).result()
+        found = self.call(function, parts[0], *args, kind=kind).result()
         seconds = time.perf_counter() - started
         return [tuple(LocalHandle(each, seconds) for each in (found if num_values > 1 else [found]))]
 
@@ -230,21 +239,21 @@ class ThreadRole:
     def _number(self) -> None:
         self._own.rank = next(self._ranks)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Queues the function; an error rises in the future's ``result``."""
-        return ThreadCall(self._executor.submit(self._run, function, args, self._record.label))
+        return ThreadCall(self._executor.submit(self._run, function, args, self._record.label, kind))
 
-    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label) -> Any:
-        return self._record.run(self.name, self._own.rank, self.state, function, args, label)
+    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label, kind: str) -> Any:
+        return self._record.run(self.name, self._own.rank, self.state, function, args, label, kind)
 
     call = call_concurrently = submit
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> Future:
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """Queues the function."""
-        return self.submit(function, parts[0], *args)
+        return self.submit(function, parts[0], *args, kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[Handle, ...]]:
         """What threads return is in this process anyway."""
         raise NotImplementedError(f"what the {self.name} returns is in this process: use submit")
@@ -379,7 +388,7 @@ class Roles:
             is_lost = getattr(error, "role", None) in (self.actor.name, "ray")
             if not is_lost and not getattr(error, "is_saved", False):
                 try:
-                    self.actor.call(save).result()
+                    self.actor.call(save, kind="save").result()
                 except Exception as problem:  # what stopped the run matters more
                     error.add_note(f"and its finished work could not be saved: {problem}")
             raise
@@ -398,28 +407,6 @@ def values_of(args: Any) -> Any:
     if type(args) in (list, tuple):
         return type(args)(values_of(each) for each in args)
     return args
-
-
-KIND_OF = {
-    "draw": "evaluate",
-    "send": "sync",
-    "receive": "sync",
-    "apply": "sync",
-    "arrive": "sync",
-    "after": "save",
-    "export": "save",
-    "resume": "load",
-    "prepare": "load",
-}
-"""Kinds of work of the timeline by the first word of the function that does it, where that is no kind itself."""
-
-
-def kind_of(function: Callable[..., Any]) -> str:
-    """The kind of work that a function does, by its name."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    word = getattr(function, "__name__", type(function).__name__).strip("_<>").partition("_")[0]
-    return KIND_OF.get(word, word)
 
 
 @contextmanager

@@ -316,7 +316,9 @@ class RolloutStream:
                 continue
             self._round_bytes = max(self._round_bytes, each.nbytes)
             with labelled(self.roles.driver.record, each.step + 1, each.version):
-                each.scores = [self.roles.scorer.submit(self.score, made[1]) if made else None for made in each.made]
+                each.scores = [
+                    self.roles.scorer.submit(self.score, made[1], kind="score") if made else None for made in each.made
+                ]
             return True
         return False
 
@@ -339,7 +341,7 @@ class RolloutStream:
             round_.version, round_.scores = self._sampler_version, []
         with labelled(self.roles.driver.record, step + 1, round_.version):
             round_.made = self.roles.sampler.map_remote(
-                self.generate, round_.requests, step, round_.version, num_values=2
+                self.generate, round_.requests, step, round_.version, num_values=2, kind="generate"
             )
         return True
 

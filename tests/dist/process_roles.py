@@ -69,11 +69,11 @@ class ProcessRole:
         """Makes (or makes anew) the state of every process."""
         self._values("main", function, args, True).result()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Future[Any]:
         """``function(state, *args)`` in every process; the value of the first."""
         return self._first(self._values("main", function, args))
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Future[Any]:
         """The same, in the second thread of each process."""
         return self._first(self._values("concurrent", function, args))
 

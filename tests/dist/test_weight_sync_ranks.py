@@ -191,7 +191,7 @@ class Here:
     def __init__(self, state: Any) -> None:
         self.state = state
 
-    def call(self, function: Any, *args: Any) -> Future:
+    def call(self, function: Any, *args: Any, kind: str = "other") -> Future:
         future: Future = Future()
         future.set_result(function(self.state, *args))
         return future

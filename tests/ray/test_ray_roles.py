@@ -167,14 +167,14 @@ def test_what_a_process_says_and_does_is_heard(
     cluster.on_progress(lambda: told.append("progress"))
     before = time.time()
     with labelled(cluster.record, 7, 2):
-        future = group.call(functions.talk, "hello")
+        future = group.call(functions.talk, "hello", kind="update")
     future.result()
     cluster.on_progress(None)
     assert (cluster.run.output_dir / "log.txt").read_text().count("said hello\n") == 1
     assert timed == {"talk": 2.0} and told == ["progress"]
     events = sorted(cluster.record.take(), key=lambda each: each.rank)
     assert [(each.role, each.rank, each.kind, each.step, each.version) for each in events] == [
-        ("sampler", rank, "talk", 7, 2) for rank in range(2)
+        ("sampler", rank, "update", 7, 2) for rank in range(2)
     ]
     assert all(before - 0.1 <= each.start <= each.end <= time.time() + 0.1 for each in events)
     cluster.take_timings()

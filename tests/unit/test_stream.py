@@ -15,7 +15,7 @@ import pytest
 
 from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.runtime.roles import LocalDriver, LocalHandle, LocalRole, Roles, ThreadRole, kind_of
+from sfumato.runtime.roles import LocalDriver, LocalHandle, LocalRole, Record, Roles, ThreadRole
 from sfumato.runtime.stream import RolloutStream, StreamBatch
 
 
@@ -289,11 +289,13 @@ class QueuedRole(LocalRole):
         super().__init__(self.state, self.name)
         self.data_ranks, self.num_data_ranks = range(2), 2
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Any:
         self.queue.append(partial(function, self.state, *args))
         return DoneFuture()
 
-    def map_remote(self, function: Callable[..., Any], parts: list, *args: Any, num_values: int = 1) -> list:
+    def map_remote(
+        self, function: Callable[..., Any], parts: list, *args: Any, num_values: int = 1, kind: str = "other"
+    ) -> list:
         found = [tuple(SlowHandle(None, nbytes=self.size) for _ in range(2 if part else 0)) for part in parts]
 
         def work() -> None:
@@ -344,10 +346,10 @@ class PumpingDriver(LocalDriver):
 class KeptScorer(ThreadRole):
     """Sees the values of slow handles."""
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Any:
         if any(each.is_lost for each in args):
             return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
-        return super().submit(function, *(LocalHandle(each.fetch()) for each in args))
+        return super().submit(function, *(LocalHandle(each.fetch()) for each in args), kind=kind)
 
 
 @dataclass
@@ -518,11 +520,18 @@ def test_functions_see_the_values_of_handles() -> None:
     assert role.map_remote(lambda state, part: part, [None]) == [()]
 
 
-def test_what_roles_did_is_noted_with_its_step() -> None:
-    stream = make(Log())
-    first(stream)
-    events = stream.roles.driver.record.take() or stream.roles.actor._record.take()
-    assert kind_of(partial(generate, 1)) == "generate" and kind_of(Log) == "Log"
+def test_what_roles_did_is_noted_with_its_step_and_the_kind_of_the_work() -> None:
+    log, record = Log(), Record()
+    actor = LocalRole(log, record=record)
+    scorer = ThreadRole(log, "scorer", record=record)
+    first(stream_of(Roles(actor=actor, sampler=actor, scorer=scorer, driver=LocalDriver(record))))
+    actor.map(lambda state, part: None, [1], kind="update")
+    actor.call(lambda state: None)
+    scorer.close()
+    events = record.take()
+    done = [(each.role, each.kind, each.step, each.version) for each in sorted(events, key=lambda each: each.kind)]
+    assert done[:3] == [("actor", "generate", 1, 0)] * 3 and done[4:7] == [("scorer", "score", 1, 0)] * 3
+    assert [each[1] for each in done] == ["generate"] * 3 + ["other"] + ["score"] * 3 + ["update"]
     assert all(each.end >= each.start for each in events)
 
 
@@ -551,8 +560,8 @@ class EndsBetweenLooks:
 
 
 class OddScorer(LocalRole):
-    def submit(self, function: Callable[..., Any], *args: Any) -> Any:
-        return EndsBetweenLooks(self.call(function, *args).result())
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Any:
+        return EndsBetweenLooks(self.call(function, *args, kind=kind).result())
 
 
 def test_what_ends_between_two_looks_is_no_standstill() -> None:

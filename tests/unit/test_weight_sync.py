@@ -181,7 +181,7 @@ class Here:
     def __init__(self, state: Any) -> None:
         self.state = state
 
-    def call(self, function: Any, *args: Any) -> Future:
+    def call(self, function: Any, *args: Any, kind: str = "other") -> Future:
         future: Future = Future()
         future.set_result(function(self.state, *args))
         return future
@@ -345,7 +345,7 @@ def drop(path: Path) -> None:
 )
 def test_damaged_files_are_refused(damage, text, tmp_path):
     class Damaging(Here):
-        def call_concurrently(self, function: Any, *args: Any) -> Future:
+        def call_concurrently(self, function: Any, *args: Any, kind: str = "other") -> Future:
             damage(files_of(tmp_path)[0])
             return self.call(function, *args)
 
@@ -503,7 +503,7 @@ def test_what_the_driver_is_told_is_equally_long_whatever_the_checksums():
 class Lost:
     """A role whose processes have died: its calls raise, as those of a role on Ray."""
 
-    def call(self, function: Any, *args: Any) -> Any:
+    def call(self, function: Any, *args: Any, kind: str = "other") -> Any:
         raise RoleLostError("actor", [0], "killed")
 
     call_concurrently = call

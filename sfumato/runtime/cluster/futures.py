@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.process import ConcurrencyGroup, RoleProcess, Shipped
-from sfumato.runtime.roles import Record
+from sfumato.runtime.roles import OTHER, Record
 
 _numbers = itertools.count(1)
 
@@ -74,10 +74,11 @@ class RayFuture:
         is_start: bool = False,
         moves: bool = False,
         brings: bool = False,
+        kind: str = OTHER,
     ) -> None:
         """Use the verbs of a role."""
         self.loop, self.role, self.function, self.group, self.parts = loop, role, function, group, parts
-        self.issued, self.label = time.monotonic(), loop.record.label
+        self.issued, self.label, self.kind = time.monotonic(), loop.record.label, kind
         self.is_start = is_start
         """A call that starts the role: it may take ``call_timeout_s`` in all, and be silent meanwhile."""
         self.moves = moves

@@ -289,8 +289,7 @@ class DriverLoop:
         reply: Reply = unpack(packed_reply)
         label = future.label
         version = reply.version if label.version is None else label.version
-        kind = "load" if future.is_start else future.function.kind
-        self.record.add(Event(process.role, process.rank, kind, reply.start, reply.end, label.step, version))
+        self.record.add(Event(process.role, process.rank, future.kind, reply.start, reply.end, label.step, version))
         self._notice(process, reply.stop_requested, reply.said)
         if process.rank == 0:
             for name, seconds in reply.timings.items():

@@ -10,6 +10,7 @@ from sfumato.runtime.cluster.futures import Part, RayFuture
 from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.process import ConcurrencyGroup, RoleProcess
 from sfumato.runtime.cluster.role import RayRole, RolePlan
+from sfumato.runtime.roles import OTHER
 
 
 class RayPool(RayRole):
@@ -26,9 +27,9 @@ class RayPool(RayRole):
         ranks = range(plan.pool.processes)
         super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
         """``function(state, *args)`` in the process with the fewest unfinished calls; its value."""
-        return self._issue(function, {0: args}, moves=True)
+        return self._issue(function, {0: args}, moves=True, kind=kind)
 
     def on_lost(
         self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError

@@ -18,7 +18,6 @@ from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed
 from sfumato.runtime.cluster.placement import Slot
 from sfumato.runtime.cluster.worker import Identity, RoleWorker, on_state
-from sfumato.runtime.roles import kind_of
 
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
 """Threads of a process; each runs its calls in order, those of ``calls`` several at a time where there are several."""
@@ -34,8 +33,6 @@ class Shipped:
     """A function on its way to processes, which get its pickle once."""
 
     name: str
-    kind: str
-    """Of work, for the timeline."""
     digest: str
     pickled: bytes
 
@@ -53,7 +50,7 @@ class Functions:
 
             pickled = cloudpickle.dumps(function if of_worker else on_state(function))
             name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "call")
-            self._known[function] = Shipped(name, kind_of(function), hashlib.sha256(pickled).hexdigest(), pickled)
+            self._known[function] = Shipped(name, hashlib.sha256(pickled).hexdigest(), pickled)
         return self._known[function]
 
 

@@ -18,6 +18,7 @@ from sfumato.runtime.cluster.packing import pack, size_of
 from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.process import ConcurrencyGroup, Functions, RoleProcess
 from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
+from sfumato.runtime.roles import OTHER
 from sfumato.tracking.shared_folder import Token
 
 SHARED_BYTES = 64 * 1024
@@ -80,20 +81,20 @@ class RayRole:
         for ranks in teams:
             self._start(ranks)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
         """``function(state, *args)`` in every process; the value of the first."""
-        return self._issue(function, dict.fromkeys(range(len(self.processes)), args))
+        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any) -> RayFuture:
+    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
         """As ``call``, in a second thread of each process, beside what the role is doing."""
-        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent")
+        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any) -> RayFuture:
+    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> RayFuture:
         """``function(state, parts[i], *args)`` in all processes of data-parallel rank i; the value of the first."""
-        return self._issue(function, self._shared(parts, args))
+        return self._issue(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1
+        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[RayHandle, ...]]:
         """As ``map``, with results that stay where they are made.
 
@@ -109,7 +110,7 @@ class RayRole:
         by_rank = self._shared(parts, args)
         firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
         kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
-        self._issue(function, by_rank, kept=kept, shippers=())
+        self._issue(function, by_rank, kept=kept, shippers=(), kind=kind)
         return [tuple(kept.get(rank, ())) for rank in firsts]
 
     def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
@@ -120,7 +121,9 @@ class RayRole:
 
         The future raises ValuesLostError, which names the role that made them, when some are no more.
         """
-        return self._issue(arrive, self._shared([tuple(each) for each in parts], ()), shippers=(), brings=True)
+        return self._issue(
+            arrive, self._shared([tuple(each) for each in parts], ()), shippers=(), brings=True, kind="sync"
+        )
 
     def wait_ready(self) -> None:
         """Waits until every process has built its state.
@@ -201,13 +204,15 @@ class RayRole:
         members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
         asked = (None if token is None else token.name,)
-        who = self._issue(identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True)
+        who = self._issue(
+            identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True, kind="load"
+        )
         is_group = len(ranks) > 1
         if is_group:
-            self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True)
+            self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
         found = ([each for (each,) in members.values()], port) if is_group else ([], None)
         args = (plan.build, plan.config, plan.train, *found)
-        built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True)
+        built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
         self._starts[ranks[0]] = [who, built]
         who.on_settled(lambda: self._has_met(ranks[0], who, token))
         built.on_settled(lambda: self._has_started(ranks[0], built))
@@ -265,6 +270,7 @@ class RayRole:
         is_start: bool = False,
         moves: bool = False,
         brings: bool = False,
+        kind: str = OTHER,
     ) -> RayFuture:
         """A call with these arguments by rank, which is sent at the next turn.
 
@@ -277,6 +283,7 @@ class RayRole:
             is_start: whether it is part of starting the role.
             moves: whether any process may run it.
             brings: the function, of the worker, is not given the handles among ``args``: they only come along.
+            kind: of its work, for the timeline.
         """
         shipped = self._functions.ship(function, of_worker=is_start or brings)
         packed: dict[int, Arguments] = {}
@@ -288,7 +295,9 @@ class RayRole:
             arguments = packed[id(given)]
             arguments.num_users += 1
             parts.append(Part(self.processes[rank], arguments, ships=rank in shippers))
-        future = RayFuture(self.loop, self.name, shipped, group, parts, is_start=is_start, moves=moves, brings=brings)
+        future = RayFuture(
+            self.loop, self.name, shipped, group, parts, is_start=is_start, moves=moves, brings=brings, kind=kind
+        )
         for part in parts:
             part.keeps = list(kept.get(part.process.rank, ()))
             for handle in part.keeps:

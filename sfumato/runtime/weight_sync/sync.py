@@ -12,6 +12,9 @@ from sfumato.runtime.weight_sync import receiver, sender
 from sfumato.runtime.weight_sync.sender import Offer, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
 
+SYNC = "sync"
+"""Kind of work in the timeline."""
+
 SHARED = "shared"
 """What a report calls the transport when the sampler is the actor."""
 
@@ -36,9 +39,9 @@ class Result(Protocol):
 class Caller(Protocol):
     """The part of a role that is used here."""
 
-    def call(self, function: Any, *args: Any) -> Result: ...
+    def call(self, function: Any, *args: Any, kind: str = ...) -> Result: ...
 
-    def call_concurrently(self, function: Any, *args: Any) -> Result: ...
+    def call_concurrently(self, function: Any, *args: Any, kind: str = ...) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,11 @@ class WeightSync:
         started = time.perf_counter()
         self._sent = None
         if sending_side(self._offer.transport).streams:
-            receiving = self.sampler.call_concurrently(receiver.receive, version, None)
-            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first), receiving)
+            receiving = self.sampler.call_concurrently(receiver.receive, version, None, kind=SYNC)
+            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first, kind=SYNC), receiving)
         else:
-            sent, ticket = self.actor.call(sender.send, version, self._is_first).result()
-            self.sampler.call_concurrently(receiver.receive, version, ticket).result()
+            sent, ticket = self.actor.call(sender.send, version, self._is_first, kind=SYNC).result()
+            self.sampler.call_concurrently(receiver.receive, version, ticket, kind=SYNC).result()
             self.actor.call(sender.release, version).result()
         seconds = time.perf_counter() - started
         self._sent, self._is_first = sent, False
@@ -156,7 +159,7 @@ class WeightSync:
             raise WeightSyncError(
                 f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
             )
-        self._applying = self.sampler.call(receiver.apply, self._sent)
+        self._applying = self.sampler.call(receiver.apply, self._sent, kind=SYNC)
         return self._applying
 
     def publish(self, version: int) -> SyncReport:
