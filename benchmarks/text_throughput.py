@@ -67,7 +67,7 @@ def texts(kind: str, count: int) -> list[str]:
 
 
 def encoded(kind: str, count: int) -> list[list[int]]:
-    from sfumato.models.byte_tokenizer import build_byte_tokenizer
+    from sfumato.models.language_load import build_byte_tokenizer
 
     tokenizer = build_byte_tokenizer()
     return [[*tokenizer(each)["input_ids"], tokenizer.eos_token_id] for each in texts(kind, count)]
@@ -125,7 +125,7 @@ def run_trainer(kind: str, steps: int, folder: Path) -> int:
     from datasets import Dataset
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    from sfumato.models.byte_tokenizer import build_byte_tokenizer
+    from sfumato.models.language_load import build_byte_tokenizer
 
     rows = encoded(kind, steps * ROWS)
     data = Dataset.from_dict({"input_ids": rows})
@@ -139,7 +139,7 @@ def run_trl(kind: str, steps: int, folder: Path, **packing: Any) -> int:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from sfumato.models.byte_tokenizer import build_byte_tokenizer
+    from sfumato.models.language_load import build_byte_tokenizer
 
     count = steps * ROWS * (1 if not packing else 5)
     data = Dataset.from_dict({"input_ids": encoded(kind, count)})

@@ -113,7 +113,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from sfumato.checkpoint.offline import export_checkpoint
+    from sfumato.checkpoint.export import export_checkpoint
 
     print(export_checkpoint(given.source, given.out, given.merge))
     return 0

@@ -25,9 +25,9 @@ from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.data import broadcast_parameters
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
+from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task

@@ -24,15 +24,14 @@ from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cach
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
-from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.output import set_output
 from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
+from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.sample_grid import choose_grid, draw_grid
 from sfumato.tracking.run import start_run
 from sfumato.tracking.task import run_task

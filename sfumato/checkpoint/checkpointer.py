@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, verify_checkpoint
+from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.checkpoint.identity import own_checkpoints
 from sfumato.checkpoint.parts import Stored
-from sfumato.checkpoint.replacing import restore_folder
 from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig

@@ -1,21 +1,33 @@
-"""Trained weights as folders that diffusers, transformers and peft load by themselves."""
+"""Trained weights as folders that diffusers, transformers and peft load by themselves, in a run or of a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from sfumato.checkpoint.replacing import replace_folder
+from sfumato.checkpoint.envelope import (
+    list_checkpoints,
+    newest_intact,
+    replace_folder,
+    restore_folder,
+    verify_checkpoint,
+)
+from sfumato.checkpoint.parts import Stored
 from sfumato.checkpoint.saving import disk_error
-from sfumato.errors import CheckpointError, NonFiniteError
+from sfumato.checkpoint.state import load_trained
+from sfumato.config.load import load_config
+from sfumato.errors import CheckpointError, ConfigError, NonFiniteError
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.finite import listed
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import weights_not_finite, whole_weights
+from sfumato.tracking.quiet import quiet_libraries
 
 
 class Exportable(Protocol):
@@ -75,3 +87,77 @@ def _write(model: Exportable, folder: Path, weights: dict[str, torch.Tensor], me
 def has_adapters(module: nn.Module) -> bool:
     """Whether there are low-rank adapters in a module."""
     return any(getattr(each, "peft_config", None) for each in module.modules())
+
+
+def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
+    """Writes the trained weights of a checkpoint, averaged ones where there are some, as the run itself would.
+
+    Args:
+        checkpoint: a checkpoint within its run folder, or the run folder, of which the newest intact one is taken.
+        out: folder to write; it must not exist, or be empty.
+        merge: write a whole model also when adapters were trained.
+
+    Returns:
+        What was written, as a line for the person who asked.
+
+    Raises:
+        CheckpointError: when there is no intact checkpoint, or it does not fit the run's configuration.
+        ConfigError: when the run folder is none, or its model cannot be built.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name another folder")
+    quiet_libraries()
+    passed_over: list[str] = []
+    run, folder = _find(checkpoint, passed_over)
+    restore_folder(run / "hf_ckpt")
+    model = _build(run)
+    averaged = load_trained(model.trained, Stored(folder), mesh := Mesh(Layout(), torch.device("cpu")))
+    export_model(model, None, out, mesh, merge)
+    what = f"{'averaged' if averaged else 'trained'} weights of {folder}"
+    return "\n".join([*passed_over, f"{out}: {what}"])
+
+
+def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
+    """The run folder and an intact checkpoint in it."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} {'is no folder' if checkpoint.exists() else 'does not exist'}: give the folder of a run "
+            "(train.output_dir), or one of its checkpoints/global_step_N"
+        )
+    if not (checkpoint / "checkpoints").is_dir():
+        verify_checkpoint(checkpoint)
+        return checkpoint.absolute().parent.parent, checkpoint
+    found = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    if found is None:
+        raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
+    return checkpoint, found[1]
+
+
+def _build(run: Path) -> Exportable:
+    """The model of a run, in this process, with the weights that it started from."""
+    try:
+        task = json.loads((run / "environment.json").read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+    plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
+    if task in ("train_text", "train_text_dpo"):
+        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+        from sfumato.models.language_load import build_language_model
+
+        schema = TrainTextConfig if task == "train_text" else TrainTextDpoConfig
+        config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return build_language_model(config.model, config.train)
+    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
+        from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+        from sfumato.config.dit import TrainDitConfig
+        from sfumato.config.dit_dpo import TrainDitDpoConfig
+        from sfumato.models.diffusion.load import build_diffusion_model
+
+        schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
+        schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
+        config = load_config(schemas[task], run / "config.yaml", plain)
+        return build_diffusion_model(config.model, seed=config.train.seed)
+    raise ConfigError(
+        f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
+        "which finishes it and writes hf_ckpt"
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -13,11 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.identity import KEY as IDENTITY
 from sfumato.checkpoint.identity import Identity, compare_identity
-from sfumato.checkpoint.optimizer_state import new_optimizer_state, optimizer_state
 from sfumato.checkpoint.parts import Parts, Stored, parts_of, whole_part
-from sfumato.checkpoint.random_state import random_state, restore_random
-from sfumato.errors import CheckpointError
+from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
+from sfumato.optim.optimizer import saved_piece
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, boxes_of, local
@@ -286,3 +288,102 @@ def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
     schedule.load_state_dict({**schedule.state_dict(), **position})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def _is_whole(shards: Shards, name: str) -> bool:
+    """Whether this rank holds all of a parameter."""
+    return shards.group is None and local(shards.parameters[name]).shape == shards.shapes[name]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[Parts, dict[str, Any]]:
+    """What this rank holds of the tensors, and numbers by ``parameter/field``.
+
+    Rates and betas are not state: the configuration has them.
+
+    Raises:
+        ConfigError: when a tensor has neither its parameter's shape nor a parameter that is whole on each rank.
+    """
+    parts: Parts = {}
+    numbers: dict[str, Any] = {}
+    boxes = cache(lambda name: boxes_of(shards, name))
+    for name, parameter in shards.parameters.items():
+        for field_name, value in optimizer.state.get(parameter, {}).items():
+            key = f"optimizer/{name}/{field_name}"
+            if not isinstance(value, torch.Tensor):
+                numbers[f"{name}/{field_name}"] = value
+                continue
+            shard = saved_piece(value)
+            if shard.ndim and shard.shape == local(parameter).shape:
+                parts |= parts_of(key, shards.shapes[name], shard, boxes(name))
+            elif shard.ndim == 0 or _is_whole(shards, name):
+                parts |= whole_part(key, shard)
+            else:
+                raise ConfigError(
+                    f"{field_name} of {name} in the optimiser's state has shape {tuple(value.shape)}, not that of the "
+                    "parameter, so that it cannot be saved in shards: take another train.optimizer, or ddp"
+                )
+    return parts, numbers
+
+
+def new_optimizer_state(
+    optimizer: torch.optim.Optimizer, shards: Shards, stored: Stored
+) -> tuple[dict[nn.Parameter, dict[str, Any]], Parts]:
+    """The state that an optimiser is to have, its tensors still empty, and the parts to be read into them.
+
+    Raises:
+        CheckpointError: when a tensor that is not of its parameter's shape belongs to a parameter that is cut here.
+    """
+    fields: dict[nn.Parameter, dict[str, Any]] = {}
+    parts: Parts = {}
+    boxes = cache(lambda name: boxes_of(shards, name))
+    on_device = {
+        id(each): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for each in g["params"]
+    }
+    for key in stored.optimizer_keys():
+        name, field_name = key.rsplit("/", 1)
+        if name not in shards.parameters:
+            continue  # another pipeline stage has it
+        parameter = shards.parameters[name]
+        if key in stored.values["optimizer"]:
+            value = stored.values["optimizer"][key]
+        else:
+            shape, dtype = stored.tensors[f"optimizer/{key}"]
+            if shape == shards.shapes[name]:
+                value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                parts |= parts_of(f"optimizer/{key}", shape, local(value), boxes(name))
+            elif shape and not _is_whole(shards, name):
+                raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
+            else:
+                is_step = field_name == "step" and not on_device.get(id(parameter))
+                value = torch.empty(shape, dtype=dtype, device="cpu" if is_step else parameter.device)
+                parts |= whole_part(f"optimizer/{key}", value)
+        fields.setdefault(parameter, {})[field_name] = value
+    return fields, parts
+
+
+def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and numbers of the generators of torch (CPU, and the GPU of this process), numpy and Python."""
+    numpy_state = np.random.get_state(legacy=False)
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state["state"]["key"].copy())}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    numbers = {
+        "pos": int(numpy_state["state"]["pos"]),
+        "has_gauss": int(numpy_state["has_gauss"]),
+        "gauss": float(numpy_state["gauss"]),
+    }
+    return tensors, {"python": random.getstate(), "numpy": numbers}
+
+
+def restore_random(tensors: dict[str, torch.Tensor], values: dict[str, Any], device: torch.device) -> None:
+    """Puts the generators where ``random_state`` found them. Raises CheckpointError for what no generator has."""
+    try:
+        torch.set_rng_state(tensors["torch"])
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"], device)
+        version, internal, gauss = values["python"]
+        random.setstate((version, tuple(internal), gauss))
+        key, its = tensors["numpy"].numpy(), values["numpy"]
+        np.random.set_state(("MT19937", key, its["pos"], its["has_gauss"], its["gauss"]))
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint's random generators cannot be put in place: {error}") from error

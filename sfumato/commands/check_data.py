@@ -26,7 +26,7 @@ from sfumato.data.text_loader import build_text_loader
 from sfumato.data.token_store import find_token_store
 from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.pretend import pretended_mesh
+from sfumato.parallel.mesh import pretended_mesh
 
 FIRST_ROWS = 64
 """Rows that are looked at from the beginning of each source, and as many spread over the rest."""

@@ -18,7 +18,7 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError, UserError
-from sfumato.models.diffusion.output import set_output
+from sfumato.models.diffusion.base import set_output
 from sfumato.models.flops import FlopCount
 from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.planned import (

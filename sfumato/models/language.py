@@ -18,11 +18,10 @@ from sfumato.errors import ConfigError
 from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.models.scores import TokenScores
 from sfumato.parallel.balance import ExpertBalancer
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.sequence import shard_sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.weight_folders import check_weights
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.byte_tokenizer import BYTES, build_byte_tokenizer
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter
 from sfumato.models.packed_attention import register_packed_attention
@@ -188,3 +188,27 @@ def _attention(config: LanguageModelConfig, train: TrainConfig) -> str:
                 "pip install flash-attn --no-build-isolation; or take packed, which needs neither"
             )
     return config.attention
+
+
+BYTES = "bytes"
+"""What ``model.tokenizer_path`` says for it."""
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def build_byte_tokenizer() -> Any:
+    """A transformers tokenizer of 259 tokens: the special ones, then the bytes. Its chat template is ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *symbols])}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+    )
+    tokenizer.chat_template = files("sfumato.data").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
+    return tokenizer

@@ -20,11 +20,10 @@ from sfumato.config.sections import TrainConfig
 from sfumato.models.saved_bytes import SavedBytes, count_saved, fake_tensors, make_fake
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.mesh import Mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan, find_blocks
-from sfumato.parallel.pretend import pretended_mesh
 from sfumato.parallel.shards import local
 from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
 

@@ -1,14 +1,36 @@
-"""From a plain module to one that runs on a mesh."""
+"""From a plain module to one that runs on a mesh; data parallelism is last: whole models (ddp) or shards (fsdp)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from sfumato.config.parallel import ParallelConfig
-from sfumato.parallel.data import shard_data_parallel
+from sfumato.parallel.expert import expert_placement
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
+from sfumato.parallel.tensor import fsdp_placement
 
 
 def parallelize(
@@ -53,3 +75,136 @@ def parallelize(
 
         apply_memory_savings(module, config, blocks)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
+
+
+Batch = TypeVar("Batch")
+
+
+def shard_data_parallel(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
+) -> nn.Module:
+    """Puts a module under the configured data parallelism.
+
+    Gradients are summed, not averaged: the loss is divided by a global count already.
+
+    Args:
+        module: the model, after all other parallelism, recomputation and compilation.
+        mesh: the ranks; without a process group nothing happens.
+        config: mode, resharding, offload, prefetch.
+        blocks: its repeated blocks, the units that are gathered at a time.
+        param_dtype: dtype in which weights are gathered and used; gradients are reduced in float32.
+        experts: modules with this rank's experts (expert parallelism), sharded over the remaining ranks.
+
+    Returns:
+        The module; with fsdp1 a wrapper around it.
+    """
+    if not mesh.distributed:
+        return module
+    broadcast_parameters(module, mesh)
+    if config.data_parallel_mode == "ddp":
+        return module
+    if config.data_parallel_mode == "fsdp1":
+        return _wrap_fsdp1(module, mesh, config, blocks, param_dtype)
+    _apply_fsdp2(module, mesh, config, blocks, param_dtype, experts or {})
+    return module
+
+
+def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yields micro-batches; only the backward pass of the last reduces gradients over ranks.
+
+    With ``enable_reduce_every_micro_batch`` all reduce them, and only the last sums them over copies (HSDP). Each
+    batch's backward pass must be over when the next one is asked for.
+    """
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        if isinstance(module, FSDPModule):
+            every = module.reduces_every_micro_batch
+            module.set_requires_gradient_sync(last or every)
+            module.set_requires_all_reduce(last)
+        no_sync = isinstance(module, FullyShardedDataParallel) and not last
+        with module.no_sync() if no_sync else nullcontext():
+            yield batch
+
+
+def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
+    """Gives every rank the trainable parameters of the first among the ranks that hold the same piece."""
+    for parameter in trainable_parameters(module).values():
+        if parameter.is_meta:
+            continue  # load_weights gives every rank the same
+        is_expert = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+        for axis in ("efsdp", "dp_replicate") if is_expert else ("gradient",):
+            if mesh.size_of(axis) > 1:
+                dist.broadcast(local(parameter.data), group=mesh.group(axis), group_src=0)
+
+
+def _apply_fsdp2(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None,
+    experts: Mapping[str, nn.Module],
+) -> None:
+    replicated = mesh.layout.dp_replicate > 1
+    on_gpu = mesh.device.type == "cuda"
+    settings = {
+        "reshard_after_forward": config.enable_reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
+    }
+    for each in experts.values():
+        rest = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp")
+        placement = partial(expert_placement, ranks=mesh.layout.efsdp)
+        fully_shard(each, mesh=rest, shard_placement_fn=placement, **settings)
+    weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
+    placement = partial(fsdp_placement, ranks=mesh.layout.fsdp)
+    for each in blocks.values():
+        fully_shard(each, mesh=weights, shard_placement_fn=placement, **settings)
+    fully_shard(module, mesh=weights, shard_placement_fn=placement, **settings)
+    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+    if config.enable_forward_prefetch:
+        units = list(blocks.values())
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
+
+
+def _wrap_fsdp1(
+    module: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    param_dtype: torch.dtype | None,
+) -> nn.Module:
+    reshard = config.enable_reshard_after_forward
+    if mesh.layout.dp_replicate > 1:
+        strategy = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
+        weights = mesh.device_mesh("dp_replicate", "fsdp")
+    else:
+        strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+        weights = mesh.device_mesh("fsdp")
+    on_gpu = mesh.device.type == "cuda"  # elsewhere there is nothing to move
+    units = set(blocks.values())
+    shapes = whole_shapes(module)
+    wrapped = FullyShardedDataParallel(
+        module,
+        device_mesh=weights,
+        sharding_strategy=strategy,
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda each: each in units),
+        mixed_precision=MixedPrecision(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else None,
+        cpu_offload=CPUOffload(offload_params=True) if config.enable_fsdp_offload and on_gpu else None,
+        forward_prefetch=config.enable_forward_prefetch,
+        device_id=mesh.device,
+        use_orig_params=True,
+    )
+    wrapped.whole_shapes = shapes  # its parameters are flat pieces
+    return wrapped

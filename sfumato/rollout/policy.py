@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.output import set_output
 from sfumato.parallel.mesh import Mesh
 
 

@@ -13,8 +13,8 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import check_finite
+from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Part, RolloutBatch, join
 from sfumato.rollout.diffusion import check_replay
 from sfumato.rollout.monitors import group_diversity

@@ -16,7 +16,7 @@ import torch
 
 from sfumato.config.base import Section
 from sfumato.errors import CheckpointError, FolderError
-from sfumato.optim.schedule import say_unfinished_warmup
+from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.ending import name_log

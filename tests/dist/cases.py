@@ -14,11 +14,10 @@ from torch.nn import functional
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.models.diffusion import plans
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.shards import trainable_parameters, whole

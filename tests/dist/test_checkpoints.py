@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
-from sfumato.checkpoint.offline import export_checkpoint
+from sfumato.checkpoint.export import export_checkpoint
 from sfumato.checkpoint.parts import Stored
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
@@ -24,10 +24,9 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError
 from sfumato.optim.ema import Ema
 from sfumato.parallel.balance import ExpertBalancer
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.shards import Shards, local, trainable_parameters
 from sfumato.tracking.run import Run

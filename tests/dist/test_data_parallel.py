@@ -16,10 +16,10 @@ from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.config.dit import DitTrainConfig
 from sfumato.config.load import merge
 from sfumato.errors import NonFiniteError
-from sfumato.parallel.data import broadcast_parameters
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl

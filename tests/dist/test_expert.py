@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.balance import ExpertBalancer
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.expert import (
     apply_expert_parallel,
     apply_grouped_experts,
@@ -22,7 +21,7 @@ from sfumato.parallel.expert import (
 )
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.shards import whole
 from tests.dist import cases

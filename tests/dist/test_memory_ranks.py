@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from sfumato.parallel import memory
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import linear_cross_entropy_sum, token_log_probs_and_entropy
 from sfumato.parallel.memory import ActivationOffload
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.shards import trainable_parameters, whole
 from tests.dist.cases import CASES, NUM_STEPS, ROWS, Outcome, count_all, difference, make_mesh, train, weights_of
 

@@ -8,9 +8,8 @@ import torch
 
 from sfumato.config.dit import DitTrainConfig
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.data import accumulate
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.runtime.memory import RoleMemory, _plain
 from tests.dist.cases import CASES, build, make_mesh, weights_of
 

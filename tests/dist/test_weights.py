@@ -14,9 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from sfumato.errors import ConfigError
 from sfumato.parallel import weight_files, weights
-from sfumato.parallel.data import shard_data_parallel
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import parallelize, shard_data_parallel
 from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import all_parameters, local, ranges_of, shard_of, whole
 from sfumato.parallel.weights import (

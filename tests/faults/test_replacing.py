@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint import replacing
-from sfumato.checkpoint.replacing import exchange, replace_folder, restore_folder
+from sfumato.checkpoint import envelope
+from sfumato.checkpoint.envelope import exchange, replace_folder, restore_folder
 from tests.faults.test_disk_full import make as checkpointer_of
 
 KILLED = 77
@@ -48,7 +48,7 @@ def killed_at_rename(number: int) -> Callable[..., None]:
 
 @pytest.fixture
 def kernel_that_cannot(monkeypatch):
-    monkeypatch.setattr(replacing, "exchange", lambda left, right: False)
+    monkeypatch.setattr(envelope, "exchange", lambda left, right: False)
 
 
 def test_the_kernel_exchanges_two_folders_in_one_call(tmp_path, monkeypatch):
@@ -90,8 +90,8 @@ def test_a_kill_after_both_renames_leaves_nothing_in_the_way(tmp_path, monkeypat
     folder = tmp_path / "hf_ckpt"
     replace_folder(folder, fill("first"))
     with monkeypatch.context() as dying:
-        dying.setattr(replacing, "flush", lambda path: path == tmp_path and os._exit(KILLED))
-        dying.setattr(replacing.shutil, "rmtree", lambda *_, **__: None)
+        dying.setattr(envelope, "flush", lambda path: path == tmp_path and os._exit(KILLED))
+        dying.setattr(envelope.shutil, "rmtree", lambda *_, **__: None)
         assert in_child(lambda: replace_folder(folder, fill("second"))) == KILLED
     assert len(list(tmp_path.iterdir())) == 2
     restore_folder(folder)

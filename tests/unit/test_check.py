@@ -25,7 +25,7 @@ from sfumato.data.text_loader import build_text_loader
 from sfumato.errors import ConfigError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.pretend import pretended_mesh
+from sfumato.parallel.mesh import pretended_mesh
 from tests.tiny import (
     ROOT,
     tiny_dit_config,

@@ -16,11 +16,10 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.models import equal_blocks, saved_bytes
-from sfumato.models.equal_blocks import run_some
+from sfumato.models import saved_bytes
 from sfumato.models.memory_plan import count_activations
 from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model, plan_language_model
-from sfumato.models.saved_bytes import SavedBytes
+from sfumato.models.saved_bytes import SavedBytes, run_some
 from sfumato.parallel.layout import Layout
 from tests import tiny_families
 from tests.unit.test_flops import KINDS
@@ -41,7 +40,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, count: Callable[[], SavedBytes], fe
     monkeypatch.setattr(saved_bytes._Counter, "block_left", watched)
     some = count()
     num_run = len(ran)
-    monkeypatch.setattr(equal_blocks, "RUNS", 1000)
+    monkeypatch.setattr(saved_bytes, "RUNS", 1000)
     everything = count()
     assert some == everything
     assert len(ran) - num_run == len(everything.blocks)

@@ -10,8 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
 from sfumato.checkpoint.envelope import list_checkpoints
-from sfumato.checkpoint.export import export_model
-from sfumato.checkpoint.offline import export_checkpoint
+from sfumato.checkpoint.export import export_checkpoint, export_model
 from sfumato.config.load import merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import CheckpointError, ConfigError

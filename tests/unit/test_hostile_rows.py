@@ -16,7 +16,7 @@ from sfumato.data.image_text import FolderRows
 from sfumato.data.rows import open_rows
 from sfumato.data.text import build_transform, read_messages
 from sfumato.errors import DataError
-from sfumato.models.byte_tokenizer import build_byte_tokenizer
+from sfumato.models.language_load import build_byte_tokenizer
 
 
 def refusal(path: Path, index: int | None = None) -> str:

@@ -15,8 +15,7 @@ from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.text import Document, Sample
 from sfumato.data.text_batch import make_batch
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.byte_tokenizer import build_byte_tokenizer
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language_load import build_byte_tokenizer, build_language_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters

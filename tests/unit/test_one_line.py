@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.checkpoint.offline import export_checkpoint
+from sfumato.checkpoint.export import export_checkpoint
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
@@ -31,9 +31,8 @@ from sfumato.models.language_load import build_language_model
 from sfumato.models.lora import add_lora
 from sfumato.parallel.dropout import check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.parallel.mesh import Mesh, build_mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.pretend import pretended_mesh
 from sfumato.tracking.lock import lock_folder
 from tests import tiny_families
 from tests.tiny import tiny_language_description, tiny_pipeline_description

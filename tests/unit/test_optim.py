@@ -14,8 +14,7 @@ from torch import nn
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.optim.ema import Ema, averaged_weights, ema_decay
-from sfumato.optim.optimizer import build_optimizer
-from sfumato.optim.schedule import lr_at
+from sfumato.optim.optimizer import build_optimizer, lr_at
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "data" / "flow_rl.json").read_text(encoding="utf-8"))[
     "V11_schedulers_samplers_ema"

@@ -13,7 +13,7 @@ from sfumato.data import text
 from sfumato.data.text import build_transform
 from sfumato.data.text_formats import Conversation, PlainText, Preference
 from sfumato.errors import ConfigError
-from sfumato.models.byte_tokenizer import build_byte_tokenizer
+from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.tracking.trackers import read_jsonl
 from tests.question_answer import QuestionAnswer
 from tests.tiny import run_task_here, tiny_text_config, write_config

@@ -19,12 +19,11 @@ from torch import nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
-from sfumato.models.diffusion.conditioning import Conditioning
+from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.finite import listed
-from sfumato.parallel.guidance import exchange_branches, share_gradient
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
@@ -358,3 +357,25 @@ def read_pipeline_class(folder: Path) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'model_index.json'} has no _class_name")
     return name
+
+
+def set_output(model: DiffusionModel, size: tuple[int, int, int], section: str) -> None:
+    """Tells a model what it is to make, before anything is embedded.
+
+    Args:
+        model: takes note of the number of frames.
+        size: height and width in pixels, and frames; 1 is an image.
+        section: of the configuration, for messages.
+
+    Raises:
+        ConfigError: when the model cannot make it.
+    """
+    try:
+        model.latent_shape(*size)
+    except ValueError as error:
+        height, width, frames = size
+        raise ConfigError(
+            f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}: "
+            f"{model.pipeline_class} cannot make that: {error}"
+        ) from error
+    model.frames = size[2]

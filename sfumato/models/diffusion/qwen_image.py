@@ -24,12 +24,13 @@ from sfumato.models.diffusion.latents import (
     pack,
     unpack,
 )
-from sfumato.models.diffusion.scratch import section_of, unknown_keys
-from sfumato.models.diffusion.scratch_qwen import (
+from sfumato.models.diffusion.scratch import (
     build_qwen_autoencoder,
     build_qwen_tokenizer,
     build_qwen_vl_encoder,
     build_qwen_vl_processor,
+    section_of,
+    unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
 

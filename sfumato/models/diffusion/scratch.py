@@ -6,12 +6,14 @@ Nothing is downloaded; weights are random. Callers set the seed of torch's gener
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sfumato.config.load import suggest
+from sfumato.errors import MissingDependencyError
 
 
 def unknown_keys(description: dict[str, Any], known: Iterable[str]) -> None:
@@ -161,4 +163,251 @@ def build_autoencoder(
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,
+    )
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VISION_PATCH = 14
+"""Side in pixels of the patches of Qwen2.5-VL's image encoder; four of them become a token."""
+
+
+def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Any:
+    """A Qwen2Tokenizer over bytes: every byte is a token, besides the whole words that are given.
+
+    Args:
+        words: what becomes one token each, at the start of a text and after a space.
+        template: a pipeline's, whose words become tokens too, about as many as Qwen's own tokenizer makes of it.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    letters, to_bytes = sorted(ByteLevel.alphabet()), ByteLevel(add_prefix_space=False, use_regex=False)
+    words = [*words, *(f" {word}" for word in words), *_words_of(template)]
+    tokens, merges = list(letters), []
+    for word in sorted(dict.fromkeys(words), key=lambda word: word[0] != " "):  # an earlier merge goes before a later
+        pieces = to_bytes.pre_tokenize_str(word)[0][0]
+        for end in range(2, len(pieces) + 1):
+            merges.append((pieces[: end - 1], pieces[end - 1]))
+            tokens.append(pieces[:end])
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=list(dict.fromkeys(merges)), extra_special_tokens=list(SPECIAL))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_qwen3_encoder(
+    tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2
+) -> torch.nn.Module:
+    """A Qwen3Model with random weights and embeddings of unit scale."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    encoder = Qwen3Model(
+        Qwen3Config(
+            **_language(tokenizer, width, num_layers, num_heads, num_kv_heads),
+            head_dim=width // num_heads,
+        )
+    )
+    torch.nn.init.normal_(encoder.embed_tokens.weight, std=1.0)
+    return encoder
+
+
+def build_qwen_vl_encoder(
+    tokenizer: Any,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vision_width: int = 16,
+    vision_layers: int = 1,
+    vision_heads: int = 2,
+) -> torch.nn.Module:
+    """A Qwen2_5_VLForConditionalGeneration with random weights and embeddings of unit scale."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    half = width // num_heads // 2
+    side = half * 3 // 8
+    sections = [half - 2 * side, side, side]  # time, height, width: 16, 24, 24 of Qwen's 64
+    language = _language(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    language["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    vision = {
+        "depth": vision_layers,
+        "hidden_size": vision_width,
+        "intermediate_size": 2 * vision_width,
+        "num_heads": vision_heads,
+        "patch_size": VISION_PATCH,
+        "out_hidden_size": width,
+        "fullatt_block_indexes": [vision_layers - 1],
+    }
+    ids = {
+        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for kind, token in {
+            "image": "image_pad",
+            "video": "video_pad",
+            "vision_start": "vision_start",
+            "vision_end": "vision_end",
+        }.items()
+    }
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=language, vision_config=vision, **ids))
+    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)
+    return encoder
+
+
+def build_qwen_vl_processor(tokenizer: Any, min_pixels: int = 28 * 28, max_pixels: int = 1280 * 28 * 28) -> Any:
+    """A Qwen2VLProcessor, which takes images between two sizes as they are, rounded to 28 pixels.
+
+    Raises:
+        MissingDependencyError: without torchvision, which transformers needs for it.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "transformers needs torchvision for the images of Qwen2.5-VL: pip install torchvision"
+        ) from error
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    sizes = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(patch_size=VISION_PATCH),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def build_qwen_autoencoder(
+    base_width: int = 8,
+    multipliers: Iterable[int] = (1, 2),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    latents_mean: Iterable[float] | None = None,
+    latents_std: Iterable[float] | None = None,
+) -> torch.nn.Module:
+    """An AutoencoderKLQwenImage; each entry of ``multipliers`` but the first halves the size."""
+    from diffusers import AutoencoderKLQwenImage
+
+    multipliers = list(multipliers)
+    return AutoencoderKLQwenImage(
+        base_dim=base_width,
+        z_dim=latent_channels,
+        dim_mult=multipliers,
+        num_res_blocks=layers_per_block,
+        temperal_downsample=[False] * (len(multipliers) - 1),
+        latents_mean=list(latents_mean or [0.0] * latent_channels),
+        latents_std=list(latents_std or [1.0] * latent_channels),
+    )
+
+
+def _language(tokenizer: Any, width: int, num_layers: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 4096,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _words_of(template: str) -> list[str]:
+    """The words of a template, each with the space before it if there is one."""
+    for each in SPECIAL:
+        template = template.replace(each, "\n")
+    return re.findall(r"'[a-z]+| ?[A-Za-z]+| \(", template.replace("{}", "\n"))
+
+
+def build_umt5_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> torch.nn.Module:
+    """A UMT5EncoderModel with random weights; its output has ``width`` features."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_kv=max(width // num_heads, 1),
+        d_ff=2 * width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+    return UMT5EncoderModel(config)
+
+
+def build_clip_vision_encoder(
+    width: int = 32, num_layers: int = 2, num_heads: int = 4, image_size: int = 16, patch_size: int = 8
+) -> tuple[torch.nn.Module, Any]:
+    """A CLIPVisionModel with random weights, and the processor that makes images of any size fit it."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        image_size=image_size,
+        patch_size=patch_size,
+    )
+    size = {"height": image_size, "width": image_size}
+    return CLIPVisionModel(config), CLIPImageProcessor(size={"shortest_edge": image_size}, crop_size=size)
+
+
+def build_wan_autoencoder(
+    channels: int = 8,
+    multipliers: Iterable[int] = (1, 1, 1),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    patch_size: int | None = None,
+    residual: bool = False,
+    latents_mean: Iterable[float] | None = None,
+    latents_std: Iterable[float] | None = None,
+) -> torch.nn.Module:
+    """An AutoencoderKLWan: the first frame alone, then four frames become one.
+
+    Args:
+        channels: of the widest resolution; a multiple of 2.
+        multipliers: of ``channels``, one for each resolution, at least three; each but the last halves the size. The
+            last two steps halve the number of frames too.
+        latent_channels: of the latents.
+        layers_per_block: residual layers.
+        patch_size: pixels along each side that are folded into channels first (4 x 4 x 16 compression: 2).
+        residual: shortcuts around the blocks, as in Wan 2.2's 4 x 16 x 16.
+        latents_mean, latents_std: of each latent channel, which the latents are normalised by; 0 and 1 if None.
+
+    Raises:
+        ValueError: when there are less than three multipliers, or statistics of another number of channels.
+    """
+    from diffusers import AutoencoderKLWan
+
+    multipliers = list(multipliers)
+    if len(multipliers) < 3:
+        raise ValueError("multipliers: at least three, since the number of frames is halved twice")
+    mean = [0.0] * latent_channels if latents_mean is None else list(latents_mean)
+    std = [1.0] * latent_channels if latents_std is None else list(latents_std)
+    if {len(mean), len(std)} != {latent_channels}:
+        raise ValueError(f"latents_mean and latents_std: one number for each of {latent_channels} latent_channels")
+    halvings = len(multipliers) - 1
+    folded = 1 if patch_size is None else patch_size
+    return AutoencoderKLWan(
+        base_dim=channels,
+        z_dim=latent_channels,
+        dim_mult=multipliers,
+        num_res_blocks=layers_per_block,
+        temperal_downsample=[index >= halvings - 2 for index in range(halvings)],
+        latents_mean=mean,
+        latents_std=std,
+        is_residual=residual,
+        in_channels=3 * folded**2,
+        out_channels=3 * folded**2,
+        patch_size=patch_size,
+        scale_factor_temporal=4,
+        scale_factor_spatial=2**halvings * folded,
     )

@@ -22,11 +22,13 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.latents import check_size
-from sfumato.models.diffusion.scratch import build_t5_tokenizer, section_of, unknown_keys
-from sfumato.models.diffusion.scratch_video import (
+from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
+    build_t5_tokenizer,
     build_umt5_encoder,
     build_wan_autoencoder,
+    section_of,
+    unknown_keys,
 )
 from sfumato.models.diffusion.wan_pair import WanPair
 from sfumato.parallel.mesh import Mesh

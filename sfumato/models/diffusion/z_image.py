@@ -15,8 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.latents import PATCH, check_size, decode_kl, encode_kl, flow_shift, flow_sigmas
-from sfumato.models.diffusion.scratch import build_autoencoder, section_of, unknown_keys
-from sfumato.models.diffusion.scratch_qwen import build_qwen3_encoder, build_qwen_tokenizer
+from sfumato.models.diffusion.scratch import (
+    build_autoencoder,
+    build_qwen3_encoder,
+    build_qwen_tokenizer,
+    section_of,
+    unknown_keys,
+)
 from sfumato.parallel.plan import ParallelPlan
 
 
