@@ -6,7 +6,7 @@ Shapes: B samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sfumato.algorithms.rows import Rows, by_row
 from sfumato.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class Conditioning(Rows):
     """What a denoiser is conditioned on: tensors with one row per sample."""
 
-    tensors: dict[str, torch.Tensor]
-    """Each ``[B, ...]``; the names are the model family's."""
+    tensors: dict[str, torch.Tensor] = by_row()
+    """Tensors ``[B, ...]`` by the names of the model family."""
     negative: dict[str, torch.Tensor] | None = None
     """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows."""
     own_negative: bool = False
@@ -31,25 +32,13 @@ class Conditioning:
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
-    def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Conditioning:
-        """The rows at ``index``; an index may repeat."""
-        if not isinstance(index, slice):
-            index = torch.as_tensor(index, dtype=torch.long)
-        return self._changed(lambda each: each[index])
+    def row_fields(self) -> list[str]:
+        """As ``Rows.row_fields``, with the negative where it has a row per sample."""
+        return [*super().row_fields(), *(["negative"] if self.own_negative else [])]
 
     def repeat_interleave(self, times: int) -> Conditioning:
         """Every row ``times`` times in a row."""
-        return self._changed(lambda each: each.repeat_interleave(times, dim=0))
-
-    @staticmethod
-    def cat(parts: Sequence[Conditioning]) -> Conditioning:
-        """Rows of several, in order; a shared negative is that of the first."""
-        first = parts[0]
-        tensors = {name: torch.cat([each.tensors[name] for each in parts]) for name in first.tensors}
-        negative = first.negative
-        if first.own_negative:
-            negative = {name: torch.cat([each.negative[name] for each in parts]) for name in negative}
-        return replace(first, tensors=tensors, negative=negative)
+        return self.change(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def without_prompt(self, dropped: torch.Tensor) -> Conditioning:
         """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
@@ -62,12 +51,9 @@ class Conditioning:
 
     def blanked(self) -> Conditioning:
         """Zeros in the rows that are not finite."""
-        return self._changed(lambda each: torch.nan_to_num(each, 0.0, 0.0, 0.0) if each.is_floating_point() else each)
-
-    def to(self, device: torch.device | str) -> Conditioning:
-        """The same on another device."""
-        negative = None if self.negative is None else {name: each.to(device) for name, each in self.negative.items()}
-        return replace(self, tensors={name: each.to(device) for name, each in self.tensors.items()}, negative=negative)
+        return self.change(
+            lambda tensor: torch.nan_to_num(tensor, 0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+        )
 
     def branch(self, number: int) -> dict[str, torch.Tensor]:
         """Rows of one guidance branch, ``[B, ...]``: 0 is the unconditional one."""
@@ -80,13 +66,6 @@ class Conditioning:
         """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
         assert self.negative is not None
         return {name: torch.cat([each, self.tensors[name]]) for name, each in self.branch(0).items()}
-
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
-        """Every tensor that has one row per sample, changed."""
-        negative = self.negative
-        if self.own_negative:
-            negative = {name: change(each) for name, each in negative.items()}
-        return replace(self, tensors={name: change(each) for name, each in self.tensors.items()}, negative=negative)
 
 
 def image_digests(prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> list[str]:

@@ -1,0 +1,88 @@
+"""Containers of tensors with one row per sample, whose ``rows``, ``cat`` and ``to`` follow from their fields.
+
+A field is declared once, where it stands; what no one declares is shared by all samples:
+
+    @dataclass(frozen=True)
+    class Trajectories(Rows):
+        sigmas: torch.Tensor                            # [T + 1]
+        latents: torch.Tensor = by_row()                # [B, W, ...]
+        means: torch.Tensor | None = by_row(None)       # [B, W, ...]
+
+Used by conditionings (``models/diffusion``) and by what a rollout keeps (``rollout``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+
+def by_row(default: Any = dataclasses.MISSING) -> Any:
+    """A field with one row per sample: a tensor ``[B, ...]``, a mapping of such, a list of B, ``Rows`` or None."""
+    return dataclasses.field(default=default, metadata={"by_row": True})
+
+
+class Rows:
+    """The base of such a dataclass."""
+
+    def row_fields(self) -> list[str]:
+        """Names of the fields with one row per sample."""
+        return [field.name for field in dataclasses.fields(self) if field.metadata.get("by_row")]
+
+    def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
+        """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
+        if not isinstance(index, torch.Tensor | slice):
+            index = torch.tensor(index, dtype=torch.long)
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, list):
+                return [value[row] for row in torch.arange(len(value))[index].tolist()]
+            return _mapped(value, lambda tensor: tensor[index], lambda inner: inner.rows(index))
+
+        return self._replaced(self.row_fields(), taken)
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Every tensor ``[B, ...]`` with one row per sample changed."""
+        return self._replaced(
+            self.row_fields(), lambda value: _mapped(value, change, lambda inner: inner.change(change))
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with all tensors on another device."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return self._replaced(
+            names, lambda value: _mapped(value, lambda tensor: tensor.to(device), lambda inner: inner.to(device))
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of several, in order; what all samples share is that of the first."""
+        first = parts[0]
+        joined = {name: _joined([getattr(part, name) for part in parts]) for name in first.row_fields()}
+        return dataclasses.replace(first, **joined)
+
+    def _replaced(self, names: Sequence[str], change: Callable[[Any], Any]) -> Self:
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
+
+
+def _mapped(value: Any, tensors: Callable[[torch.Tensor], torch.Tensor], inner: Callable[[Rows], Rows]) -> Any:
+    """A field's value with its tensors, or the containers in it, changed; whatever else it is stays."""
+    if isinstance(value, torch.Tensor):
+        return tensors(value)
+    if isinstance(value, dict):
+        return {name: _mapped(each, tensors, inner) for name, each in value.items()}
+    return inner(value) if isinstance(value, Rows) else value
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values)
+    if isinstance(first, Rows):
+        return type(first).cat(values)
+    if isinstance(first, dict):
+        return {name: _joined([value[name] for value in values]) for name in first}
+    return [row for value in values for row in value] if isinstance(first, list) else first
