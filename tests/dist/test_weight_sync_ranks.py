@@ -149,7 +149,7 @@ def outputs_until_staged(peer: Peer, version: int) -> tuple[int, list[torch.Tens
     deadline = time.monotonic() + 30
     while True:
         found.append(CASES[peer.kind].loss(peer.received_module, row, peer.mesh)[0])
-        staged = peer.sync.staged is not None and peer.sync.staged[0] == version
+        staged = peer.sync.staged == version
         if not peer.mesh.any(not staged):
             return len(found), found
         assert time.monotonic() < deadline
@@ -247,11 +247,11 @@ def flip_a_bit(peer: Peer, bucket: int = 1) -> None:
 
 def wrong_piece(peer: Peer, version: int) -> None:
     """The second rank has staged a piece that belongs elsewhere."""
-    staged = peer.sync.staged
-    assert staged[0] == version
+    assert peer.sync.staged == version
+    staged = peer.sync.receiver.staged
     if peer.mesh.rank == 1:
-        name = next(name for name in staged[1] if name.endswith("attn.to_q.lora_B.default.weight"))
-        staged[1][name] = staged[1][name].roll(1, 0)
+        name = next(name for name in staged if name.endswith("attn.to_q.lora_B.default.weight"))
+        staged[name] = staged[name].roll(1, 0)
 
 
 def other_base(peer: Peer) -> None:

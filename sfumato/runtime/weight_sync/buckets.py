@@ -41,9 +41,9 @@ class Bucket:
 
     def tensors(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the tensors in a bucket's bytes (uint8, of at least ``num_bytes``)."""
-        for each in self.items:
-            part = memory[each.start : each.start + each.num_bytes]
-            yield each.name, part.view(each.spec.dtype).view(each.spec.shape)
+        for item in self.items:
+            part = memory[item.start : item.start + item.num_bytes]
+            yield item.name, part.view(item.spec.dtype).view(item.spec.shape)
 
 
 def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -71,7 +71,7 @@ def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, 
 
 def largest(buckets: tuple[Bucket, ...]) -> int:
     """Bytes of the largest."""
-    return max((each.num_bytes for each in buckets), default=0)
+    return max((bucket.num_bytes for bucket in buckets), default=0)
 
 
 @torch.no_grad()

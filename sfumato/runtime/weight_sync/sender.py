@@ -27,6 +27,18 @@ class SendingState(Protocol):
     sync: Any
     """Left to this module."""
 
+    def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probs of fixed tokens by the module that is sent; only of states that send to an engine that rescores.
+
+        Args:
+            module: as inside ``sent_weights``.
+            tokens: int64 ``[N, T]``.
+
+        Returns:
+            float32 ``[N, T - 1]``, of each token but the first, on the CPU.
+        """
+        ...
+
     def sent_weights(self, version: int) -> AbstractContextManager[nn.Module]:
         """Inside, the module has the weights that are to be sent: its trainable parameters, on every rank."""
 
@@ -36,13 +48,15 @@ class Description:
     """What the sampler wants."""
 
     specs: dict[str, Spec]
-    """All its parameters and persistent buffers, whole, by the names of the plain module."""
+    """The whole tensors that it wants, by the names of the plain module."""
     places: list[Place]
-    """Of its ranks."""
+    """Where its ranks are."""
+    rescores: bool = False
+    """Whether it is verified by rescoring fixed tokens, instead of by checksums of all its tensors."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class Handshake:
     """What the sampler needs to know before the first version."""
 
     transport: str
@@ -59,18 +73,18 @@ class Sent:
     version: int
     checksums: dict[str, int]
     """Of whole tensors: those that were sent, and at the first time all others, too."""
+    log_probs: torch.Tensor | None = None
+    """float32 ``[N, T - 1]``: of the fixed tokens, where the receiver rescores them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # eight bytes each: pickled integers are of different length, and so would be what the driver is sent
-        sums = b"".join(each.to_bytes(8, "little") for each in self.checksums.values())
-        return _sent_again, (self.version, tuple(self.checksums), sums)
+        sums = b"".join(value.to_bytes(8, "little") for value in self.checksums.values())
+        return _sent_again, (self.version, tuple(self.checksums), sums, self.log_probs)
 
 
-def _sent_again(version: int, names: tuple[str, ...], sums: bytes) -> Sent:
-    return Sent(
-        version,
-        {name: int.from_bytes(sums[8 * at : 8 * at + 8], "little") for at, name in enumerate(names)},
-    )
+def _sent_again(version: int, names: tuple[str, ...], sums: bytes, log_probs: torch.Tensor | None) -> Sent:
+    values = {name: int.from_bytes(sums[8 * at : 8 * at + 8], "little") for at, name in enumerate(names)}
+    return Sent(version, values, log_probs)
 
 
 @dataclass
@@ -94,8 +108,8 @@ class Source:
         gather_bucket(bucket, self.parameters, self.shards, memory)
 
 
-def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Offer:
-    """Plans what is sent and chooses the way. In every process of the actor; the first one's offer counts.
+def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Handshake:
+    """Plans what is sent and chooses the way. In every process of the actor; the first one's handshake counts.
 
     Raises:
         ConfigError: when the sampler's model is another one, nothing is trained, or the transport cannot work.
@@ -105,17 +119,21 @@ def open_sending(state: SendingState, version: int, wanted: Description, setting
     refuse_stages(mesh, "actor")
     with state.sent_weights(version) as module:
         shapes = dict(Shards(module, mesh, all_parameters(module)).shapes)
-        shapes |= {name: each.shape for name, each in persistent_buffers(module).items()}
+        shapes |= {name: tensor.shape for name, tensor in persistent_buffers(module).items()}
         trained = tuple(trainable_parameters(module))
-    _check_same({name: tuple(shape) for name, shape in shapes.items()}, wanted.specs)
+    _check_same(
+        {name: tuple(shape) for name, shape in shapes.items()},
+        wanted.specs,
+        needed=trained if wanted.rescores else tuple(shapes),
+    )
     if not trained:
         raise ConfigError("the actor has no trainable parameter, so there are no weights to send to the sampler")
     ends = Ends(places_of(mesh), wanted.places)
-    name = choose(settings.transport, ends)
-    buckets = plan_buckets({each: wanted.specs[each] for each in trained}, settings.bucket_bytes)
-    transport = sending_side(name)(settings, mesh, buckets, ends)
+    kind = choose(settings.transport, ends)
+    buckets = plan_buckets({name: wanted.specs[name] for name in trained}, settings.bucket_bytes)
+    transport = sending_side(kind)(settings, mesh, buckets, ends)
     state.sync = Sender(transport, wanted.specs, trained)
-    return Offer(name, settings, buckets, transport.access())
+    return Handshake(kind, settings, buckets, transport.access())
 
 
 def join_sending(state: SendingState) -> None:
@@ -123,16 +141,17 @@ def join_sending(state: SendingState) -> None:
     _sender(state).transport.join()
 
 
-def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any]:
+def send(state: SendingState, version: int, everything: bool, tokens: torch.Tensor | None = None) -> tuple[Sent, Any]:
     """Sends the trainable parameters. In every process of the actor.
 
     Args:
         state: of this process.
         version: a number.
         everything: whether the checksums of what is not sent are taken, too.
+        tokens: int64 ``[N, T]``, which a receiver that rescores is verified by.
 
     Returns:
-        Checksums, and the transport's ticket for the receivers.
+        What it is verified by, and what the transport delivers to the receivers.
 
     Raises:
         NonFiniteError: when a weight is not finite.
@@ -142,8 +161,8 @@ def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any
     try:
         with state.sent_weights(version) as module:
             source = Source(module, mesh)
-            names = list(source.parameters) if everything else sender.sent_names
-            buffers = persistent_buffers(module) if everything else {}
+            names = list(source.parameters) if everything and tokens is None else sender.sent_names
+            buffers = persistent_buffers(module) if everything and tokens is None else {}
             parameters = {name: source.parameters[name] for name in names}
             bad = together(not_finite(parameters), mesh)
             if bad:
@@ -153,11 +172,12 @@ def send(state: SendingState, version: int, everything: bool) -> tuple[Sent, Any
             ranks = mesh.gather(local_checksums(module, mesh, parameters, buffers, sender.specs), over="world")
             shapes = {name: sender.specs[name].shape for name in (*names, *buffers)}
             totals = add_up(ranks, shapes, f"weights of version {version} in the actor")
-            ticket = sender.transport.send(version, source)
+            log_probs = None if tokens is None else state.rescore(module, tokens)
+            delivery = sender.transport.send(version, source)
     except BaseException:
         close_sending(state)  # receivers that wait would do so for a long time
         raise
-    return Sent(version, totals), ticket
+    return Sent(version, totals, log_probs), delivery
 
 
 def release(state: SendingState, version: int) -> None:
@@ -200,9 +220,9 @@ def _sender(state: SendingState) -> Sender:
     return sender
 
 
-def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec]) -> None:
+def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec], needed: tuple[str, ...]) -> None:
     problems = []
-    for found, other, text in ((shapes, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
+    for found, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
         lacking = [name for name in found if name not in other]
         if lacking:
             more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""

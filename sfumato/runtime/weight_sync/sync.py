@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sfumato.errors import WeightSyncError
+import torch
+
+from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.runtime.weight_sync import receiver, sender
-from sfumato.runtime.weight_sync.sender import Offer, Sent
+from sfumato.runtime.weight_sync.sender import Handshake, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
 
 SYNC = "sync"
@@ -60,6 +62,47 @@ class SyncReport:
     """From the begin until all ranks had staged it; the first time without connecting."""
 
 
+@dataclass(frozen=True)
+class Rescoring:
+    """Fixed tokens, by whose log-probs a receiver is verified that fuses or quantises its weights."""
+
+    tokens: torch.Tensor
+    """int64 ``[N, T]``."""
+    tolerance: float
+    """Largest difference between the log-probs of actor and sampler, in nats."""
+
+
+class Rescored:
+    """A version that is being applied, whose result is compared by this process."""
+
+    def __init__(self, applying: Result, sent: Sent, tolerance: float) -> None:
+        self.applying, self.sent, self.tolerance = applying, sent, tolerance
+
+    def done(self) -> bool:
+        """Whether it has been applied."""
+        return self.applying.done()
+
+    def result(self) -> None:
+        """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
+        found, expected = self.applying.result(), self.sent.log_probs
+        if found.shape != expected.shape:
+            where = f"have shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+        else:
+            differences = (found - expected).abs().nan_to_num(torch.inf)
+            if differences.max() <= self.tolerance:
+                return
+            sequence, token = divmod(int(differences.argmax()), differences.shape[1])
+            where = (
+                f"differ by up to {differences.max():.3g} nats, {self.tolerance:g} are allowed (sequence {sequence}, "
+                f"token {token + 1}: {found[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
+            )
+        raise WeightSyncError(
+            f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor "
+            f"{where}: the engine does not have the weights that were sent. Look at how it fuses, casts or quantises "
+            "them, whether both were built from one model, and whether it keeps values of the weights before"
+        )
+
+
 class WeightSync:
     """From an actor role to a sampler role.
 
@@ -77,6 +120,7 @@ class WeightSync:
         folder: Path | None = None,
         timeout_s: float = 600.0,
         grace_s: float = GRACE_S,
+        rescoring: Rescoring | None = None,
     ) -> None:
         """Nothing is opened before the first transfer.
 
@@ -88,10 +132,13 @@ class WeightSync:
             folder: the run folder, for files.
             timeout_s: longest wait of one side for the other.
             grace_s: how long to wait for the other side when one has failed: until it is known whether it is lost.
+            rescoring: how a receiver is verified that says that it rescores; none other needs it.
         """
         self.actor, self.sampler, self.grace_s = actor, sampler, grace_s
         self.settings = Settings(transport, int(bucket_mb * 2**20), folder, timeout_s)
-        self._offer: Offer | None = None
+        self._handshake: Handshake | None = None
+        self.rescoring = rescoring
+        self._rescores = False
         self._is_first = True
         self._sent: Sent | None = None
         self._applying: Result | None = None
@@ -99,7 +146,7 @@ class WeightSync:
     @property
     def transport(self) -> str | None:
         """The one that was chosen; None before the roles are connected."""
-        return SHARED if self.actor is self.sampler else self._offer and self._offer.transport
+        return SHARED if self.actor is self.sampler else self._handshake and self._handshake.transport
 
     def connect(self, version: int) -> None:
         """Opens the way, with the version that will be sent first. ``transfer`` does it by itself.
@@ -109,12 +156,17 @@ class WeightSync:
             WeightSyncError: when a process does not come.
         """
         wanted = self.sampler.call(receiver.describe).result()
-        offer = self.actor.call(sender.open_sending, version, wanted, self.settings).result()
-        self._while_actor_lives(self.sampler.call(receiver.open_receiving, offer))
-        if sending_side(offer.transport).streams:
+        if wanted.rescores and self.rescoring is None:
+            raise ConfigError(
+                "the sampler's engine is verified by fixed tokens, and WeightSync was given none: rescoring"
+            )
+        handshake = self.actor.call(sender.open_sending, version, wanted, self.settings).result()
+        self._while_actor_lives(self.sampler.call(receiver.open_receiving, handshake))
+        if sending_side(handshake.transport).streams:
             joining = self.sampler.call_concurrently(receiver.join_receiving)
             self._both(self.actor.call(sender.join_sending), joining)
-        self._offer, self._is_first, self._sent, self._applying = offer, True, None, None
+        self._handshake, self._is_first, self._sent, self._applying = handshake, True, None, None
+        self._rescores = wanted.rescores
 
     def transfer(self, version: int) -> SyncReport:
         """Sends a version, and waits until every process of the sampler has it in staging memory.
@@ -129,22 +181,22 @@ class WeightSync:
         if self._applying is not None:
             self._applying.result()
             self._applying = None
-        if self._offer is None:
+        if self._handshake is None:
             self.connect(version)
         started = time.perf_counter()
-        self._sent = None
-        if sending_side(self._offer.transport).streams:
+        self._sent, tokens = None, self.rescoring.tokens if self._rescores else None
+        if sending_side(self._handshake.transport).streams:
             receiving = self.sampler.call_concurrently(receiver.receive, version, None, kind=SYNC)
-            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first, kind=SYNC), receiving)
+            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first, tokens, kind=SYNC), receiving)
         else:
-            sent, ticket = self.actor.call(sender.send, version, self._is_first, kind=SYNC).result()
-            self.sampler.call_concurrently(receiver.receive, version, ticket, kind=SYNC).result()
+            sent, delivery = self.actor.call(sender.send, version, self._is_first, tokens, kind=SYNC).result()
+            self.sampler.call_concurrently(receiver.receive, version, delivery, kind=SYNC).result()
             self.actor.call(sender.release, version).result()
         seconds = time.perf_counter() - started
         self._sent, self._is_first = sent, False
-        items = [item for bucket in self._offer.buckets for item in bucket.items]
-        num_bytes = sum(each.num_bytes for each in items)
-        return SyncReport(version, self._offer.transport, len(items), num_bytes, len(sent.checksums), seconds)
+        items = [item for bucket in self._handshake.buckets for item in bucket.items]
+        num_bytes = sum(item.num_bytes for item in items)
+        return SyncReport(version, self._handshake.transport, len(items), num_bytes, len(sent.checksums), seconds)
 
     def apply(self, version: int) -> Result:
         """Queues a transferred version in the sampler's order. The future raises WeightSyncError if it is not whole.
@@ -159,7 +211,10 @@ class WeightSync:
             raise WeightSyncError(
                 f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
             )
-        self._applying = self.sampler.call(receiver.apply, self._sent, kind=SYNC)
+        tokens = self.rescoring.tokens if self._rescores else None
+        self._applying = self.sampler.call(receiver.apply, self._sent, tokens, kind=SYNC)
+        if self._rescores:
+            self._applying = Rescored(self._applying, self._sent, self.rescoring.tolerance)
         return self._applying
 
     def publish(self, version: int) -> SyncReport:
@@ -175,8 +230,8 @@ class WeightSync:
 
     def close(self) -> None:
         """Closes the way on both sides. A role that has gone raises what it raises."""
-        if self._offer is not None:
-            self._offer, self._sent, self._applying = None, None, None
+        if self._handshake is not None:
+            self._handshake, self._sent, self._applying = None, None, None
             self.actor.call(sender.close_sending).result()  # first: it frees receivers that still wait
             self.sampler.call(receiver.close_receiving).result()
 
@@ -204,7 +259,7 @@ class WeightSync:
             pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
         errors = _errors_of(sending) + _errors_of(receiving)
         if errors:
-            raise next((each for each in errors if not isinstance(each, WeightSyncError)), errors[0])
+            raise next((error for error in errors if not isinstance(error, WeightSyncError)), errors[0])
         return sending.result()
 
 

@@ -1,7 +1,7 @@
 """Ways from the actor's processes to the sampler's, one file each, with a class for either side.
 
-What a sender offers when it opens, and the ticket that it returns for a version, travel through the driver: addresses,
-handles and paths, nothing bulk.
+What a sender gives when it opens, and what it delivers for a version, travel through the driver: addresses, handles
+and paths, nothing bulk.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ class Ends:
     @property
     def in_one_process(self) -> bool:
         """Each receiving rank is the process of the sending rank of the same number."""
-        pairs = [(each.machine, each.process) for each in self.senders]
-        return pairs == [(each.machine, each.process) for each in self.receivers]
+        pairs = [(place.machine, place.process) for place in self.senders]
+        return pairs == [(place.machine, place.process) for place in self.receivers]
 
     def neighbours(self, rank: int) -> list[int]:
         """Sending ranks that share memory with a receiving one: on its GPU, or without GPUs on its machine."""
         place = self.receivers[rank]
         return [
-            index for index, each in enumerate(self.senders) if (each.machine, each.gpu) == (place.machine, place.gpu)
+            index
+            for index, other in enumerate(self.senders)
+            if (other.machine, other.gpu) == (place.machine, place.gpu)
         ]
 
 
@@ -83,7 +85,7 @@ class Sending(Protocol):
         """Waits for the receivers, who join at the same time."""
 
     def send(self, version: int, source: Source) -> Any:
-        """Sends all buckets and returns the ticket, on the first rank."""
+        """Sends all buckets and returns what is delivered to the receivers, on the first rank."""
 
     def release(self, version: int) -> None:
         """All receivers have a version."""
@@ -98,17 +100,17 @@ class Sending(Protocol):
 class Receiving(Protocol):
     """The sampler's side; one in each of its processes."""
 
-    gives_shards: ClassVar[bool]
-    """``take`` gives this rank's shards, to be kept; otherwise whole tensors, to be cut and copied."""
+    gives_shards: bool
+    """Whether ``take`` gives this rank's shards, to be kept; otherwise whole tensors, to be cut or copied."""
 
     def __init__(
-        self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
+        self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None: ...
 
     def join(self) -> None:
         """Waits for the sender, and for the other receivers."""
 
-    def take(self, version: int, ticket: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors by name; each is valid until the next is asked for. In any thread, without the role's group."""
 
     def give_up(self) -> None:
@@ -127,7 +129,7 @@ def choose(name: str, ends: Ends) -> str:
     if name == "auto":
         if ends.in_one_process:
             return "local"
-        on_gpu = all(each.gpu for each in (*ends.senders, *ends.receivers))
+        on_gpu = all(place.gpu for place in (*ends.senders, *ends.receivers))
         near = all(ends.neighbours(rank) for rank in range(len(ends.receivers)))
         return "ipc" if on_gpu and near else "broadcast"
     if name not in NAMES:

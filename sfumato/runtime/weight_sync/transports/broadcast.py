@@ -5,6 +5,7 @@ The group is made from a store directly: the two roles have different default gr
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ class _Group:
             else:
                 self.group = dist.ProcessGroupGloo(store, self.rank, size, timeout)
         except RuntimeError as error:
-            raise WeightSyncError(f"{self.name} could not join the group that sends weights: {error}") from error
+            raise WeightSyncError(
+                f"{self.name} could not join the group that sends weights: {_reason(error)}"
+            ) from error
 
     def broadcast(self, num_bytes: int, version: int) -> None:
         if self.group is None:
@@ -70,7 +73,7 @@ class _Group:
         except RuntimeError as error:
             other = "the actor" if self.rank else "a rank of the sampler"
             raise WeightSyncError(
-                f"version {version}: {self.name} lost {other} while weights were sent: {error}; "
+                f"version {version}: {self.name} lost {other} while weights were sent ({_reason(error)}); "
                 "WeightSync.reconnect() when both live"
             ) from error
 
@@ -98,7 +101,7 @@ class Sending:
             return
         store, address = open_store(settings.timeout_s)
         check_reachable(address[0], [ends.senders[0], *ends.receivers])
-        gpus = [each.gpu for each in (ends.senders[0], *ends.receivers)]
+        gpus = [place.gpu for place in (ends.senders[0], *ends.receivers)]
         backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"  # NCCL wants a GPU for each rank
         self.group = _Group(store, 0, Access(address, len(ends.receivers), backend), mesh, buckets)
 
@@ -138,7 +141,7 @@ class Receiving:
     gives_shards = False
 
     def __init__(
-        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
+        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del shards
         self.settings, self.buckets = settings, buckets
@@ -149,9 +152,9 @@ class Receiving:
         """Waits for the actor and the other ranks."""
         self.group.join(self.settings.timeout_s)
 
-    def take(self, version: int, ticket: None) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, in the memory of the current bucket."""
-        del ticket
+        del delivery
         for bucket in self.buckets:
             self.group.broadcast(bucket.num_bytes, version)
             yield from bucket.tensors(self.group.memory)
@@ -163,3 +166,8 @@ class Receiving:
     def close(self) -> None:
         """Leaves the group."""
         self.group.close()
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of what gloo or NCCL say, without the places in their source files; all of it is the cause."""
+    return re.sub(r"\[[^\]]*\.(cc|h|cpp|hpp):\d+\] *", "", str(error).splitlines()[0]).partition(". ")[0]

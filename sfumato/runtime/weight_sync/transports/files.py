@@ -43,7 +43,7 @@ class Sending:
             self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8)
 
     def access(self) -> None:
-        """Paths stand in the tickets."""
+        """Paths are delivered with each version."""
 
     def join(self) -> None:
         """Nobody is waited for."""
@@ -66,7 +66,7 @@ class Sending:
                 continue
             building.mkdir(parents=True, exist_ok=True)
             path = building / f"bucket_{number:05d}.safetensors"
-            save_file({name: each.clone() for name, each in bucket.tensors(self.memory)}, path)
+            save_file({name: tensor.clone() for name, tensor in bucket.tensors(self.memory)}, path)
             files[path.name] = path.stat().st_size
         if self.memory is None:
             return None
@@ -96,16 +96,18 @@ class Receiving:
 
     gives_shards = False
 
-    def __init__(self, access: None, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards) -> None:
+    def __init__(
+        self, access: None, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
+    ) -> None:
         del access, settings, mesh, shards
         self.names = [item.name for bucket in buckets for item in bucket.items]
 
     def join(self) -> None:
         """Nobody is waited for."""
 
-    def take(self, version: int, ticket: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time."""
-        folder, deadline = Path(ticket), time.monotonic() + VISIBLE_S
+        folder, deadline = Path(delivery), time.monotonic() + VISIBLE_S
         while not (folder / MANIFEST).is_file():
             if time.monotonic() > deadline:
                 raise WeightSyncError(
@@ -125,7 +127,7 @@ class Receiving:
                         yield key, file.get_tensor(key)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
-        if lacking := [each for each in self.names if each not in found]:
+        if lacking := [name for name in self.names if name not in found]:
             raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")
 
     def give_up(self) -> None:

@@ -159,7 +159,7 @@ class Receiving:
     gives_shards = False
 
     def __init__(
-        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
+        self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del shards
         self.settings, self.mesh, self.buckets, self.access = settings, mesh, buckets, access
@@ -188,9 +188,9 @@ class Receiving:
         except RuntimeError as error:
             raise WeightSyncError(f"{where}: {error}; {remedy}") from error
 
-    def take(self, version: int, ticket: None) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, in the memory that the actor has filled."""
-        del ticket
+        del delivery
         for number, bucket in enumerate(self.buckets):
             key = _filled(version, number, self.source)
             _wait(self.store, [key], version, "the actor", self.settings.timeout_s, self.stop)

@@ -21,7 +21,7 @@ class Sending:
         del settings, ends
         self.mesh, self.buckets = mesh, buckets
         self.receiver: Shards | None = None
-        """How the sampler's module in this process is cut; it says so when it opens."""
+        """How the receiver in this process is cut; it says so when it opens. None takes whole tensors."""
 
     def access(self) -> Sending:
         """This."""
@@ -32,19 +32,23 @@ class Sending:
 
     @torch.no_grad()
     def send(self, version: int, source: Source) -> dict[str, torch.Tensor]:
-        """Copies of what the sampler's module in this process needs, by name."""
+        """Copies of what the receiver in this process needs, by name."""
         del version
         items = [item for bucket in self.buckets for item in bucket.items]
-        differs = any(boxes_of(source.shards, each.name) != boxes_of(self.receiver, each.name) for each in items)
+        theirs = self.receiver
+        differs = theirs is None or any(
+            boxes_of(source.shards, item.name) != boxes_of(theirs, item.name) for item in items
+        )
         if not self.mesh.any(differs):
             return {
-                each.name: local(source.parameters[each.name].detach()).to(each.spec.dtype, copy=True) for each in items
+                item.name: local(source.parameters[item.name].detach()).to(item.spec.dtype, copy=True) for item in items
             }
         memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
         found = {}
         for bucket in self.buckets:
             source.gather(bucket, memory)
-            found |= {name: self.receiver.shard(name, whole).clone() for name, whole in bucket.tensors(memory)}
+            for name, whole in bucket.tensors(memory):
+                found[name] = (whole if theirs is None else theirs.shard(name, whole)).clone()
         return found
 
     def release(self, version: int) -> None:
@@ -63,7 +67,7 @@ class Receiving:
     gives_shards = True
 
     def __init__(
-        self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards
+        self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del settings, mesh, buckets
         access.receiver = shards
@@ -71,10 +75,10 @@ class Receiving:
     def join(self) -> None:
         """Nobody is waited for."""
 
-    def take(self, version: int, ticket: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards."""
         del version
-        yield from ticket.items()
+        yield from delivery.items()
 
     def give_up(self) -> None:
         """Nobody waits."""
