@@ -29,8 +29,8 @@ import yaml
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import caption_of, source_image, training_words
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.jpeg import JpegIncompressibility
 from sfumato.rewards.ocr import OcrReward
+from sfumato.rewards.pixels import JpegIncompressibility
 from sfumato.rewards.remote import RemoteReward
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores

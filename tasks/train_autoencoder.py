@@ -23,6 +23,7 @@ from sfumato.data.encoded import BadRows, read_pixels
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
+from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
@@ -52,7 +53,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
     for step, index_batches in run.steps(loader.steps(from_step=state.step)):
-        batches = [batch for each in index_batches if (batch := read_pixels(dataset, each, bad_rows)) is not None]
+        batches = [batch for rows in index_batches if (batch := read_pixels(dataset, rows, bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
         sums = {"loss": 0.0, "mse": 0.0, "kl": 0.0}
         for pixels, sample_ids in batches:
@@ -66,10 +67,10 @@ def main(config: TrainAutoencoderConfig) -> None:
             kl = posterior.kl().mean() / noise[0].numel()
             loss = l1_loss(reconstruction, target) + mse + config.kl_coef * kl
             check_finite(loss, f"step {step + 1}, rank {mesh.rank}")
-            share = len(sample_ids) / num_images
-            (loss * share).backward()
+            weight = len(sample_ids) / num_images  # the mean over the images of all ranks
+            (loss * weight).backward()
             for name, value in (("loss", loss), ("mse", mse), ("kl", kl)):
-                sums[name] += float(value.detach()) * share
+                sums[name] += float(value.detach()) * weight
         grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}")
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -85,20 +86,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     captions: list[str] = []
     examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
     set_latent_scale(vae, examples)
-    with torch.no_grad():
-        reconstructed = model.decode(model.encode_pixels(examples[:12])).cpu()
-    records = [
-        SampleRecord(
-            content=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
-            kind="eval",
-            prompt=caption,
-            seed=config.train.seed,
-            sample_id=index,
-            policy_version=state.step,
-        )
-        for index, (before, after, caption) in enumerate(zip(examples, reconstructed, captions, strict=False))
-    ]
-    run.save_samples(state.step, records)
+    run.save_samples(state.step, reconstruct(model, examples[:12], captions, config.train.seed, state.step))
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"pipeline with the trained autoencoder: {config.train.output_dir}/hf_ckpt")
@@ -106,8 +94,30 @@ def main(config: TrainAutoencoderConfig) -> None:
 
 
 @torch.no_grad()
+def reconstruct(
+    model: DiffusionModel, examples: torch.Tensor, captions: list[str], seed: int, step: int
+) -> list[SampleRecord]:
+    """Images, uint8 ``[B, 3, H, W]``, each beside what is left of it when it has been encoded and decoded."""
+    reconstructed = model.decode(model.encode_pixels(examples)).cpu()
+    return [
+        SampleRecord(
+            content=torch.cat([before, after], dim=2).permute(1, 2, 0).numpy(),
+            kind="eval",
+            prompt=caption,
+            seed=seed,
+            sample_id=index,
+            policy_version=step,
+        )
+        for index, (before, after, caption) in enumerate(zip(examples, reconstructed, captions, strict=False))
+    ]
+
+
+@torch.no_grad()
 def set_latent_scale(vae: torch.nn.Module, pixels: torch.Tensor) -> None:
-    """Sets the autoencoder's shift_factor and scaling_factor to the latents' mean and 1 / standard deviation."""
+    """Sets the autoencoder's shift_factor and scaling_factor to the latents' mean and 1 / standard deviation.
+
+    ``pixels`` are uint8 ``[N, 3, H, W]``.
+    """
     device = next(vae.parameters()).device
     means = [vae.encode(part.to(device) / 127.5 - 1).latent_dist.mode() for part in pixels.split(64)]
     latents = torch.cat(means).double()

@@ -20,7 +20,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
-from sfumato.data.encoded import BadRows, EncodedBatch, OnlineEncoder, open_cache
+from sfumato.data.encoded import EncodedBatch, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
@@ -49,12 +49,7 @@ def main(config: TrainDitConfig) -> None:
     model.say = run.say
     set_output(model, dataset.size, "data")
 
-    bad_rows = BadRows(config.data.max_bad_rows, run.say)
-    if config.data.cache_dir is None:
-        encoder = OnlineEncoder(dataset, model, bad_rows)
-    else:
-        with mesh.first_rank_first():
-            encoder = open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
+    encoder = open_encoder(dataset, model, config.data, mesh, run.say, run.watch("encode"))
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
     sample_flops = denoiser_flops(model, config.data.height, config.data.width).training
@@ -71,7 +66,7 @@ def main(config: TrainDitConfig) -> None:
 
     for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         with run.timed("data"):
-            batches = [encoder.batch(each) for each in index_batches]
+            batches = [encoder.batch(rows) for rows in index_batches]
         own_images = sum(batch.num_images for batch in batches)
         run.count(images=own_images, flops=own_images * sample_flops)
         num_images = mesh.sum(own_images)
@@ -79,10 +74,9 @@ def main(config: TrainDitConfig) -> None:
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
             with model.dropout_of(step, batch.sample_ids):
-                losses = denoising_losses(model, batch, config.flow, config.train.seed, step)
+                losses = denoising_losses(model, batch, config.flow, config.train.seed, step)  # [B]
                 check_finite(losses, where)
-                counted = losses[: batch.num_images].sum()
-                loss = counted / max(num_images, 1)  # the mean over the images of all ranks and micro-batches
+                loss = losses[: batch.num_images].sum() / max(num_images, 1)  # the mean over the images of all ranks
                 loss.backward()
             total_loss += float(loss.detach())
         grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
@@ -94,8 +88,7 @@ def main(config: TrainDitConfig) -> None:
             ema.update()
         state.step = step + 1
 
-        every = config.sample.every_steps
-        if state.step == loader.total_steps or (every and state.step % every == 0):
+        if run.is_due(state.step, config.sample.every_steps):
             with run.timed("sample"), averaged_weights(ema):
                 run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
         metrics = {"loss": mesh.sum(total_loss), "grad_norm": grad_norm, "lr": lr, "images": num_images}

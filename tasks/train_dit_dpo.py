@@ -21,12 +21,12 @@ from sfumato.algorithms.noise import keyed_uniform
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.dit_dpo import TrainDitDpoConfig
-from sfumato.data.encoded import BadRows, Dataset, EncodedBatch, LatentCache, OnlineEncoder, open_cache
+from sfumato.config.dit import TrainDitDpoConfig
+from sfumato.data.encoded import EncodedBatch, LatentCache, OnlineEncoder, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
-from sfumato.models.diffusion.base import DiffusionModel, set_output
+from sfumato.models.diffusion.base import set_output
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.policies import Policies
 from sfumato.models.flops import denoiser_flops
@@ -37,7 +37,8 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.final_samples import FinalSamples, predict_noised
 from sfumato.rollout.sample_grid import choose_grid, draw_grid
-from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.run import start_run
+from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
 
 EVALUATION = -1
@@ -57,8 +58,9 @@ def main(config: TrainDitDpoConfig) -> None:
     model.say = run.say
     set_output(model, dataset.size, "data")
 
-    encoder = open_encoder(dataset, model, config, mesh, run)
-    eval_encoder = None if held_out is None else open_encoder(held_out, model, config, mesh, run)
+    to_encode = {"config": config.data, "mesh": mesh, "say": run.say, "watch": run.watch("encode")}
+    encoder = open_encoder(dataset, model, **to_encode)
+    eval_encoder = None if held_out is None else open_encoder(held_out, model, **to_encode)
     eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
@@ -82,21 +84,11 @@ def main(config: TrainDitDpoConfig) -> None:
 
     for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         with run.timed("data"):
-            batches = [encoder.batch(each) for each in index_batches]
+            batches = [encoder.batch(rows) for rows in index_batches]
         own_pairs = sum(batch.num_images for batch in batches)
         run.count(images=2 * own_pairs, flops=own_pairs * pair_flops)
         num_pairs = mesh.sum(own_pairs)
-        seen = PairSums()
-        for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
-            where = f"step {step + 1}, rank {mesh.rank}, pairs {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
-            both_ids = [each for each in batch.sample_ids for _ in range(2)]
-            with model.dropout_of(step, both_ids):
-                noised = predict_pairs(policies, batch, config, step)
-                losses = pair_losses(objective, noised)
-                check_finite(losses, where)
-                seen.add(objective, noised, losses, torch.arange(batch.num_images))
-                loss = losses[: batch.num_images].sum() / max(num_pairs, 1)  # the mean over the pairs of all ranks
-                loss.backward()
+        seen = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
         grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -108,10 +100,10 @@ def main(config: TrainDitDpoConfig) -> None:
 
         means = seen.means(mesh, "pairs/")
         metrics = {"loss": means.pop("pairs/loss"), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs, **means}
-        if eval_encoder is not None and is_due(state.step, config.eval.every_steps, loader.total_steps):
+        if eval_encoder is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"), averaged_weights(ema):
                 metrics |= evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
-        if is_due(state.step, config.sample.every_steps, loader.total_steps):
+        if run.is_due(state.step, config.sample.every_steps):
             with run.timed("sample"), averaged_weights(ema):
                 run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
@@ -125,20 +117,28 @@ def main(config: TrainDitDpoConfig) -> None:
     run.finish()
 
 
-def open_encoder(
-    dataset: Dataset, model: DiffusionModel, config: TrainDitDpoConfig, mesh: Mesh, run: Run
-) -> OnlineEncoder | LatentCache:
-    """What makes latents and embeddings of pairs: a cache where one is configured."""
-    bad_rows = BadRows(config.data.max_bad_rows, run.say)
-    if config.data.cache_dir is None:
-        return OnlineEncoder(dataset, model, bad_rows)
-    with mesh.first_rank_first():
-        return open_cache(config.data.cache_dir, dataset, model, bad_rows, watch=run.watch("encode"))
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether a step is one of every so many, or the last one."""
-    return step == last or (every > 0 and step % every == 0)
+def forward_backward(
+    policies: Policies,
+    batches: list[EncodedBatch],
+    objective: DPO,
+    config: TrainDitDpoConfig,
+    mesh: Mesh,
+    step: int,
+    num_pairs: float,
+) -> PairSums:
+    """Forward and backward passes of this rank's micro-batches of a step with ``num_pairs`` pairs on all ranks."""
+    model, seen = policies.model, PairSums()
+    for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
+        where = f"step {step + 1}, rank {mesh.rank}, pairs {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
+        both_ids = [pair for pair in batch.sample_ids for _ in range(2)]
+        with model.dropout_of(step, both_ids):
+            noised = predict_pairs(policies, batch, config, step)
+            losses = pair_losses(objective, noised)  # [B]
+            check_finite(losses, where)
+            count_pairs(seen, objective, noised, losses, torch.arange(batch.num_images))
+            loss = losses[: batch.num_images].sum() / max(num_pairs, 1)  # the mean over the pairs of all ranks
+            loss.backward()
+    return seen
 
 
 def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoConfig, step: int) -> NoisedSamples:
@@ -172,31 +172,18 @@ def pair_losses(objective: DPO, noised: NoisedSamples) -> torch.Tensor:
     return losses[0::2]  # the rows of a pair have the same loss
 
 
-class PairSums:
-    """What pairs looked like: sums over this rank's pairs."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {"count": 0.0}
-
-    @torch.no_grad()
-    def add(self, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor) -> None:
-        """Counts the pairs at the positions ``counted``, whose losses are ``[B]``."""
-        counted = counted.to(losses.device)
-        reward = objective.implicit_reward(noised)
-        error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
-        found = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
-        for name, each in {"reward": reward, "error": error, "reference_error": reference}.items():
-            found |= {f"{name}_chosen": each[0::2], f"{name}_rejected": each[1::2]}
-        self.sums["count"] += len(counted)
-        for name, each in found.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(each[counted].sum())
-
-    def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
-        """Means over the pairs of all ranks, and the margin: how much higher the better image's reward is."""
-        total = mesh.sum_dict(self.sums)
-        count = max(total.pop("count"), 1)
-        means = {f"{prefix}{name}": value / count for name, value in total.items()}
-        return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}
+@torch.no_grad()
+def count_pairs(
+    seen: PairSums, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor
+) -> None:
+    """Adds what is logged of the pairs at the positions ``counted``, int64 ``[C]``, whose losses are float ``[B]``."""
+    counted = counted.to(losses.device)
+    reward = objective.implicit_reward(noised)
+    error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
+    found = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
+    for name, values in {"reward": reward, "error": error, "reference_error": reference}.items():
+        found |= {f"{name}_chosen": values[0::2], f"{name}_rejected": values[1::2]}
+    seen.add(len(counted), **{name: values[counted].sum() for name, values in found.items()})
 
 
 @torch.no_grad()
@@ -214,7 +201,7 @@ def evaluate(
         for batch in map(encoder.batch, batches):
             noised = predict_pairs(policies, batch, config, EVALUATION)
             counted = torch.tensor(batch.sample_ids[: batch.num_images]) >= 0
-            seen.add(objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
+            count_pairs(seen, objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
     return seen.means(mesh, "eval/")
 
 

@@ -2,14 +2,13 @@
 
     bash train.sh tasks/train_text.py configs/quickstart/text_sft.yaml --train.lr 1e-4
 
-Plain text or conversations become tokens and packed rows without padding. The loss is the mean over the learned tokens
-of the whole step, on any mesh. A step's samples follow from the data, the seed and one integer, so a run does not
-depend on the number of processes, on the micro-batch size, or on having been interrupted.
+Plain text or conversations become tokens and packed rows without padding. The loss is the mean over the tokens of the
+whole step that its loss mask holds, on any mesh. A step's samples follow from the data, the seed and one integer, so a
+run does not depend on the number of processes, on the micro-batch size, or on having been interrupted.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +18,8 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.identity import identify_text
-from sfumato.data.sources import open_sources, open_validation
-from sfumato.data.text import build_transform
-from sfumato.data.text_batch import TextBatch
-from sfumato.data.text_loader import build_text_loader
-from sfumato.data.validation import Validation, build_validation
+from sfumato.data.packing import TextBatch
+from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel, Tensors, check_length
 from sfumato.models.language_load import build_language_model
@@ -37,7 +32,7 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text import answer_greedily
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
-from sfumato.tracking.source_losses import SourceLosses
+from sfumato.tracking.step_sums import SourceLosses
 from sfumato.tracking.task import run_task
 
 
@@ -50,22 +45,10 @@ def main(config: TrainTextConfig) -> None:
 
     model = build_language_model(config.model, config.train)
     check_length(model.module.config, config.data.max_seq_len)
-    flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
-    transform = build_transform(config.data, model.tokenizer)
-    sources, held_out = open_sources(config.data), open_validation(config.data)
-    identity = identify_text(config, sources, held_out, transform)
-    loader = build_text_loader(
-        config.data,
-        config.train,
-        pad,
-        transform,
-        sources,
-        mesh,
-        run.say,
-        run.watch("tokenise"),
-        cost=lambda length: flops.training([length]),
+    flops = FlopCount(model.module)
+    loader, validation, identity = open_text_data(
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
     )
-    validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
 
     model.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
@@ -82,9 +65,9 @@ def main(config: TrainTextConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))
+        num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))  # that the loss mask holds, of all ranks
         by_source = SourceLosses(loader.source_names)
-        losses = model.forward_backward(batches, partial(mean_loss, num_tokens=num_tokens, by_source=by_source), step)
+        losses = forward_backward(model, batches, num_tokens, by_source, step)
         check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
         lr = schedule.get_last_lr()[0]
@@ -98,8 +81,7 @@ def main(config: TrainTextConfig) -> None:
 
         metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr, "tokens": num_tokens}
         metrics |= by_source.means(mesh) | balance
-        every = config.eval.every_steps
-        if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
+        if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"), averaged_weights(ema):
                 metrics |= evaluate(model, validation, mesh)
                 run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
@@ -118,42 +100,45 @@ def main(config: TrainTextConfig) -> None:
     run.finish()
 
 
-def mean_loss(
-    scores: TokenScores, row: Tensors, batch: TextBatch, num_tokens: float, by_source: SourceLosses
-) -> torch.Tensor:
-    """This micro-batch's part of the mean cross entropy over the learned tokens of the step."""
-    del batch
-    losses = -scores.log_probs(row["labels"])
-    by_source.add(losses.detach(), row)
-    return losses.sum() / max(num_tokens, 1)
+def forward_backward(
+    model: LanguageModel, batches: list[TextBatch], num_tokens: float, by_source: SourceLosses, step: int
+) -> list[float]:
+    """Forward and backward passes of a step's micro-batches, in the order of the pipeline schedule; returns losses."""
+
+    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> torch.Tensor:
+        """This micro-batch's part of the mean cross entropy over the step's loss mask."""
+        losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
+        by_source.add(losses.detach(), row)
+        return losses.sum() / max(num_tokens, 1)
+
+    return model.forward_backward(batches, loss_of, step)
 
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[str, float]:
-    """Loss over the learned tokens of the validation set, and how much of it is predicted.
+    """Loss over the loss mask of the validation set, and how much of it is predicted.
 
-    ``exact_match`` is the share of samples all of whose learned tokens are the likeliest ones, so that greedy decoding
-    would give just them.
+    ``exact_match`` is the fraction of documents in whose loss mask each token is the likeliest one, so that greedy
+    decoding would give just these tokens.
     """
-    sums = {"loss": 0.0, "tokens": 0.0, "right": 0.0, "exact": 0.0, "documents": 0.0}
+    sums = {"loss": 0.0, "tokens": 0.0, "correct": 0.0, "exact": 0.0, "documents": 0.0}
     for index, scores, row in model.score(validation.batches):
         labels, num_documents = row["labels"], len(validation.batches[index].lengths)
-        learned = labels != IGNORED
-        wrong = learned & (scores.predictions() != labels)
-        mistakes = torch.zeros(2, num_documents + 1, device=labels.device)
-        mistakes[0].index_add_(0, row["documents"].flatten(), wrong.flatten().float())
-        mistakes[1].index_add_(0, row["documents"].flatten(), learned.flatten().float())
-        mistakes = model.sum_over_sequence(mistakes)
-        counted = mistakes[1] > 0
+        loss_mask = labels != IGNORED
+        wrong = loss_mask & (scores.predictions() != labels)
+        by_document = torch.zeros(2, num_documents + 1, device=labels.device)
+        by_document[0].index_add_(0, row["documents"].flatten(), wrong.flatten().float())
+        by_document[1].index_add_(0, row["documents"].flatten(), loss_mask.flatten().float())
+        num_wrong, num_tokens = model.sum_over_sequence(by_document)
         sums["loss"] -= float(scores.log_probs(labels).double().sum())
-        sums["tokens"] += float(learned.sum())
-        sums["right"] += float((learned & ~wrong).sum())
-        sums["exact"] += float((counted & (mistakes[0] == 0)).sum()) / mesh.layout.cp
-        sums["documents"] += float(counted.sum()) / mesh.layout.cp
+        sums["tokens"] += float(loss_mask.sum())
+        sums["correct"] += float((loss_mask & ~wrong).sum())
+        sums["exact"] += float(((num_tokens > 0) & (num_wrong == 0)).sum()) / mesh.layout.cp
+        sums["documents"] += float((num_tokens > 0).sum()) / mesh.layout.cp
     totals = mesh.sum_dict(mesh.sum_dict(sums, over="loss"), over="pp")  # stages but the last have counted nothing
     return {
         "eval/loss": totals["loss"] / totals["tokens"],
-        "eval/accuracy": totals["right"] / totals["tokens"],
+        "eval/accuracy": totals["correct"] / totals["tokens"],
         "eval/exact_match": totals["exact"] / totals["documents"],
     }
 
@@ -163,8 +148,8 @@ def answer_prompts(
 ) -> list[SampleRecord]:
     """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
     tokenizer, prompts = model.tokenizer, validation.prompts
-    stop = {tokenizer.eos_token_id} | {each.answer[-1] for each in prompts if config.data.data_type.has_answers}
-    answers = answer_greedily(model, [each.input_ids for each in prompts], config.eval.max_new_tokens, stop)
+    stop = {tokenizer.eos_token_id} | {prompt.answer[-1] for prompt in prompts if config.data.data_type.has_answers}
+    answers = answer_greedily(model, [prompt.input_ids for prompt in prompts], config.eval.max_new_tokens, stop)
     return [
         SampleRecord(
             content=tokenizer.decode(answer),

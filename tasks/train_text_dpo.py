@@ -19,12 +19,8 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import DpoConfig, TrainTextDpoConfig
-from sfumato.data.identity import identify_text
-from sfumato.data.sources import open_sources, open_validation
-from sfumato.data.text import build_transform
-from sfumato.data.text_batch import TextBatch
-from sfumato.data.text_loader import build_text_loader
-from sfumato.data.validation import build_validation
+from sfumato.data.packing import TextBatch
+from sfumato.data.text_loader import open_text_data
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel, Tensors, check_length
 from sfumato.models.language_load import build_language_model
@@ -34,6 +30,7 @@ from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.run import start_run
+from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
 
 
@@ -44,22 +41,10 @@ def main(config: TrainTextDpoConfig) -> None:
     model = build_language_model(config.model, config.train)
     check_length(model.module.config, config.data.max_seq_len)
     reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
-    flops, pad = FlopCount(model.module), model.tokenizer.pad_token_id
-    transform = build_transform(config.data, model.tokenizer)
-    sources, held_out = open_sources(config.data), open_validation(config.data)
-    identity = identify_text(config, sources, held_out, transform)
-    loader = build_text_loader(
-        config.data,
-        config.train,
-        pad,
-        transform,
-        sources,
-        mesh,
-        run.say,
-        run.watch("tokenise"),
-        cost=lambda length: flops.training([length]),
+    flops = FlopCount(model.module)
+    loader, validation, identity = open_text_data(
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
     )
-    validation = build_validation(held_out, config.data, config.train, config.eval, transform, pad, mesh, run.say)
 
     model.parallelize(mesh, config.train)
     if reference is not None:
@@ -80,8 +65,8 @@ def main(config: TrainTextDpoConfig) -> None:
         num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         num_chosen = mesh.sum(sum(chosen_tokens(batch) for batch in batches))
         seen = PairSums()
-        loss = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
-        losses = model.forward_backward(batches, loss, step, fields)
+        loss_of = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
+        losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
         check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
         lr = schedule.get_last_lr()[0]
@@ -92,9 +77,8 @@ def main(config: TrainTextDpoConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs}
-        metrics |= seen.means(mesh) | balance
-        every = config.eval.every_steps
-        if validation is not None and (state.step == loader.total_steps or (every and state.step % every == 0)):
+        metrics |= seen.means(mesh, "pairs/") | balance
+        if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
         run.count(
@@ -112,32 +96,6 @@ def main(config: TrainTextDpoConfig) -> None:
     run.finish()
 
 
-class PairSums:
-    """What the pairs of a step looked like: sums over this rank's pairs."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-
-    def add(self, losses: torch.Tensor, chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> None:
-        """Counts pairs: their losses, and log-ratios of policy and reference, ``[P]`` each."""
-        found = {
-            "count": len(losses),
-            "loss": losses.sum(),
-            "reward_chosen": beta * chosen.sum(),
-            "reward_rejected": beta * rejected.sum(),
-            "accuracy": (chosen > rejected).sum(),
-        }
-        for name, value in found.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-
-    def means(self, mesh: Mesh, prefix: str = "pairs/") -> dict[str, float]:
-        """Means over all pairs: implicit rewards beta log p / p_reference, and how often the better one's is higher."""
-        total = mesh.sum_dict(mesh.sum_dict(self.sums), over="pp")  # stages but the last have seen nothing
-        count = total.pop("count")
-        means = {f"{prefix}{name}": value / count for name, value in total.items()}
-        return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}
-
-
 def dpo_loss(
     scores: TokenScores,
     row: Tensors,
@@ -150,28 +108,27 @@ def dpo_loss(
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over the pairs of the step."""
     log_probs = scores.log_probs(row["labels"])
-    per_document = torch.stack(
-        [
-            sum_documents(each, row["documents"], max(len(batch.lengths), 2))
-            for each in (log_probs, log_probs - row["reference"], (row["labels"] != IGNORED).to(log_probs))
-        ]
-    )
-    policy, ratio, lengths = model.sum_over_sequence(per_document)
-    chosen, rejected = ratio[0::2], ratio[1::2]
+    loss_mask = (row["labels"] != IGNORED).to(log_probs)
+    by_token = torch.stack([log_probs, log_probs - row["reference"], loss_mask])  # [3, B, T]
+    num_documents = max(len(batch.lengths), 2)
+    by_document = by_token.new_zeros(3, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+    policy, log_ratio, lengths = model.sum_over_sequence(by_document)
+    chosen, rejected = log_ratio[0::2], log_ratio[1::2]
     if not batch.lengths:
         return policy.sum() * 0.0  # a placeholder: its gradients are zero
     losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, (lengths[0::2], lengths[1::2]))
-    seen.add(losses.detach(), chosen.detach(), rejected.detach(), dpo.beta)
+    seen.add(
+        len(losses),
+        loss=losses.detach().sum(),
+        reward_chosen=dpo.beta * chosen.detach().sum(),
+        reward_rejected=dpo.beta * rejected.detach().sum(),
+        accuracy=(chosen > rejected).sum(),
+    )
     return losses.sum() / num_pairs - dpo.sft_coef * policy[0::2].sum() / max(num_chosen, 1)
 
 
-def sum_documents(values: torch.Tensor, documents: torch.Tensor, count: int) -> torch.Tensor:
-    """Sums of token values ``[B, T]`` over each of ``count`` documents: ``[count]``."""
-    return values.new_zeros(count).index_add(0, documents.flatten(), values.flatten())
-
-
 def chosen_tokens(batch: TextBatch) -> int:
-    """Learned tokens of the better answers of a batch."""
+    """Tokens of the better answers of a batch that the loss mask holds."""
     return int(((batch.tensors["labels"] != IGNORED) & (batch.tensors["documents"] % 2 == 0)).sum())
 
 
@@ -181,7 +138,7 @@ def reference_fields(
     """The reference's log-probabilities of the labels of each micro-batch, ``[B, T]``."""
     own = reference is None
     found = model.token_log_probs(batches, reference=True) if own else reference.token_log_probs(batches)
-    return [{"reference": each} for each in found]
+    return [{"reference": log_probs} for log_probs in found]
 
 
 @torch.no_grad()
@@ -190,10 +147,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, implicit rewards and accuracy on the validation pairs."""
     seen = PairSums()
-    loss = partial(dpo_loss, model=model, dpo=dpo, num_pairs=1, num_chosen=1, seen=seen)
-    given = reference_fields(model, reference, batches)
-    for index, scores, row in model.score(batches, given):
-        loss(scores, row, batches[index])
+    fields = reference_fields(model, reference, batches)
+    for index, scores, row in model.score(batches, fields):
+        dpo_loss(scores, row, batches[index], model, dpo, num_pairs=1, num_chosen=1, seen=seen)
     return seen.means(mesh, "eval/")
 
 

@@ -22,7 +22,7 @@ VALUES = (
     "[null]", "[[[[]]]]", "[1, 2]", "[2, 1]", f"[-1, {10**30}]", "[0.5, .nan]", "[a, a, a]", str(list(range(300))),
     "{type: null}", "{type: nothing}", "{type: [a]}", "{type: 'os:system'}", "{type: ':'}", "{type: 'a:b:c'}",
     "{type: 'json:JSONDecoder'}", "{type: 'sfumato.errors:UserError'}",
-    "{type: 'sfumato.rewards.jpeg:JpegCompressibility'}", "{type: 'sfumato.algorithms.windows:AllSteps'}",
+    "{type: 'sfumato.rewards.pixels:JpegCompressibility'}", "{type: 'sfumato.algorithms.windows:AllSteps'}",
     "{'': 1}", "{a.b: 1}", "{0: 1}", "{null: 1}",
 )  # fmt: skip
 """Values of overrides, as YAML."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sfumato.data.rows import text_field
-from sfumato.data.text import Document, Sample, TextFormat, fingerprint_of, fit
+from sfumato.data.text import Document, TextFormat, TextSample, fingerprint_of, fit
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Transform:
         learned = np.arange(len(input_ids)) >= len(question)
         config = self.config
         document: Document = fit((input_ids, learned), config.max_seq_len, config.overlong, where)
-        return [Sample((document,))]
+        return [TextSample((document,))]
 
 
 class NotAFormat:

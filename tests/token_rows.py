@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sfumato.data.sources import Sources
-from sfumato.data.text import Document, Sample
+from sfumato.data.text import Document, TextSample
 from sfumato.errors import DataError, OverlongError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -43,7 +43,7 @@ class NumberTransform:
         if "bad" in row:
             raise (OverlongError if row["bad"] == "overlong" else DataError)(f"{where}: {row['bad']}")
         return [
-            Sample(
+            TextSample(
                 tuple(document(1000 * row["number"] + piece, length + 2 * k) for k in range(self.documents_per_sample))
             )
             for piece, length in enumerate(row["lengths"])

@@ -27,7 +27,7 @@ from sfumato.parallel.finite import listed
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import weights_not_finite, whole_weights
-from sfumato.tracking.quiet import quiet_libraries
+from sfumato.tracking.progress import quiet_libraries
 
 
 class Exportable(Protocol):
@@ -149,8 +149,7 @@ def _build(run: Path) -> Exportable:
         return build_language_model(config.model, config.train)
     if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
         from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-        from sfumato.config.dit import TrainDitConfig
-        from sfumato.config.dit_dpo import TrainDitDpoConfig
+        from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
         from sfumato.models.diffusion.load import build_diffusion_model
 
         schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}

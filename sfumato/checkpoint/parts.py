@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sfumato.checkpoint.envelope import VALUES
-from sfumato.config.files import file_problem
+from sfumato.config.paths import file_problem
 from sfumato.errors import CheckpointError
 from sfumato.parallel.shards import Box
 

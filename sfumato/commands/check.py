@@ -23,7 +23,7 @@ from sfumato.commands.check_model import ModelFindings, check_model, made_model,
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.launched import world_size
+from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer

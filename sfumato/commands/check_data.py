@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset

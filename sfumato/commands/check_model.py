@@ -11,8 +11,7 @@ from typing import Any
 from sfumato.algorithms.decay import FROZEN
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import TrainAutoencoderConfig
-from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig

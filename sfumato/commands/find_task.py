@@ -17,7 +17,7 @@ TASKS = {
     "train_text": ("sfumato.config.text", "TrainTextConfig"),
     "train_text_dpo": ("sfumato.config.text", "TrainTextDpoConfig"),
     "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
-    "train_dit_dpo": ("sfumato.config.dit_dpo", "TrainDitDpoConfig"),
+    "train_dit_dpo": ("sfumato.config.dit", "TrainDitDpoConfig"),
     "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),
     "rl_diffusion": ("sfumato.config.diffusion_rl", "TrajectoryRLConfig"),
     "rl_diffusion_forward": ("sfumato.config.diffusion_rl", "ForwardRLConfig"),

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -192,3 +192,17 @@ class Variant:
         return core_schema.no_info_plain_validator_function(
             self.validate, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
         )
+
+
+def refuse_needless(section: Section, path: str, names: Sequence[str], why: str) -> None:
+    """Raises ValueError for the first of the fields that is not as it is by default.
+
+    Args:
+        section: that has the fields.
+        path: its place in the configuration.
+        names: of the fields.
+        why: what leaves them without effect, and what else could be done than to remove them.
+    """
+    for name in names:
+        if name in section.given:
+            raise ValueError(f"{path}.{name} has no effect {why}")

@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Variant, find_variants
-from sfumato.config.needless import MAX_SIDE, check_size
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import AlgorithmConfig, EvalConfig, RLConfig, RolloutConfig
-from sfumato.config.sections import ModelConfig
+from sfumato.config.sections import MAX_SIDE, ModelConfig, check_size
 
 TRAJECTORIES, FORWARD_PROCESS = "sfumato.algorithms.objectives", "sfumato.algorithms.forward_process"
 TASKS = {TRAJECTORIES: "tasks/rl_diffusion.py", FORWARD_PROCESS: "tasks/rl_diffusion_forward.py"}

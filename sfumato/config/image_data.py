@@ -7,9 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
-from sfumato.config.needless import MAX_SIDE, check_size
 from sfumato.config.paths import FilePath
-from sfumato.config.sections import GlyphConfig
+from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
 
 
 class ImageDataConfig(Section):

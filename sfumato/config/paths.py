@@ -1,11 +1,16 @@
-"""Paths in a configuration: ``~`` is the home folder, and what no file system can hold is refused."""
+"""Files and folders that a configuration names: what may stand in a field, be read as a file, and hold weights."""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Annotated
+import stat
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
+
+from sfumato.errors import ConfigError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a name and of a whole path that Linux takes."""
@@ -40,3 +45,104 @@ FilePath = Annotated[str, AfterValidator(check_path)]
 
 FilePaths = Annotated[str, AfterValidator(check_paths)]
 """The type of a field that names several, with commas between them."""
+
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = False) -> str | None:
+    """What keeps a path from being read as a file, to be said after the path; None where nothing does.
+
+    Args:
+        path: links are followed.
+        most_bytes: size of the largest file that is read.
+        or_folder: a folder is as good as a file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR and or_folder:
+        return None
+    if kind != stat.S_IFREG:
+        return f"is {KINDS.get(kind, 'something else')}, not a file"
+    if most_bytes is not None and found.st_size > most_bytes:
+        return f"has {found.st_size:,} bytes, more than the {most_bytes:,} that are read"
+    return None
+
+
+OTHER_WEIGHTS = ("*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5")
+"""Names of weights that are pickles, which may run a program, or that nothing here reads."""
+
+
+def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
+    """Looks at every part of a diffusers pipeline before any is loaded.
+
+    Args:
+        folder: with ``model_index.json``.
+        index: what that file holds.
+
+    Raises:
+        ConfigError: when a part brings Python code, or weights other than safetensors.
+    """
+    for name, value in index.items():
+        if not isinstance(value, list) or not value or not isinstance(value[0], str):
+            continue
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"model.model_path {folder}: model_index.json names {name!r}, which lies outside of it")
+        code = folder / name / f"{value[0]}.py"
+        if code.exists():
+            raise ConfigError(
+                f"model.model_path {folder}: {code} is Python code that the pipeline would run: remove it, and name a "
+                "class of diffusers or transformers in model_index.json"
+            )
+        check_weights(folder / name)
+
+
+def check_weights(folder: Path, option: str = "model.model_path") -> None:
+    """Looks at the weights in one model's folder; one that holds none passes.
+
+    Args:
+        folder: of the model.
+        option: the configuration field that led to it, for messages.
+
+    Raises:
+        ConfigError: when they are not safetensors files that lie in the folder.
+    """
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        if problem := file_problem(path):
+            raise ConfigError(f"{option}: {path} {problem}")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        _check_index(index, option)
+    others = [path for pattern in OTHER_WEIGHTS for path in sorted(folder.glob(pattern))]
+    if others and not any(folder.glob("*.safetensors")):
+        stem = others[0].name.split(".")[0]
+        target = folder / f"{'model' if stem == 'pytorch_model' else stem}.safetensors"
+        raise ConfigError(
+            f"{option}: {others[0]} is not read, since it may run a program; only safetensors files are: take those of "
+            f"the model, or make them: python -m sfumato.rewards.convert weights {others[0]} {target}"
+        )
+
+
+def _check_index(index: Path, option: str) -> None:
+    """Whether the files of an index lie beside it."""
+    if problem := file_problem(index, 2**28):
+        raise ConfigError(f"{option}: {index} {problem}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        wrong = sorted(str(each) for each in names if Path(each).name != each or not each.endswith(".safetensors"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{option}: {index} is not an index of weights: {error!r}; fetch it again") from error
+    if wrong:
+        raise ConfigError(f"{option}: {index} names {wrong[0]!r}, which is no safetensors file beside it")

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Section, Variant
-from sfumato.config.needless import refuse_needless
-from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.base import Section, Variant, refuse_needless
+from sfumato.config.paths import FilePath
 from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
-from sfumato.config.sections import TrainConfig
+from sfumato.config.sections import GlyphConfig, TrainConfig
+
+
+class PromptDataConfig(Section):
+    """Prompts to train and to evaluate on."""
+
+    data_type: Literal["prompts", "glyphs"] = "prompts"
+    """prompts reads files; glyphs makes captions of words, training on some and evaluating on held-out ones."""
+    train_path: FilePath | None = None
+    """Prompts: a .txt file with one a line, or .jsonl / .parquet with a column `prompt`; other columns are metadata."""
+    eval_path: FilePath | None = None
+    """Prompts of the evaluation, in the same format."""
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+    source_image_key: str = "source_image"
+    """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
+    glyphs: GlyphConfig = GlyphConfig()
+    """Words when data_type is glyphs."""
+
+    @model_validator(mode="after")
+    def _has_source(self) -> PromptDataConfig:
+        if self.data_type == "prompts" and (self.train_path is None or self.eval_path is None):
+            raise ValueError("data.train_path and data.eval_path are required when data.data_type is prompts")
+        if self.data_type == "glyphs":
+            why = "when data.data_type is glyphs, which makes words and reads no file: remove it, or take prompts"
+            refuse_needless(self, "data", ("train_path", "eval_path"), why)
+        return self
+
 
 MAX_SAMPLES = 2**20
 """Most samples of one iteration."""
@@ -73,7 +99,7 @@ class RewardConfig(Section):
 
     rewards: list[Annotated[Any, Variant("sfumato.rewards")]] = Field(min_length=1)
     """Rewards; what is optimised is a combination of those that are not evaluation_only."""
-    combination: Annotated[Any, Variant("sfumato.rewards.combinations")] = "weighted_sum"
+    combination: Annotated[Any, Variant("sfumato.rewards.scoring.combinations")] = "weighted_sum"
     """What is optimised, made of the values, each normalised as its reward says."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
     """The run stops, after a checkpoint, when more than this share of an iteration's samples could not be scored."""

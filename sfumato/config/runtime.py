@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from sfumato.config.base import Section
-from sfumato.config.launched import world_size
-from sfumato.config.parallel import ParallelConfig
+from sfumato.config.parallel import ParallelConfig, world_size
 
 Train = TypeVar("Train", bound=ParallelConfig)
 

@@ -7,12 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sfumato.config.base import Section
-from sfumato.config.needless import refuse_needless
+from sfumato.config.base import Section, refuse_needless
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.paths import FilePath
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+MAX_SIDE = 16_384
+"""Most pixels of a picture's side."""
+
+MAX_PIXELS = 2**28
+"""Most pixels of a sample, over all of its frames."""
 
 
 class LoraConfig(Section):
@@ -219,3 +224,12 @@ class GlyphConfig(Section):
         if not self.characters or not self.font_sizes:
             raise ValueError("characters and font_sizes must not be empty")
         return self
+
+
+def check_size(path: str, height: int, width: int, num_frames: int) -> None:
+    """Raises ValueError for samples that no memory holds."""
+    if height * width * num_frames > MAX_PIXELS:
+        raise ValueError(
+            f"{path}.height {height} x {path}.width {width} x {path}.num_frames {num_frames} make samples of "
+            f"{height * width * num_frames:,} pixels, more than {MAX_PIXELS:,}: lower one of them"
+        )

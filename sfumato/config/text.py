@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Section
-from sfumato.config.needless import refuse_needless
+from sfumato.config.base import Section, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import LoraConfig
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Section, Variant
-from sfumato.config.needless import refuse_needless
+from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import EpochTrainConfig
 

@@ -1,10 +1,67 @@
-"""What happens to rows that cannot be used: named, counted, and at some number the end of the run."""
+"""Rows that cannot be used: JSON that is broken or nested too deep, and what happens to such rows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 from sfumato.errors import DataError
+
+MAX_DEPTH = 100
+"""Most levels of lists and mappings in a row: whatever walks through it would come to Python's limit of calls."""
+
+
+def parse_json(content: str | bytes, where: str) -> Any:
+    """What JSON stands for.
+
+    Args:
+        content: the JSON; bytes are UTF-8, with or without a byte order mark.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is not UTF-8, not JSON, nested deeper than ``MAX_DEPTH``, or holds half of a character.
+    """
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text: {error}") from error
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise DataError(f"{where}: nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:  # not JSON, or a number of thousands of digits
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH or "\\u" in text:
+        check_value(value, where)
+    return value
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises DataError for half of a surrogate pair, which no file and no tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(f"{where}: {half} is half of a character, of which the other half is missing") from error
+
+
+def check_value(value: Any, where: str) -> None:
+    """Raises DataError for what JSON can stand for, but is nested too deep or holds half of a character."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        deeper: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                deeper += [*each.keys(), *each.values()]
+            elif isinstance(each, list):
+                deeper += each
+            elif isinstance(each, str):
+                check_text(each, where)
+        if not deeper:
+            return
+        level = deeper
+    raise DataError(f"{where}: nested deeper than {MAX_DEPTH} levels")
 
 
 class BadRows:

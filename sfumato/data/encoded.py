@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -14,16 +15,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.cache_folder import make_cache_folder
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_pairs import PairDataset
 from sfumato.data.image_text import ImageTextDataset
 from sfumato.data.loader import IndexBatch
+from sfumato.data.stored import MANIFEST, check_file, close_on_disk, make_cache_folder, read_manifest
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning, image_digest
 from sfumato.parallel.finite import finite_rows
+from sfumato.parallel.mesh import Mesh
 
 Dataset = ImageTextDataset | GlyphDataset | PairDataset
 
@@ -151,10 +154,7 @@ class LatentCache:
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Opens a finished cache. Raises DataError when a file is missing, damaged or of the wrong size."""
         self.folder, self.device = folder, device
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"damaged latent cache: {folder / 'manifest.json'}: {error}; delete its folder") from error
+        manifest = read_manifest(folder, "latent cache")
         self.bad_rows: list[tuple[int, str]] = manifest["bad_rows"]
         self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
 
@@ -182,6 +182,33 @@ class LatentCache:
         return EncodedBatch(latents, conditioning.to(self.device), sample_ids, num_images)
 
 
+def open_encoder(
+    dataset: Dataset,
+    model: DiffusionModel,
+    config: ImageDataConfig,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    watch: Callable[[Iterable[int], int], Iterable[int]],
+) -> OnlineEncoder | LatentCache:
+    """What makes latents and embeddings of rows: a cache where one is configured. Every rank must call it.
+
+    Args:
+        dataset, model: what is encoded, and by what.
+        config: the data section.
+        mesh: the ranks, of which the first makes the cache.
+        say: is told of broken rows.
+        watch: see ``open_cache``.
+
+    Raises:
+        DataError: as ``open_cache``.
+    """
+    bad_rows = BadRows(config.max_bad_rows, say)
+    if config.cache_dir is None:
+        return OnlineEncoder(dataset, model, bad_rows)
+    with mesh.first_rank_first():
+        return open_cache(config.cache_dir, dataset, model, bad_rows, watch=watch)
+
+
 def open_cache(
     cache_dir: str | Path,
     dataset: Dataset,
@@ -204,7 +231,7 @@ def open_cache(
     """
     make_cache_folder(Path(cache_dir))
     folder = Path(cache_dir) / _fingerprint(dataset, model)
-    if not (folder / "manifest.json").is_file():
+    if not (folder / MANIFEST).is_file():
         building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
         shutil.rmtree(building, ignore_errors=True)
         make_cache_folder(building)
@@ -308,20 +335,15 @@ class _Writer:
     def close(self, extra: dict[str, Any]) -> None:
         """Flushes everything to disk and writes the manifest."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        (self.folder / "manifest.json").write_text(json.dumps({"tensors": self.specs, **extra}), encoding="utf-8")
+            close_on_disk(file)
+        (self.folder / MANIFEST).write_text(json.dumps({"tensors": self.specs, **extra}), encoding="utf-8")
 
 
 def _map(path: Path, spec: dict[str, Any]) -> torch.Tensor:
     dtype = getattr(torch, spec["dtype"])
-    count = spec["rows"]
-    for side in spec["shape"]:
-        count *= side
+    count = math.prod([spec["rows"], *spec["shape"]])
     expected = count * torch.empty((), dtype=dtype).element_size()
-    if not path.is_file() or path.stat().st_size != expected:
-        raise DataError(f"damaged latent cache: {path} is missing or has not {expected} bytes; delete its folder")
+    check_file(path, expected, "latent cache")
     flat = torch.from_file(str(path), shared=False, size=count, dtype=dtype)
     return flat.reshape(spec["rows"], *spec["shape"])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sfumato.config.files import file_problem
+from sfumato.config.paths import file_problem
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.algorithms.noise import keyed_permutation
-from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.data.loader import refuse_repetition

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from sfumato.config.files import file_problem
-from sfumato.data.json_rows import MAX_DEPTH, check_value, parse_json
+from sfumato.config.paths import file_problem
+from sfumato.data.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.errors import DataError
 
 MAX_LINE = 64 * 2**20

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import Encoded, check_fast
-from sfumato.data.json_rows import parse_json
 from sfumato.errors import DataError, OverlongError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -36,7 +36,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """What is never taken apart: one document, or a better and a worse one."""
 
     documents: tuple[Document, ...]
@@ -54,7 +54,7 @@ class TextTransform(Protocol):
     fingerprint: str
     """Identifies everything that changes the samples of a row."""
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """The samples of a row, at least one. Raises DataError that names ``where``."""
         ...
 

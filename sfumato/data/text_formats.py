@@ -13,8 +13,8 @@ from sfumato.data.rows import text_field
 from sfumato.data.text import (
     Document,
     Messages,
-    Sample,
     TextFormat,
+    TextSample,
     TextTransform,
     find_key,
     fingerprint_of,
@@ -82,7 +82,7 @@ class PlainTextTransform:
     max_seq_len: int
     fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """The pieces of a row's text, which follow each other and leave nothing out."""
         text = text_field(row, find_key(row, self.keys, where), where)
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -92,7 +92,7 @@ class PlainTextTransform:
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn
-        return [Sample((Document(piece, np.arange(len(piece)) > 0),)) for piece in np.split(input_ids, cuts)]
+        return [TextSample((Document(piece, np.arange(len(piece)) > 0),)) for piece in np.split(input_ids, cuts)]
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class ConversationTransform:
     overlong: str
     fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """One sample, or one for each answer when the template renders the history of each in another way."""
         messages = read_messages(row[find_key(row, self.keys, where)], where)
         encoded = self.template.encode(messages, where, read_tools(row, where))
-        return [Sample((fit(each, self.max_seq_len, self.overlong, where),)) for each in encoded]
+        return [TextSample((fit(each, self.max_seq_len, self.overlong, where),)) for each in encoded]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PreferenceTransform:
     overlong: str
     fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[Sample]:
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """One sample: the better document, then the worse one."""
         pair, tools = self._conversations(row, where), read_tools(row, where)
         documents = []
@@ -137,7 +137,7 @@ class PreferenceTransform:
                     "answer of several assistant messages is no single text"
                 )
             documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
-        return [Sample(tuple(documents))]
+        return [TextSample(tuple(documents))]
 
     def _conversations(self, row: dict[str, Any], where: str) -> tuple[Messages, Messages]:
         """Both conversations from their beginning; what they share is not learned."""

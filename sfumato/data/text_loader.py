@@ -1,28 +1,34 @@
-"""Micro-batches of text for each step of a run, the same samples whatever the number of processes."""
+"""Micro-batches of text for each step of a run, the same samples on any number of processes, and its validation set."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.data.background import in_background
+from sfumato.checkpoint.identity import Identity
+from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.identity import identify_text
 from sfumato.data.loader import refuse_repetition
 from sfumato.data.mixing import Order
-from sfumato.data.packing import micro_batch_rule, pack
+from sfumato.data.packing import Bins, TextBatch, make_batch, micro_batch_rule, pack, placeholder_tokens
 from sfumato.data.row_blocks import RowFile
-from sfumato.data.sources import Sources
-from sfumato.data.text import TextTransform
-from sfumato.data.text_batch import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.sources import Sources, open_sources, open_validation
+from sfumato.data.text import TextSample, TextTransform, build_transform
 from sfumato.data.text_steps import RunLength, State, Step, StepRule, Steps, StoreSteps
 from sfumato.data.text_stream import StreamSteps, TextStream
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh
+
+Item = TypeVar("Item")
 
 ATTENTION_LENGTH = 24_576
 """Tokens of a document at which attention costs as much as everything else: 12 x a hidden width of 2048."""
@@ -139,17 +145,48 @@ class TextLoader:
         costs = [sum(map(self._cost, each)) for each in step.document_lengths.tolist()]
         shares = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
         first = step.after["samples"] - len(step.sources)
-        return [
-            make_batch(
-                [step.read(position) for position in part],
-                [first + position for position in part],
-                [step.sources[position] for position in part],
-                train.rmpad_with_pos_ids,
-                self._pad,
-                placeholder_tokens(self._mesh),
-            )
-            for part in shares[self._mesh.data_rank]
-        ]
+        own = shares[self._mesh.data_rank]
+        return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
+
+
+def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
+    """The items of an iterator that runs in a thread, at most ``ahead`` of them before they are asked for.
+
+    What it raises is raised here. The thread ends when the items do, or when the iterator is closed.
+    """
+    ready: queue.Queue[tuple[str, Item | BaseException | None]] = queue.Queue(ahead)
+    closed = threading.Event()
+
+    def hand_over(kind: str, item: Item | BaseException | None = None) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put((kind, item), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in items:
+                hand_over("item", item)
+                if closed.is_set():
+                    return
+            hand_over("end")
+        except BaseException as error:  # raised again where the items are consumed
+            hand_over("error", error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, item = ready.get()
+            if kind == "error":
+                raise item
+            if kind == "end":
+                return
+            yield item
+    finally:
+        closed.set()
+        thread.join()
 
 
 def build_text_loader(
@@ -241,3 +278,141 @@ def _order_key(data: TextDataConfig, train: TextTrainConfig, sources: Sources) -
 
 def _digest(parts: list[object]) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """The beginning of a validation sample, and how it goes on."""
+
+    input_ids: list[int]
+    """Tokens of the prompt."""
+    answer: list[int]
+    """Tokens of the expected answer."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation set of a task that trains on text."""
+
+    batches: list[TextBatch]
+    """This rank's micro-batches, as many as on the other ranks."""
+    prompts: list[AnsweredPrompt]
+    """Prompts to answer, the same on every rank."""
+
+
+class TextData(NamedTuple):
+    """The data of a task that trains on text."""
+
+    loader: TextLoader
+    """This rank's micro-batches, step by step."""
+    validation: Validation | None
+    """The validation set; None where there is none."""
+    identity: Identity
+    """Digests of what the data holds, for checkpoints."""
+
+
+def open_text_data(
+    config: Any,
+    tokenizer: Any,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+    cost: Callable[[int], float] = default_cost,
+) -> TextData:
+    """Everything that a task reads; every rank must call it.
+
+    Args:
+        config: the task's configuration, with the sections data, train and eval.
+        tokenizer: a fast tokenizer with a token for padding.
+        mesh, say, watch, cost: see ``build_text_loader``.
+
+    Raises:
+        UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
+    """
+    data, train, pad = config.data, config.train, tokenizer.pad_token_id
+    transform = build_transform(data, tokenizer)
+    sources, held_out = open_sources(data), open_validation(data)
+    identity = identify_text(config, sources, held_out, transform)
+    loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost)
+    validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say)
+    return TextData(loader, validation, identity)
+
+
+def build_validation(
+    sources: Sources | None,
+    data: TextDataConfig,
+    train: TextTrainConfig,
+    evaluation: TextEvalConfig,
+    transform: TextTransform,
+    pad_token_id: int,
+    mesh: Mesh,
+    say: Callable[[str], None],
+) -> Validation | None:
+    """Reads the first rows of each validation source. Broken rows are left out and named; they stop no run.
+
+    Returns:
+        None when there is no validation set.
+
+    Raises:
+        DataError: when no row of it can be used.
+    """
+    if sources is None:
+        return None
+    samples: list[TextSample] = []
+    origins: list[int] = []
+    for number, rows in enumerate(sources.rows):
+        for index in range(min(len(rows), -(-evaluation.num_rows // len(sources.rows)))):
+            try:
+                found = transform(rows[index], rows.describe(index))
+            except DataError as error:
+                say(f"validation row left out: {error}")
+                continue
+            samples += found
+            origins += [number] * len(found)
+    if not samples:
+        raise DataError("data.eval_path: no row of the validation set can be used")
+    lengths = [each.num_tokens for each in samples]
+    capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
+    if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
+        lengths, capacity = [1] * len(samples), train.micro_batch_size
+    shares = pack(lengths, [float(each) for each in lengths], capacity, mesh.data_size)
+    own = shares[mesh.data_rank]
+    batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh)
+    return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
+
+
+def _batches(
+    bins: Bins,
+    read: Callable[[int], TextSample],
+    first_id: int,
+    sources: Sequence[int],
+    packed: bool,
+    pad_token_id: int,
+    mesh: Mesh,
+) -> list[TextBatch]:
+    """Micro-batches of the samples at these positions, ``read`` one by one; see ``make_batch``."""
+    return [
+        make_batch(
+            [read(position) for position in positions],
+            [first_id + position for position in positions],
+            [sources[position] for position in positions],
+            packed,
+            pad_token_id,
+            placeholder_tokens(mesh),
+        )
+        for positions in bins
+    ]
+
+
+def _prompt(sample: TextSample) -> AnsweredPrompt:
+    """Splits the first document where its last run of learned tokens begins; plain text in its middle."""
+    document = sample.documents[0]
+    ids, learned = document.input_ids.tolist(), document.learned.tolist()
+    start = len(ids) // 2
+    if not all(learned[1:]):
+        last = max(index for index, each in enumerate(learned) if each)
+        start = last
+        while learned[start - 1]:
+            start -= 1
+        return AnsweredPrompt(ids[:start], ids[start : last + 1])
+    return AnsweredPrompt(ids[:start], ids[start:])

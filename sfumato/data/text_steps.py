@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sfumato.data.mixing import Order
-from sfumato.data.text import Sample
+from sfumato.data.text import TextSample
 from sfumato.data.token_store import TokenStore
 
 State = dict[str, Any]
@@ -51,7 +51,7 @@ class Step:
     """Tokens of each document, int64 ``[n, documents_per_sample]``."""
     sources: list[int]
     """Number of the source of each sample."""
-    read: Callable[[int], Sample]
+    read: Callable[[int], TextSample]
     """A sample by its position in the step."""
     epoch_ended: bool
     """Whether an epoch ended within the step."""

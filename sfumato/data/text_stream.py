@@ -14,7 +14,7 @@ from sfumato.data.bad_rows import BadRows
 from sfumato.data.mixing import Mixer
 from sfumato.data.row_blocks import FilePlace, RowBlocks
 from sfumato.data.sources import Sources
-from sfumato.data.text import Sample, TextTransform
+from sfumato.data.text import TextSample, TextTransform
 from sfumato.data.text_steps import RunLength, State, Step, StepRule
 from sfumato.errors import DataError
 
@@ -35,7 +35,7 @@ class LanePlace(NamedTuple):
 class StreamSample:
     """A sample and where it comes from."""
 
-    sample: Sample
+    sample: TextSample
     source: int
     lane: int
     after: LanePlace
@@ -104,7 +104,7 @@ class TextStream:
             mixer.add(lane, self._amount(found.sample))
             yield found
 
-    def _amount(self, sample: Sample) -> int:
+    def _amount(self, sample: TextSample) -> int:
         return sample.num_tokens if self.sources.level == "token" else 1
 
     def _samples(self, lane: int, place: LanePlace) -> Iterator[StreamSample]:

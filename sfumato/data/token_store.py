@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.cache_folder import make_cache_folder
 from sfumato.data.rows import Rows
 from sfumato.data.sources import Sources
-from sfumato.data.text import Document, Sample, TextTransform
+from sfumato.data.stored import MANIFEST, check_file, close_on_disk, make_cache_folder, read_manifest
+from sfumato.data.text import Document, TextSample, TextTransform
 from sfumato.errors import DataError
 
 CHUNK_ROWS = 256
@@ -49,11 +49,7 @@ class TokenStore:
         Raises:
             DataError: when a file is missing, damaged or of the wrong size.
         """
-        manifest_path = folder / "manifest.json"
-        try:
-            manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"damaged token store: {manifest_path}: {error}; delete its folder") from error
+        manifest = read_manifest(folder, "token store")
         columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in COLUMNS.items()}
         self.folder, self._sources = folder, sources
         self.names: list[str] = list(sources.names)
@@ -81,7 +77,7 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> TextSample:
         """The tokens of a sample, as views of the files."""
         first = index * self.documents_per_sample
         documents = []
@@ -89,7 +85,7 @@ class TokenStore:
             stop = int(self._ends[number])
             start = int(self._ends[number - 1]) if number else 0
             documents.append(Document(self._tokens[start:stop], self._learned[start:stop].view(bool)))
-        return Sample(tuple(documents))
+        return TextSample(tuple(documents))
 
     def describe(self, index: int) -> str:
         """File and row of a sample, for messages."""
@@ -99,7 +95,7 @@ class TokenStore:
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
     """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
     place = folder / _key(sources, transform)
-    return TokenStore(place, sources) if (place / "manifest.json").is_file() else None
+    return TokenStore(place, sources) if (place / MANIFEST).is_file() else None
 
 
 def build_token_store(
@@ -131,7 +127,7 @@ def build_token_store(
     place = folder / _key(sources, transform)
     make_cache_folder(folder)
     with _locked(place.with_suffix(".lock")):
-        if not (place / "manifest.json").is_file():
+        if not (place / MANIFEST).is_file():
             building = place.with_suffix(".tmp")
             shutil.rmtree(building, ignore_errors=True)  # what a process left that was killed
             building.mkdir()
@@ -211,7 +207,7 @@ def _build(
         **{name: each.size for name, each in columns.items()},
     }
     columns["row_of"].close()
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 class _Column:
@@ -229,16 +225,13 @@ class _Column:
 
     def close(self) -> str:
         """Flushes everything to disk. Returns a digest of the content."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        close_on_disk(self._file)
         return self._hash.hexdigest()
 
 
 def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     expected = size * np.dtype(dtype).itemsize
-    if not path.is_file() or path.stat().st_size != expected:
-        raise DataError(f"damaged token store: {path} is missing or has not {expected} bytes; delete its folder")
+    check_file(path, expected, "token store")
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sfumato.config.sections import TrainConfig
-from sfumato.data.text_batch import TextBatch
+from sfumato.data.packing import TextBatch
 from sfumato.errors import ConfigError
 from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.models.scores import TokenScores

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from sfumato.config.load import read_yaml, suggest
+from sfumato.config.paths import check_weights
 from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
-from sfumato.config.weight_folders import check_weights
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sfumato.config.launched import read_launched
+from sfumato.config.parallel import read_launched
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout

@@ -1,1 +1,1 @@
-"""Rewards, one file each: a frozen dataclass with a ``type`` is found by that name, nothing has to be registered."""
+"""Rewards: a frozen dataclass with a ``type`` in any module here is found by that name, without being registered."""

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Failure, Reward, Sample
-from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
-from sfumato.rewards.scoring.import_path import import_function
+from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error, import_function
 
 CALL_OVERHEAD_S = 1.0
 """What a call of many coroutines may take besides them, before its process is taken to hang."""

@@ -1,13 +1,15 @@
-"""Rewards that are statistics of the pixels: for tests, tutorials, and a first run of anything new."""
+"""Rewards that are computed from the pixels alone: statistics for tests, tutorials and first runs, and JPEG sizes."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from PIL import Image
 
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
@@ -141,3 +143,35 @@ def _word(given: str, prompt: str, known: Collection[str], label: str) -> str:
     if not found:
         raise DataError(f"reward {label!r} finds none of {', '.join(known)} in prompt {prompt!r}")
     return found
+
+
+JPEG_QUALITY = 95
+
+
+def jpeg_num_bytes(image: np.ndarray) -> int:
+    """Size in bytes of an image, uint8 [H, W, 3], written as JPEG of quality 95."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+    return buffer.tell()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JpegIncompressibility(Reward):
+    """JPEG size in thousands of bytes: more detail, more reward (Black et al., 2023, arXiv 2305.13301)."""
+
+    type: ClassVar[str] = "jpeg_incompressibility"
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``bytes / 1000``, positive, for each image."""
+        return [jpeg_num_bytes(sample.image) / 1000 for sample in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JpegCompressibility(Reward):
+    """Minus the JPEG size in units of 500,000 bytes: less detail, more reward."""
+
+    type: ClassVar[str] = "jpeg_compressibility"
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """``-bytes / 1000 / 500``, negative and near zero, for each image."""
+        return [-jpeg_num_bytes(sample.image) / 1000 / 500 for sample in samples]

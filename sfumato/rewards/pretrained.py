@@ -1,15 +1,16 @@
-"""What rewards that run a pretrained model have in common: where it lies, where it runs, and in which batches."""
+"""Rewards that run a pretrained model, and what they share: where it lies, where it runs, and in which batches."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sfumato.config.paths import FilePath
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.scoring.calls import import_function
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -18,8 +19,12 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 class PretrainedReward(Reward):
     """Base of rewards with a model from a local folder, which is loaded once per process and setting.
 
-    A subclass defines ``load`` and ``score_batch``. Raises ConfigError when ``device`` or ``batch_size`` is wrong.
+    A subclass defines ``loader`` and ``score_batch``. Raises ConfigError when ``device`` or ``batch_size`` is wrong.
     """
+
+    loader: ClassVar[str]
+    """Import path of the function that makes the network of a folder, a device and a type, one per process and
+    arguments; the network has a ``lock``. It raises ConfigError for a wrong folder."""
 
     model_path: FilePath
     """Folder of the model; docs/rewards.md says for each reward what must lie in it."""
@@ -36,11 +41,6 @@ class PretrainedReward(Reward):
             raise ConfigError(f"device of reward {self.label!r} must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size of reward {self.label!r} must be at least 1, not {self.batch_size}")
-
-    @staticmethod
-    @abstractmethod
-    def load(folder: str, device: str, dtype: str) -> Any:
-        """The network, with a ``lock``, one per process and arguments. Raises ConfigError for a wrong folder."""
 
     @abstractmethod
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
@@ -63,6 +63,144 @@ class PretrainedReward(Reward):
 
     def _network(self) -> Any:
         try:
-            return self.load(self.model_path, self.device, self.dtype)
+            return import_function(self.loader)(self.model_path, self.device, self.dtype)
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClipReward(PretrainedReward):
+    """Base of rewards that are a function of the cosine between image and prompt."""
+
+    loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_clip"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """Cosine of each image with its prompt, [B]."""
+        return network.cosines([sample.image for sample in samples], [sample.prompt for sample in samples])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipScore(_ClipReward):
+    """Cosine of image and prompt times CLIP's own scale, divided by 30 as in Flow-GRPO."""
+
+    type: ClassVar[str] = "clip_score"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """``exp(logit_scale) · cos / 30`` for each sample, [B]."""
+        return network.scale * super().score_batch(network, samples) / 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickScore(_ClipReward):
+    """Preference of people for an image given its prompt, by PickScore, divided by 26 as in Flow-GRPO."""
+
+    type: ClassVar[str] = "pickscore"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """``exp(logit_scale) · cos / 26`` for each sample, [B]."""
+        return network.scale * super().score_batch(network, samples) / 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class HpsV2(_ClipReward):
+    """Preference of people for an image given its prompt, by HPSv2: the cosine itself."""
+
+    type: ClassVar[str] = "hpsv2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aesthetic(PretrainedReward):
+    """Predicted rating of the image by people, about 1 to 10, by LAION's aesthetic predictor.
+
+    It works on embeddings of CLIP ViT-L/14: https://github.com/christophschuhmann/improved-aesthetic-predictor.
+    """
+
+    type: ClassVar[str] = "aesthetic"
+    loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_aesthetic"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """``head(embedding / |embedding|)`` of each image, [B]."""
+        return network.head(network.embedder.images([sample.image for sample in samples]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReward(PretrainedReward):
+    """Preference of people for an image given its prompt, about -2 to 2 and 0 on average, by ImageReward.
+
+    A BLIP model reads the prompt while it looks at the image (Xu et al., 2023, https://arxiv.org/abs/2304.05977).
+    """
+
+    type: ClassVar[str] = "image_reward"
+    loader: ClassVar[str] = "sfumato.rewards.networks.image_reward:load_image_reward"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """``(head(features) - 0.1672) / 1.0333`` for each sample, [B]."""
+        return network([sample.image for sample in samples], [sample.prompt for sample in samples])
+
+
+_SPECIAL = re.compile(r"<\|\w+\|>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HpsV3(PretrainedReward):
+    """Preference of people for an image given its prompt, about 0 to 15, by HPSv3.
+
+    A Qwen2-VL with a head that rates the image (Ma et al., 2025, https://arxiv.org/abs/2508.03789).
+    """
+
+    type: ClassVar[str] = "hpsv3"
+    loader: ClassVar[str] = "sfumato.rewards.networks.hpsv3:load_hpsv3"
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of the model's weights; the head's are float32."""
+    batch_size: int = 4
+    """Samples in one forward pass."""
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
+        found = _SPECIAL.search(prompt)
+        if found:
+            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {found.group()} out of it")
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """The mean of the predicted distribution of the preference for each sample, [B]."""
+        for sample in samples:
+            self.check_row(sample.prompt, sample.metadata)
+        return network([sample.image for sample in samples], [sample.prompt for sample in samples])[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSimilarity(PretrainedReward):
+    """Cosine of the embeddings of the image and of its source image, by CLIP, SigLIP or DINOv2."""
+
+    type: ClassVar[str] = "image_similarity"
+    loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_embedder"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """``cos(embed(image), embed(source image))`` for each sample, [B]. Raises DataError without source image."""
+        for sample in samples:
+            if sample.source is None:
+                raise DataError(
+                    f"reward {self.label!r} compares with the image that was edited, but the sample of prompt "
+                    f"{sample.prompt!r} has none: it is for editing"
+                )
+        sources = network.images([sample.source for sample in samples])
+        return (network.images([sample.image for sample in samples]) * sources).sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRewardModel(PretrainedReward):
+    """Output of a reward model on the conversation that the generated text ends, such as Skywork-Reward."""
+
+    type: ClassVar[str] = "text_reward_model"
+    loader: ClassVar[str] = "sfumato.rewards.networks.classifier:load_classifier"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """The single logit of each conversation, [B]; NaN for one that is longer than the model can read."""
+        return network([self._conversation(sample) for sample in samples])
+
+    def _conversation(self, sample: Sample) -> list[dict[str, Any]]:
+        if sample.text is None:
+            raise DataError(f"reward {self.label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")
+        question = sample.metadata.get("messages") or [{"role": "user", "content": sample.prompt}]
+        return [*question, {"role": "assistant", "content": sample.text}]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sfumato.data.text import Document, Sample
-from sfumato.data.text_batch import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.text import Document, TextSample
 from sfumato.models.language import LanguageModel
 
 
@@ -44,6 +44,6 @@ def answer_greedily(
 
 
 def _packed(texts: Sequence[Sequence[int]], model: LanguageModel) -> TextBatch:
-    samples = [Sample((Document(np.array(each, np.int32), np.zeros(len(each), bool)),)) for each in texts]
+    samples = [TextSample((Document(np.array(each, np.int32), np.zeros(len(each), bool)),)) for each in texts]
     pad = model.tokenizer.pad_token_id
     return make_batch(samples, list(range(len(texts))), [0] * len(texts), True, pad, placeholder_tokens(model.mesh))

@@ -1,4 +1,4 @@
-"""How a process of a run ends: what it says, its exit code, and its stacks when it hangs."""
+"""How a process of a run ends: what signals do to it, what it says, its exit code, and its stacks when it hangs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from sfumato.errors import (
     NonFiniteError,
@@ -97,3 +98,53 @@ def name_log(log: Path) -> None:
     folder = os.environ.get("SFUMATO_ENDS")
     if folder is not None:
         (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")
+
+
+class Stoppable(Protocol):
+    """What is known of a run here."""
+
+    output_dir: Path
+    stop_requested: bool
+    in_steps: bool
+    """Whether a stop waits for the end of the step."""
+
+
+class Listener:
+    """The handler of a run's signals. A second SIGINT stops at once, whatever is lost."""
+
+    def __init__(self, run: Stoppable) -> None:
+        self.run = run
+
+    def __call__(self, number: int, _frame: Any) -> None:
+        if self.run.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.run.stop_requested = True
+        check_early_stop(self.run)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.run.stop_requested
+
+
+def listen(run: Stoppable) -> None:
+    """Listens to the signals of this process, for a run.
+
+    Raises:
+        StoppedError: when the run before, which made what this one starts from, was asked to stop while it ended.
+    """
+    run.stop_requested = getattr(signal.getsignal(signal.SIGTERM), "was_asked", False)
+    check_early_stop(run)
+    listener = Listener(run)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, listener)
+
+
+def check_early_stop(run: Stoppable) -> None:
+    """Raises StoppedError when a run was asked to stop and has not begun a step."""
+    if run.in_steps or not run.stop_requested:
+        return
+    steps = [path.name.rpartition("_")[2] for path in (run.output_dir / "checkpoints").glob("global_step_*[0-9]")]
+    newest = max(map(int, steps), default=None)
+    kept = " yet" if newest is None else f" since the start; the checkpoint of step {newest} is untouched"
+    raise StoppedError(f"stopped by signal before the first step; nothing was trained{kept}")

@@ -1,8 +1,9 @@
-"""How far a run is: a bar in a terminal, plain lines in a log file."""
+"""How far a run is: a bar in a terminal, plain lines in a log file, and no bars of libraries between them."""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -157,3 +158,23 @@ def _build_bar(stream: TextIO) -> Any:
         # What a script prints to a file or a pipe must arrive there, not on the terminal of the bar.
         redirect_stdout=sys.stdout.isatty(),
     )
+
+
+def quiet_other_bars() -> None:
+    """Keeps progress bars of libraries that are not loaded yet, also in processes started from here, out of the log."""
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):  # transformers obeys the first
+        os.environ.setdefault(name, "1")
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].disable_progress_bars()
+
+
+def quiet_libraries() -> None:
+    """Keeps libraries' notices and bars out of the log; their errors still show."""
+    quiet_other_bars()
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()

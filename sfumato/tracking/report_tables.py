@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from sfumato.tracking.phases import Phase
+from sfumato.tracking.timeline import Phase
 from sfumato.tracking.trackers import Series, finite
 
 MAX_REASONS = 20

@@ -19,21 +19,23 @@ from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.ending import name_log
-from sfumato.tracking.environment import environment_of
-from sfumato.tracking.folder import RunFolder
-from sfumato.tracking.meters import Meter, peak_flops
-from sfumato.tracking.phases import Phase
-from sfumato.tracking.profiler import StepProfiler
-from sfumato.tracking.progress import Progress
-from sfumato.tracking.quiet import quiet_libraries
+from sfumato.tracking.ending import check_early_stop, listen, name_log
+from sfumato.tracking.folder import RunFolder, environment_of
+from sfumato.tracking.meters import Meter, StepProfiler, peak_flops
+from sfumato.tracking.progress import Progress, quiet_libraries
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
-from sfumato.tracking.signals import check_early_stop, listen
 from sfumato.tracking.signs import signs_of_hacking
-from sfumato.tracking.sparing import Sparing
-from sfumato.tracking.timeline import Event, Timeline
-from sfumato.tracking.trackers import JsonLines, Trackers, build_trackers, check_trackers, read_jsonl, series_of
+from sfumato.tracking.timeline import Event, Phase, Timeline
+from sfumato.tracking.trackers import (
+    JsonLines,
+    Sparing,
+    Trackers,
+    build_trackers,
+    check_trackers,
+    read_jsonl,
+    series_of,
+)
 
 Item = TypeVar("Item")
 
@@ -61,6 +63,8 @@ class Run:
         self.in_steps = False
         """Whether a signal stops the run after the step, and no longer at once."""
         self.is_open = False
+        self.total_steps = 0
+        """Steps of the whole run, which ``begin`` sets."""
         self.folder = folder
         """Of rank 0 of a run that was started: what holds the folder."""
         self._early: list[str] | None = None
@@ -89,6 +93,7 @@ class Run:
         Raises:
             FolderError: on every rank, when the folder cannot be this run's.
         """
+        self.total_steps = total_steps
         self._claim(total_steps, from_step)
         self._enabled = self.mesh.is_first
         self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
@@ -138,6 +143,10 @@ class Run:
                 self.mesh.set_timeout(self._timeout_s)
                 self._timeout_s = None
         self.in_steps = True
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what is done every ``every`` steps (0: never) and after the last one is done after this step."""
+        return step == self.total_steps or (every > 0 and step % every == 0)
 
     def count(self, **amounts: float | Mapping[str, float]) -> None:
         """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""

@@ -1,4 +1,7 @@
-"""What each process of a run did and when: events, the file that keeps them, and how busy the roles were."""
+"""What each process of a run did and when: phases of a step, events, the file that keeps them, and how busy roles were.
+
+Imports nothing heavy: a report is made without torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,38 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from sfumato.errors import DataError
 from sfumato.tracking.trackers import JsonLines, Report
+
+
+class Phase(StrEnum):
+    """The parts of a step whose time is told apart: ``time/<part>_s``."""
+
+    DATA = "data"
+    REFERENCE = "reference"
+    GENERATE = "generate"
+    WAIT_FOR_REWARDS = "wait_for_rewards"
+    UPDATE = "update"
+    EVALUATE = "evaluate"
+    SAMPLE = "sample"
+    SAVE = "save"
+    EXPORT = "export"
+    REPORT = "report"
+
+    @property
+    def metric(self) -> str:
+        """Its name among the timings."""
+        return f"time/{self}_s"
+
+    @property
+    def is_training(self) -> bool:
+        """Rates are over the time of these parts, and of what no part tells."""
+        return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT)
+
 
 KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")
 """Kinds of work that the picture has colours for; others share one."""

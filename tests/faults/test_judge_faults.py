@@ -12,12 +12,9 @@ import pytest
 
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.pairwise_preference import PairwisePreference
-from sfumato.rewards.rubric import RubricReward
+from sfumato.rewards.judges import PairwisePreference, RubricReward, UnifiedReward, YesProbability
 from sfumato.rewards.scoring.one_reward import score_with
 from sfumato.rewards.scoring.scorer import Scorer
-from sfumato.rewards.unified_reward import UnifiedReward
-from sfumato.rewards.yes_probability import YesProbability
 from tests.reward_servers import start_judge_server
 
 FINAL = "no 'Final Score:' with a number from 1 to 5"

@@ -9,8 +9,8 @@ import pytest
 
 from sfumato.data.prompts import Prompt, check_prompts
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.combinations.function import FunctionCombination
 from sfumato.rewards.pixels import Brightness
+from sfumato.rewards.scoring.combinations import FunctionCombination
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.workers import close_workers
 from sfumato.rewards.server.batching import score_requests

@@ -12,7 +12,7 @@ from torch.nn import functional
 from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.data.encoded import EncodedBatch
 from sfumato.models.diffusion.load import build_diffusion_model

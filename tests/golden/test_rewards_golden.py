@@ -9,8 +9,8 @@ import pytest
 
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.jpeg import JpegCompressibility, JpegIncompressibility
 from sfumato.rewards.ocr import ocr_target, ocr_text_score
+from sfumato.rewards.pixels import JpegCompressibility, JpegIncompressibility
 
 FILE = json.loads((Path(__file__).parent / "data" / "flow_rl.json").read_text(encoding="utf-8"))
 GOLDEN = FILE["V12_cpu_rewards"]

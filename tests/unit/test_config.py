@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from sfumato.algorithms.windows import AllSteps
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES

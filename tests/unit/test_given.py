@@ -12,8 +12,7 @@ from sfumato.cli import main
 from sfumato.commands.check import check_config
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-from sfumato.config.dit_dpo import TrainDitDpoConfig
+from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.load import dump_config, load_config, merge
 from sfumato.config.reward_server import RewardServerConfig
 from sfumato.config.sections import ModelConfig
@@ -116,7 +115,7 @@ def test_numbers_of_parts_and_rewards_that_are_not_finite_are_refused() -> None:
         "off_policy",
     ):
         tried += not_finite_of(f"sfumato.algorithms.{source}")
-    tried += not_finite_of("sfumato.rewards") + not_finite_of("sfumato.rewards.combinations")
+    tried += not_finite_of("sfumato.rewards") + not_finite_of("sfumato.rewards.scoring.combinations")
     assert tried > 60
 
 

@@ -120,7 +120,7 @@ def test_a_class_of_another_kind_cannot_stand_for_a_part(base: Path, monkeypatch
     monkeypatch.syspath_prepend(base.parent)
     for argument, said in (
         ("--algorithm.window=sfumato.algorithms.kl:NoKL", "it has no check, steps, as all types that can stand here"),
-        ("--algorithm.kl=sfumato.rewards.jpeg:JpegCompressibility", "it has no coef"),
+        ("--algorithm.kl=sfumato.rewards.pixels:JpegCompressibility", "it has no coef"),
         ("--reward.rewards.0=odd_parts:Abstract", "cannot make Abstract: Can't instantiate abstract class"),
         ("--reward.rewards.0=odd_module:Reward", "cannot import type 'odd_module:Reward': not today"),
     ):

@@ -15,7 +15,7 @@ from sfumato.checkpoint.identity import KEY, compare_identity, identify
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.load import load_config
-from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.rl import PromptDataConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data import identity as module

@@ -18,16 +18,12 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.http.chat_completions import MAX_PIXELS, Reply, decode_reply
 from sfumato.rewards.http.connection import BadAnswerError
-from sfumato.rewards.judging.replies import UnreadableError, choice_after_answer, final_text, number_after
+from sfumato.rewards.judge import UnreadableError, choice_after_answer, final_text, number_after
+from sfumato.rewards.judges import PairwisePreference, QwenVLOcrReward, RubricReward, UnifiedReward, YesProbability
 from sfumato.rewards.judging.template import load_template
-from sfumato.rewards.pairwise_preference import PairwisePreference
-from sfumato.rewards.qwenvl_ocr import QwenVLOcrReward
-from sfumato.rewards.rubric import RubricReward
 from sfumato.rewards.scoring.one_reward import score_with
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rewards.unified_reward import UnifiedReward
-from sfumato.rewards.yes_probability import YesProbability
 from tests.reward_servers import start_judge_server
 
 

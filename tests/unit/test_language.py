@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.text import Document, Sample
-from sfumato.data.text_batch import make_batch
+from sfumato.data.packing import make_batch
+from sfumato.data.text import Document, TextSample
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language_load import build_byte_tokenizer, build_language_model
 from sfumato.parallel.layout import Layout
@@ -48,7 +48,7 @@ def samples(learned=0.6):
         ids = generator.integers(3, 259, length).astype(np.int32)
         mask = generator.random(length) < learned
         mask[0], mask[-1] = False, True
-        found.append(Sample((Document(ids, mask),)))
+        found.append(TextSample((Document(ids, mask),)))
     return found
 
 

@@ -16,8 +16,8 @@ from sfumato.checkpoint.export import export_checkpoint
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
-from sfumato.config.launched import read_launched
 from sfumato.config.load import parse_config
+from sfumato.config.parallel import read_launched
 from sfumato.config.recipes import TRAJECTORY_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig

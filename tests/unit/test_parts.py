@@ -14,7 +14,7 @@ from sfumato.config.base import Variant, find_variants
 
 KINDS = {
     "advantages": "sfumato.algorithms.advantages",
-    "combinations": "sfumato.rewards.combinations",
+    "combinations": "sfumato.rewards.scoring.combinations",
     "decay": "sfumato.algorithms.decay",
     "dynamics": "sfumato.algorithms.dynamics",
     "forward_kl": "sfumato.algorithms.forward_kl",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sfumato.config.prompt_data import PromptDataConfig
+from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import is_held_out
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts

@@ -15,10 +15,7 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import dump_config, load_config
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.combinations.combination import normalised
-from sfumato.rewards.combinations.function import FunctionCombination
-from sfumato.rewards.combinations.minimum import Minimum
-from sfumato.rewards.combinations.weighted_sum import WeightedSum
+from sfumato.rewards.scoring.combinations import FunctionCombination, Minimum, WeightedSum, normalised
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.tracking.samples import read_samples, save_samples

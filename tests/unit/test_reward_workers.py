@@ -15,8 +15,7 @@ import pytest
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.function import FunctionReward
-from sfumato.rewards.jpeg import JpegIncompressibility
-from sfumato.rewards.pixels import Sharpness
+from sfumato.rewards.pixels import JpegIncompressibility, Sharpness
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rewards.scoring.workers import close_workers

@@ -18,9 +18,8 @@ from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.jpeg import JpegCompressibility
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score
-from sfumato.rewards.pixels import Brightness
+from sfumato.rewards.pixels import Brightness, JpegCompressibility
 from sfumato.rewards.scoring.scorer import Scorer
 
 WORDS = ["HELLO", "ABC"]

@@ -16,14 +16,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from sfumato.errors import ConfigError, DataError
-from sfumato.rewards.aesthetic import Aesthetic
 from sfumato.rewards.base import Sample
-from sfumato.rewards.clip_scores import ClipScore, HpsV2, PickScore
-from sfumato.rewards.hpsv3 import HpsV3
-from sfumato.rewards.image_reward import ImageReward
-from sfumato.rewards.image_similarity import ImageSimilarity
+from sfumato.rewards.pretrained import (
+    Aesthetic,
+    ClipScore,
+    HpsV2,
+    HpsV3,
+    ImageReward,
+    ImageSimilarity,
+    PickScore,
+    TextRewardModel,
+)
 from sfumato.rewards.scoring.scorer import Scorer
-from sfumato.rewards.text_reward_model import TextRewardModel
 from tests import tiny_reward_models as tiny
 
 ROOT = Path(__file__).parents[2]

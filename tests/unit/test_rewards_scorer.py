@@ -9,8 +9,7 @@ import torch
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.jpeg import JpegIncompressibility
-from sfumato.rewards.pixels import Brightness
+from sfumato.rewards.pixels import Brightness, JpegIncompressibility
 from sfumato.rewards.scoring.scorer import Scorer
 
 

@@ -19,7 +19,7 @@ from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.ending import Ending
-from sfumato.tracking.quiet import quiet_other_bars
+from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import report_ending, run_again_when_lost
 from sfumato.tracking.trackers import read_jsonl

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data.text import Document, Sample
-from sfumato.data.text_batch import make_batch, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
+from sfumato.data.text import Document, TextSample
 from tests.token_rows import mesh_of
 
 
 def sample(*documents):
     """Documents as lists of tokens; those that are learned are negative."""
-    return Sample(
+    return TextSample(
         tuple(Document(np.abs(np.array(each, np.int32)), np.array([token < 0 for token in each])) for each in documents)
     )
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 
 import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
+from sfumato.config.paths import check_pipeline
 from sfumato.config.sections import ModelConfig
-from sfumato.config.weight_folders import check_pipeline
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.lora import add_lora, refuse_adapter

@@ -1,18 +1,24 @@
-"""Embeddings of images and texts by models of transformers."""
+"""Embeddings of images and texts by models of transformers, and the aesthetic predictor's head on them."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from sfumato.rewards.networks.folder import (
     DTYPES,
+    assign_tensors,
+    check_folder,
     check_model_type,
+    iterate_tensors,
     load_image_processor,
     load_model,
     load_once,
@@ -77,3 +83,56 @@ def load_clip(folder: str, device: str, dtype: str) -> Embedder:
     embedder = load_embedder(folder, device, dtype)
     embedder.tokenizer = tokenizer
     return embedder
+
+
+WIDTHS = (1024, 128, 64, 16, 1)
+
+
+class ScoreHead(nn.Module):
+    """Features [B, D] to scores [B]. The names of its weights are those of the published files."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        places = (0, 2, 4, 6, 7)  # the published stack has dropout in between
+        self.layers = nn.ModuleDict()
+        for place, inputs, outputs in zip(places, (num_features, *WIDTHS), WIDTHS, strict=False):
+            self.layers[str(place)] = nn.Linear(inputs, outputs)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            features = layer(features)
+        return features.squeeze(-1)
+
+
+def build_score_head(tensors: Mapping[str, torch.Tensor], num_features: int, folder: Path) -> ScoreHead:
+    """A float32 head with these weights, frozen. Raises ConfigError when they are not those of such a head."""
+    head = ScoreHead(num_features)
+    assign_tensors(head, {name: tensor.float() for name, tensor in tensors.items()}, folder)
+    return head.eval().requires_grad_(False)
+
+
+HEAD_FILE = "aesthetic.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class AestheticNetwork:
+    """The embedder may belong to other rewards, too; whoever uses it holds its lock."""
+
+    embedder: Embedder
+    head: ScoreHead
+
+    @property
+    def lock(self) -> threading.Lock:
+        """That of the embedder."""
+        return self.embedder.lock
+
+
+@load_once
+def load_aesthetic(folder: str, device: str, dtype: str) -> AestheticNetwork:
+    """The network of a folder. Raises ConfigError when its CLIP model or its head is missing or does not fit."""
+    check_model_type(Path(folder), ("clip",))
+    check_folder(Path(folder), HEAD_FILE)
+    embedder = load_embedder(folder, device, dtype)
+    tensors = dict(iterate_tensors(Path(folder), HEAD_FILE))
+    head = build_score_head(tensors, embedder.model.config.projection_dim, Path(folder))
+    return AestheticNetwork(embedder, head.to(embedder.device))

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from sfumato.config.weight_folders import check_weights
+from sfumato.config.paths import check_weights
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from sfumato.parallel.weights import build_on_meta
+from sfumato.rewards.networks.embedder import build_score_head
 from sfumato.rewards.networks.folder import (
     DTYPES,
     assign_tensors,
@@ -24,7 +25,6 @@ from sfumato.rewards.networks.folder import (
     pick_device,
     read_json,
 )
-from sfumato.rewards.networks.score_head import build_score_head
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35

@@ -15,8 +15,7 @@ import numpy as np
 from sfumato.config.rl import RewardConfig
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.combinations.combination import Combination, normalised
-from sfumato.rewards.combinations.weighted_sum import WeightedSum
+from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rewards.scoring.workers import close_workers, start_worker

@@ -10,7 +10,7 @@ from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
 from sfumato.rewards.server.app import serve
-from sfumato.tracking.quiet import quiet_other_bars
+from sfumato.tracking.progress import quiet_other_bars
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Mean losses of the sources that a step's tokens come from."""
+"""Sums over the micro-batches of a step and over all ranks: losses by source, and what preference pairs looked like."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sfumato.parallel.mesh import Mesh
 
 
 class SourceLosses:
-    """Sums over the micro-batches of one step; nothing is kept when there is one source."""
+    """Losses of the sources that a step's tokens come from; nothing is kept when there is one source."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -21,15 +21,15 @@ class SourceLosses:
         """Counts a micro-batch.
 
         Args:
-            losses: of each token, ``[B, T]``, without graph.
-            row: ``labels`` and ``sources``, the number of each token's source, ``[B, T]``.
+            losses: float ``[B, T]``, the loss of each token, without graph.
+            row: ``labels`` and ``sources``, the number of each token's source, int64 ``[B, T]``.
         """
         if len(self.names) < 2:
             return
-        learned = row["labels"] != IGNORED
+        loss_mask = row["labels"] != IGNORED
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=losses.device)
-        sources = row["sources"][learned]
-        sums[0].index_add_(0, sources, losses[learned].double())
+        sources = row["sources"][loss_mask]
+        sums[0].index_add_(0, sources, losses[loss_mask].double())
         sums[1].index_add_(0, sources, torch.ones_like(sources, dtype=torch.float64))
         self._sums.append(sums)
 
@@ -47,3 +47,22 @@ class SourceLosses:
             if count:
                 metrics[f"loss/{name}"] = sum(part["sums"][index] for part in found) / count
         return metrics
+
+
+class PairSums:
+    """What the preference pairs of a step or an evaluation looked like."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+    def add(self, count: int, **sums: torch.Tensor) -> None:
+        """Counts pairs of this rank; ``sums`` are scalars by the metric's name, each the sum over these pairs."""
+        for name, value in {"count": count, **sums}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
+        """Means over the pairs of all ranks, and the margin: how much higher the better answer's reward is."""
+        total = mesh.sum_dict(mesh.sum_dict(self.sums), over="pp")  # pipeline stages but the last have seen nothing
+        count = max(total.pop("count", 0.0), 1)
+        means = {f"{prefix}{name}": value / count for name, value in total.items()}
+        return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}

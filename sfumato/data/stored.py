@@ -1,0 +1,46 @@
+"""Folders of what is computed once from the data: how they are made, and how damage to them is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sfumato.errors import DataError
+
+MANIFEST = "manifest.json"
+"""The file that is written last: a folder without it is not complete."""
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Makes a folder with its parents. Raises DataError when it cannot be made, such as where a file stands."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache folder {folder} cannot be made: {error.strerror}; data.cache_dir names a folder that can be "
+            "written"
+        ) from error
+
+
+def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+    """What the manifest says. Raises DataError that names a damaged ``kind`` of folder."""
+    path = folder / MANIFEST
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"damaged {kind}: {path}: {error}; delete its folder") from error
+
+
+def check_file(path: Path, num_bytes: int, kind: str) -> None:
+    """Raises DataError when a file is missing or of another size, naming it as part of a damaged ``kind``."""
+    if not path.is_file() or path.stat().st_size != num_bytes:
+        raise DataError(f"damaged {kind}: {path} is missing or has not {num_bytes} bytes; delete its folder")
+
+
+def close_on_disk(file: BinaryIO) -> None:
+    """Closes a file whose content has reached the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,1 +1,0 @@
-"""What is optimised, made of the values of the rewards."""
