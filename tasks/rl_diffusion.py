@@ -20,14 +20,15 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.off_policy import Mismatch, old_policy
+from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics, old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.data.identity import identify_prompts
-from sfumato.data.prompts import PromptLoader, check_prompts, load_prompts
+from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
 from sfumato.models.diffusion.base import Conditioning
-from sfumato.models.diffusion.policies import Policies
+from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
@@ -35,18 +36,17 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.batch import Part, RolloutBatch, SampleRequest, requests_of, sample_of
-from sfumato.rollout.diffusion import Trajectories, decode_samples, replay_trajectories, sample_trajectories
+from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
+from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
-from sfumato.rollout.monitors import velocity_norms
-from sfumato.rollout.policy import build_policy
-from sfumato.rollout.prompts import encode_prompts, prepare_prompts
-from sfumato.rollout.proximal import with_proximal_means
-from sfumato.runtime.diffusion_states import Actor, Sampler, build_memory
+from sfumato.rollout.monitors import group_diversity, velocity_norms
+from sfumato.rollout.policy import build_policy, count_costs, prepare_prompts
+from sfumato.rollout.self_check import RowProbe, probe_rows
+from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories, with_proximal_means
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
-from sfumato.runtime.memory import RoleMemory
 from sfumato.runtime.roles import Roles
+from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import Update
 from sfumato.tracking.run import Run, start_run
@@ -60,12 +60,16 @@ def main(config: TrajectoryRLConfig) -> None:
     with start_run(config, mesh, "rl_diffusion") as run:
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
-        check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
-        identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others before roles are built
-        prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
-        builders = {"actor": build_actor, "sampler": build_sampler, "scorer": make_scorer}
+        check_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])
+        identity = identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
+        builders = {  # which get the prompts, wherever they run: no role opens the files again
+            "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),
+            "sampler": partial(build_sampler, prompts=train_prompts),
+            "scorer": make_scorer,
+        }
+        loader = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
         with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
-            train(config, run, roles, prompts)
+            train(config, run, roles, loader)
         run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
         if changes := run.changes("eval/reward/"):
             run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
@@ -73,19 +77,19 @@ def main(config: TrajectoryRLConfig) -> None:
         run.finish()
 
 
-def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
+def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
     """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
-    costs = roles.actor.call(Actor.count_costs, config).result()
-    rows = roles.actor.call(Actor.probe_rows, config).result()
+    costs = roles.actor.call(count_costs, config).result()
+    probe = roles.actor.call(probe_rows, config).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
-    run.add_environment(rows.environment, rows.message)
+    run.add_environment(probe.environment, probe.message)
     stream = RolloutStream.from_config(
         config,
         roles,
         run.say,
-        requests=partial(requests_of, prompts),
+        requests=partial(requests_of, loader),
         generate=partial(generate, config=config),
         score=score,
     )
@@ -109,7 +113,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, prompts: PromptLoa
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
         with run.timed("update"):
-            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, kind="update").result()
+            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, probe, kind="update").result()
         run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
 
@@ -138,70 +142,59 @@ def make_scorer(config: TrajectoryRLConfig, mesh: Mesh, run: Run) -> Scorer:
     return build_scorer(config.reward)
 
 
-def build_actor(config: TrajectoryRLConfig, mesh: Mesh, run: Run) -> Actor:
+def build_actor(
+    config: TrajectoryRLConfig,
+    mesh: Mesh,
+    run: Run,
+    *,
+    prompts: list[Prompt],
+    eval_prompts: list[Prompt],
+    identity: Identity,
+) -> Actor:
     """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
-    prompts, eval_prompts = (
-        load_prompts(config.data, "train"),
-        load_prompts(config.data, "eval", config.eval.num_prompts),
-    )
     model = build_policy(config, mesh, run.say)
     keep_previous = config.rollout.staleness > 0
     policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
     policies.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved)
-    state.identity = identify_prompts(config, prompts, eval_prompts)
+    state = TrainState(
+        model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved, identity=identity
+    )
     prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    actor = Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer)
-    if config.runtime.offload_idle:
-        actor.memory, checkpointer.before_save = build_memory(actor), actor.wake_all
-    return actor
+    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, config.runtime.offload_idle)
 
 
-def build_sampler(config: TrajectoryRLConfig, mesh: Mesh, run: Run) -> Sampler:
+def build_sampler(config: TrajectoryRLConfig, mesh: Mesh, run: Run, *, prompts: list[Prompt]) -> Sampler:
     """Loads a model that samples only."""
-    prompts, model = load_prompts(config.data, "train"), build_policy(config, mesh, run.say)
+    model = build_policy(config, mesh, run.say)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
     prepare_prompts(model, prompts, config)
-    memory = RoleMemory(model.denoiser, device=model.device) if config.runtime.offload_idle else None
-    sampler = Sampler(model, mesh, prompts, memory)
-    sampler.rest()  # until it is sent weights
-    return sampler
+    return Sampler(model, mesh, prompts, config.runtime.offload_idle)
 
 
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: TrajectoryRLConfig
-) -> tuple[RolloutBatch, list[Sample]]:
+) -> tuple[DiffusionRollout, list[Sample]]:
     """Samples a micro-batch, keeping the trained steps of its trajectories."""
-    rollout, algorithm, model = config.rollout, config.algorithm, sampler.model
-    prompts = {request.group_id: sampler.prompts[request.prompt_id] for request in requests}  # each is embedded once
-    guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
-    conditioning, sources = encode_prompts(model, list(prompts.values()), rollout.size, guided)
-    rows = [list(prompts).index(request.group_id) for request in requests]
-    group_ids = [request.group_id for request in requests]
+    rollout, algorithm = config.rollout, config.algorithm
+    encoded = EncodedRequests(sampler.model, requests, sampler.prompts, config)
     with sampler.policy() as policy:
         latents, kept = sample_trajectories(
             policy,
-            conditioning.rows(rows),
-            [request.sample_id for request in requests],
+            encoded.conditioning,
+            encoded.sample_ids,
             dynamics=algorithm.dynamics,
             trained_steps=algorithm.window.steps(rollout.num_inference_steps, config.train.seed, iteration),
-            latent_ids=group_ids if rollout.same_latent else None,
+            latent_ids=encoded.group_ids if rollout.same_latent else None,
             size=rollout.size,
             num_steps=rollout.num_inference_steps,
             guidance_scale=rollout.guidance_scale,
             seed=config.train.seed,
             iteration=iteration,
         )
-    pictures = decode_samples(model, latents, kept)
-    samples = [
-        sample_of(prompts[group], image, group, sources and sources[row], damage)
-        for group, (image, damage), row in zip(group_ids, pictures, rows, strict=True)
-    ]
-    damage = [sample.damage for sample in samples]
-    return RolloutBatch.made(requests, kept, conditioning, list(prompts), latents, version, damage), samples
+    return encoded.rollout(latents, kept, version)
 
 
 def score(scorer: Scorer, samples: list[Sample]) -> Scores:
@@ -210,15 +203,15 @@ def score(scorer: Scorer, samples: list[Sample]) -> Scores:
 
 
 def update_policy(
-    actor: Actor, part: Part, advantages: Advantages, config: TrajectoryRLConfig, step: int
+    actor: Actor, part: Part, advantages: Advantages, config: TrajectoryRLConfig, step: int, probe: RowProbe
 ) -> dict[str, float]:
     """Optimiser steps on one iteration's trajectories. Returns means over the trained rows of all ranks.
 
     R rows of a micro-batch are its (sample, trained denoising step) pairs.
     """
-    algorithm, objective, model = config.algorithm, config.algorithm.objective, actor.model
-    update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
-    update.batch = with_proximal_means(model, update.batch, update.passes, config, actor.mesh, step)
+    algorithm, objective, model, mesh = config.algorithm, config.algorithm.objective, actor.model, actor.mesh
+    update, mismatch, replay_error = Update(actor, part, advantages, config, step), Mismatch(), 0.0
+    update.batch = with_proximal_means(model, update.batch, update.passes, config, mesh, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
             sampled, conditioning = micro.samples.kept, micro.samples.row_conditioning
@@ -226,7 +219,8 @@ def update_policy(
             new = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
             behaviour = sampled.sampled_steps()  # as they were drawn
             if micro.is_first:
-                update.check_first_ratio(micro, objective.ratio(new, behaviour).log_ratio)
+                log_ratio = objective.ratio(new, behaviour).log_ratio
+                replay_error = probe.check(log_ratio, micro.samples, model, config, step)
             means = sampled.proximal_rows if actor.policies.is_ahead else new.mean
             proximal = None if means is None else replace(new, mean=means.detach())  # at the start of this update
             counted = mismatch if micro.is_counted else None
@@ -245,11 +239,13 @@ def update_policy(
             loss = micro.mean(losses)
             loss.backward()
             update.record(micro, sums)
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, actor.mesh, f"step {step + 1}")
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
         actor.step()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)
-    return update.metrics(mismatch)
+    replayed = {"ratio/replay_error": mesh.max(replay_error)}
+    replayed |= mismatch_metrics(mesh.sum_dict(mismatch.sums), mesh.max(mismatch.largest))
+    return update.metrics(replayed) | group_diversity(update.batch, mesh)
 
 
 def replay_reference(
@@ -264,13 +260,10 @@ def replay_reference(
         return replay_trajectories(model, sampled, conditioning, algorithm.dynamics, scale)
 
 
-def draw_evaluation(
-    actor: Actor, rows: list[int], config: TrajectoryRLConfig
-) -> tuple[list[Sample], tuple[list[float], dict[str, float]]]:
+def draw_evaluation(actor: Actor, rows: list[int], config: TrajectoryRLConfig) -> tuple[list[Sample], Drawn]:
     """An image of each held-out prompt, from the averaged weights; norms of velocities, what left out steps cost."""
     with actor.evaluated() as model:
-        samples, norms, cached = sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
-    return samples, (norms, cached)
+        return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
 
 
 if __name__ == "__main__":

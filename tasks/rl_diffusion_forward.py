@@ -19,11 +19,12 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import ForwardRLConfig
 from sfumato.data.identity import identify_prompts
-from sfumato.data.prompts import PromptLoader, check_prompts, load_prompts
-from sfumato.models.diffusion.policies import Policies
+from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
@@ -31,18 +32,16 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.batch import Part, RolloutBatch, SampleRequest, requests_of, sample_of
-from sfumato.rollout.diffusion import decode_samples
+from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
+from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
-from sfumato.rollout.monitors import velocity_norms
-from sfumato.rollout.policy import build_policy
-from sfumato.rollout.prompts import encode_prompts, prepare_prompts
-from sfumato.runtime.diffusion_states import Actor, Sampler, build_memory
+from sfumato.rollout.monitors import group_diversity, velocity_norms
+from sfumato.rollout.policy import build_policy, count_costs, prepare_prompts
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
-from sfumato.runtime.memory import RoleMemory
 from sfumato.runtime.roles import Roles
+from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import Update
 from sfumato.tracking.run import Run, start_run
@@ -56,12 +55,16 @@ def main(config: ForwardRLConfig) -> None:
     with start_run(config, mesh, "rl_diffusion_forward") as run:
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
-        check_prompts(train_prompts + eval_prompts, [each.check_row for each in config.reward.rewards])
-        identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others before roles are built
-        prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
-        builders = {"actor": build_actor, "sampler": build_sampler, "scorer": make_scorer}
+        check_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])
+        identity = identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
+        builders = {  # which get the prompts, wherever they run: no role opens the files again
+            "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),
+            "sampler": partial(build_sampler, prompts=train_prompts),
+            "scorer": make_scorer,
+        }
+        loader = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
         with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
-            train(config, run, roles, prompts)
+            train(config, run, roles, loader)
         run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
         if changes := run.changes("eval/reward/"):
             run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
@@ -69,17 +72,17 @@ def main(config: ForwardRLConfig) -> None:
         run.finish()
 
 
-def train(config: ForwardRLConfig, run: Run, roles: Roles, prompts: PromptLoader) -> None:
+def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
     """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
-    costs = roles.actor.call(Actor.count_costs, config).result()
+    costs = roles.actor.call(count_costs, config).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     stream = RolloutStream.from_config(
         config,
         roles,
         run.say,
-        requests=partial(requests_of, prompts),
+        requests=partial(requests_of, loader),
         generate=partial(generate, config=config),
         score=score,
     )
@@ -132,55 +135,50 @@ def make_scorer(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Scorer:
     return build_scorer(config.reward)
 
 
-def build_actor(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Actor:
+def build_actor(
+    config: ForwardRLConfig,
+    mesh: Mesh,
+    run: Run,
+    *,
+    prompts: list[Prompt],
+    eval_prompts: list[Prompt],
+    identity: Identity,
+) -> Actor:
     """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
-    prompts, eval_prompts = (
-        load_prompts(config.data, "train"),
-        load_prompts(config.data, "eval", config.eval.num_prompts),
-    )
     model = build_policy(config, mesh, run.say)
     keep_previous = config.rollout.staleness > 0
     policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
     policies.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.denoiser, config.train, config.train.max_steps)
     ema = Ema(model.denoiser, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    state = TrainState(model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved)
-    state.identity = identify_prompts(config, prompts, eval_prompts)
+    state = TrainState(
+        model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved, identity=identity
+    )
     prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    actor = Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer)
-    if config.runtime.offload_idle:
-        actor.memory, checkpointer.before_save = build_memory(actor), actor.wake_all
-    return actor
+    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, config.runtime.offload_idle)
 
 
-def build_sampler(config: ForwardRLConfig, mesh: Mesh, run: Run) -> Sampler:
+def build_sampler(config: ForwardRLConfig, mesh: Mesh, run: Run, *, prompts: list[Prompt]) -> Sampler:
     """Loads a model that samples only."""
-    prompts, model = load_prompts(config.data, "train"), build_policy(config, mesh, run.say)
+    model = build_policy(config, mesh, run.say)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
     prepare_prompts(model, prompts, config)
-    memory = RoleMemory(model.denoiser, device=model.device) if config.runtime.offload_idle else None
-    sampler = Sampler(model, mesh, prompts, memory)
-    sampler.rest()  # until it is sent weights
-    return sampler
+    return Sampler(model, mesh, prompts, config.runtime.offload_idle)
 
 
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: ForwardRLConfig
-) -> tuple[RolloutBatch, list[Sample]]:
+) -> tuple[DiffusionRollout, list[Sample]]:
     """Samples a micro-batch, keeping its final latents and the noise levels at which they are trained."""
-    rollout, algorithm, model = config.rollout, config.algorithm, sampler.model
-    prompts = {request.group_id: sampler.prompts[request.prompt_id] for request in requests}  # each is embedded once
-    guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
-    conditioning, sources = encode_prompts(model, list(prompts.values()), rollout.size, guided)
-    rows = [list(prompts).index(request.group_id) for request in requests]
-    group_ids = [request.group_id for request in requests]
+    rollout, algorithm = config.rollout, config.algorithm
+    encoded = EncodedRequests(sampler.model, requests, sampler.prompts, config)
     with sampler.policy() as policy:
         kept = sample_final(
             policy,
-            conditioning.rows(rows),
-            [request.sample_id for request in requests],
-            group_ids,
+            encoded.conditioning,
+            encoded.sample_ids,
+            encoded.group_ids,
             solver=algorithm.solver,
             timesteps=algorithm.timesteps,
             shared_noise=algorithm.objective.shared_noise,
@@ -190,14 +188,7 @@ def generate(
             seed=config.train.seed,
             iteration=iteration,
         )
-    latents = kept.latents
-    pictures = decode_samples(model, latents, kept)
-    samples = [
-        sample_of(prompts[group], image, group, sources and sources[row], damage)
-        for group, (image, damage), row in zip(group_ids, pictures, rows, strict=True)
-    ]
-    damage = [sample.damage for sample in samples]
-    return RolloutBatch.made(requests, kept, conditioning, list(prompts), latents, version, damage), samples
+    return encoded.rollout(kept.latents, kept, version)
 
 
 def score(scorer: Scorer, samples: list[Sample]) -> Scores:
@@ -212,7 +203,7 @@ def update_policy(
 
     R rows of a micro-batch are its (sample, noise level) pairs.
     """
-    algorithm, model = config.algorithm, actor.model
+    algorithm, model, mesh = config.algorithm, actor.model, actor.mesh
     update = Update(actor, part, advantages, config, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
@@ -236,20 +227,17 @@ def update_policy(
             loss = micro.mean(losses)
             loss.backward()
             update.record(micro, sums)
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, actor.mesh, f"step {step + 1}")
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
         actor.step()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)
-    return update.metrics()
+    return update.metrics() | group_diversity(update.batch, mesh)
 
 
-def draw_evaluation(
-    actor: Actor, rows: list[int], config: ForwardRLConfig
-) -> tuple[list[Sample], tuple[list[float], dict[str, float]]]:
+def draw_evaluation(actor: Actor, rows: list[int], config: ForwardRLConfig) -> tuple[list[Sample], Drawn]:
     """An image of each held-out prompt, from the averaged weights; norms of velocities, what left out steps cost."""
     with actor.evaluated() as model:
-        samples, norms, cached = sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
-    return samples, (norms, cached)
+        return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
 
 
 if __name__ == "__main__":

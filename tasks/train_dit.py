@@ -32,7 +32,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.sample_grid import choose_grid, draw_grid
+from sfumato.rollout.evaluation import choose_grid, draw_grid
 from sfumato.tracking.run import start_run
 from sfumato.tracking.task import run_task
 

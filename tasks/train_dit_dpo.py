@@ -28,15 +28,15 @@ from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import set_output
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.policies import Policies
 from sfumato.models.flops import denoiser_flops
+from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
+from sfumato.rollout.evaluation import choose_grid, draw_grid
 from sfumato.rollout.final_samples import FinalSamples, predict_noised
-from sfumato.rollout.sample_grid import choose_grid, draw_grid
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task

@@ -36,7 +36,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.flops import DenoiserFlops, denoiser_flops
-from sfumato.rollout import costs
+from sfumato.rollout import policy
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.trackers import read_jsonl
 
@@ -238,7 +238,7 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
     module = load_task(task) if isinstance(task, str) else task
     schema = typing.get_type_hints(module.main)["config"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    counting = [each for each in (module, costs) if hasattr(each, "denoiser_flops")]
+    counting = [each for each in (module, policy) if hasattr(each, "denoiser_flops")]
     try:
         with contextlib.ExitStack() as stack:
             for each in counting:

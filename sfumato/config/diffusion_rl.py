@@ -120,11 +120,6 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
         """Guidance of the reference's prediction, where the penalty gives it one of its own."""
         return getattr(self.kl, "reference_guidance_scale", None)
 
-    @property
-    def whole_groups(self) -> bool:
-        """Whether all trained samples of a group must be in one micro-batch."""
-        return False
-
     def rows_per_sample(self, num_steps: int) -> int:
         """Trained steps or noise levels of a sample in the first of all iterations.
 
@@ -139,11 +134,6 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
     def check_schedule(self, num_steps: int) -> None:
         """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
         self.rows_per_sample(num_steps)
-
-    def samples_per_group(self, group_size: int) -> int:
-        """Most samples of a group of that size that are trained on."""
-        chosen = getattr(self.advantage, "top", group_size) + getattr(self.advantage, "bottom", 0)
-        return min(chosen, group_size)
 
     def _check_effect(self, name: str, is_given: bool, kept: dict[str, Any], why: str) -> None:
         if is_given and name not in kept:

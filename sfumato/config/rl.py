@@ -119,6 +119,16 @@ class AlgorithmConfig(Section):
     drop_no_spread: bool = True
     """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all trained samples of a group must be in one micro-batch."""
+        return False
+
+    def samples_per_group(self, group_size: int) -> int:
+        """Most samples of a group of that size that are trained on."""
+        chosen = getattr(self.advantage, "top", group_size) + getattr(self.advantage, "bottom", 0)
+        return min(chosen, group_size)
+
 
 class EvalConfig(Section):
     """Evaluation on prompts that training does not see, always with the same seeds."""
@@ -176,7 +186,7 @@ class RLConfig(Section):
                 f"the {num_samples} samples of an iteration (rollout.num_prompts {self.rollout.num_prompts} x "
                 f"rollout.n {self.rollout.n}) do not divide into optimiser steps of train.global_batch_size {batch}"
             )
-        if self.model.lora is not None and self.model.lora.dropout > 0:
+        if getattr(getattr(self.model, "lora", None), "dropout", 0) > 0:
             raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
         return self
 

@@ -1,22 +1,100 @@
-"""What one iteration samples, and what came of it."""
+"""What one iteration asks for and what a policy drew: containers whose fields say along which axis they lie.
+
+A modality adds what its replay needs as further fields, and the selection of samples, the joining of micro-batches and
+the move to a device follow from their declarations. Shapes: B samples.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-import numpy as np
 import torch
 
-from sfumato.data.prompts import Prompt, PromptLoader
-from sfumato.models.diffusion.base import Conditioning
+from sfumato.data.prompts import PromptLoader
 from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.diffusion import Trajectories, blanked
-from sfumato.rollout.final_samples import FinalSamples
 from sfumato.tracking.samples import SampleRecord
+
+
+def by_sample(**options: Any) -> Any:
+    """A field with an entry per sample: a tensor ``[B, ...]``, a list, a container of B rows, or None for all."""
+    return field(metadata={"axis": "sample"}, **options)
+
+
+def by_group(**options: Any) -> Any:
+    """A field with an entry per group that begins in a micro-batch, kept whole; None where none begins."""
+    return field(metadata={"axis": "group"}, **options)
+
+
+def shared(**options: Any) -> Any:
+    """A field that all samples of an iteration have in common."""
+    return field(metadata={"axis": "shared"}, **options)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is known of B samples. Every field of a subclass is made by ``by_sample``, ``by_group`` or ``shared``."""
+
+    def rows(self, index: torch.Tensor) -> Self:
+        """The samples at ``index``, int64 ``[N]``."""
+        return self._changed(lambda column: _rows(column, index), "sample")
+
+    def to(self, device: torch.device) -> Self:
+        """The same with its tensors on another device; the very same tensors if they are there."""
+        return self._changed(
+            lambda column: column.to(device) if hasattr(column, "to") else column, "sample", "group", "shared"
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Samples of several micro-batches, in order.
+
+        Raises:
+            ValueError: when a field by sample is None in some of them only, or a shared one differs.
+        """
+        columns = {name: [getattr(part, name) for part in parts] for name in _axes(cls)}
+        return dataclasses.replace(
+            parts[0], **{name: _cat(name, axis, columns[name]) for name, axis in _axes(cls).items()}
+        )
+
+    def _changed(self, change: Callable[[Any], Any], *axes: str) -> Self:
+        """The same with what is there of the fields along these axes changed."""
+        columns = {name: getattr(self, name) for name, axis in _axes(type(self)).items() if axis in axes}
+        return dataclasses.replace(
+            self, **{name: change(column) for name, column in columns.items() if column is not None}
+        )
+
+
+def _axes(cls: type[Columns]) -> dict[str, str]:
+    return {column.name: column.metadata["axis"] for column in dataclasses.fields(cls)}
+
+
+def _rows(column: Any, index: torch.Tensor) -> Any:
+    if isinstance(column, list):
+        return [column[row] for row in index.tolist()]
+    return column[index] if isinstance(column, torch.Tensor) else column.rows(index)
+
+
+def _cat(name: str, axis: str, columns: list[Any]) -> Any:
+    """One column of several."""
+    first, known = columns[0], [column for column in columns if column is not None]
+    if axis == "shared":
+        is_tensor = isinstance(first, torch.Tensor)
+        if not all(torch.equal(column, first) if is_tensor else column == first for column in columns):
+            raise ValueError(f"{name} must be the same in all micro-batches of an iteration")
+        return first
+    if axis == "sample" and 0 < len(known) < len(columns):
+        raise ValueError(f"{name} is there in {len(known)} of {len(columns)} micro-batches only")
+    if not known:
+        return None
+    if isinstance(known[0], list):
+        return [entry for column in known for entry in column]
+    return torch.cat(known) if isinstance(known[0], torch.Tensor) else type(known[0]).cat(known)
 
 
 @dataclass(frozen=True)
@@ -24,13 +102,13 @@ class SampleRequest:
     """One sample that is to be made: numbers only, whoever makes it has the prompts."""
 
     sample_id: int
-    """Unique within the iteration, over all ranks; its noise is keyed by it."""
+    """Number that is unique within the iteration, over all ranks; the sample's noise is keyed by it."""
     group_id: int
-    """Samples of one prompt of the iteration share it."""
+    """Number that the samples of one prompt of the iteration share."""
     prompt_id: int
     """Row of the training prompts."""
     is_first: bool = False
-    """Of its group: the micro-batch that holds it brings what the prompt's embeddings are, once for the group."""
+    """Whether it is the first of its group: its micro-batch brings the prompt's embeddings, once for the group."""
 
 
 def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_ranks: int) -> list[SampleRequest]:
@@ -43,132 +121,74 @@ def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_
     ]
 
 
-def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
-    """A sample as rewards see it."""
-    about = {"prompt": prompt.text, "metadata": prompt.metadata, "group_id": group_id, "source": source}
-    return Sample(image=image, damage=damage, **about)
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Columns, ABC):
+    """B samples that a policy drew. A subclass of a modality adds what its replay needs."""
 
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """B samples."""
-
-    requests: list[SampleRequest]
-    kept: Trajectories | FinalSamples
-    """What the update needs of them."""
-    conditioning: Conditioning | None
-    """One row per prompt, kept once for its whole group; None of a micro-batch in which no group begins."""
-    conditioning_groups: list[int]
-    """The group of each row of ``conditioning``."""
-    latents: torch.Tensor
-    """float32 ``[B, ...]``: of which the images were made."""
-    versions: list[int]
-    """B numbers: of iterations that the policy had been updated when it made the sample."""
-    samples: list[Sample] = dataclasses.field(default_factory=list)
-    """B samples as rewards see them; empty on the way from the sampler, since they go to the scorer by themselves."""
+    requests: list[SampleRequest] = by_sample()
+    versions: list[int] = by_sample()
+    """B numbers of iterations that the policy had been updated when it drew the sample."""
+    samples: list[Sample] | None = by_sample(default=None)
+    """B samples as rewards see them; None on the way from the sampler, since they go to the scorer by themselves."""
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
-    def sample_ids(self) -> list[int]:
-        """B numbers."""
-        return [each.sample_id for each in self.requests]
+    @abstractmethod
+    def rows_per_sample(self) -> int:
+        """Decisions of each sample that are learned from: the R rows of an update are B x these, sample by sample."""
 
     @property
-    def row_conditioning(self) -> Conditioning:
-        """One row per sample."""
-        row_of = {group: row for row, group in enumerate(self.conditioning_groups)}
-        return self.conditioning.rows([row_of[each.group_id] for each in self.requests])
-
-    def rows(self, index: torch.Tensor) -> RolloutBatch:
-        """The samples at ``index``."""
-        chosen = index.tolist()
-        return dataclasses.replace(
-            self,
-            requests=[self.requests[row] for row in chosen],
-            kept=self.kept.rows(index),
-            latents=self.latents[index],
-            versions=[self.versions[row] for row in chosen],
-            samples=[self.samples[row] for row in chosen] if self.samples else [],
-        )
-
-    def to(self, device: torch.device) -> RolloutBatch:
-        """The same with its tensors on another device; the very same if they are there."""
-        if self.latents.device == device:
-            return self
-        conditioning = None if self.conditioning is None else self.conditioning.to(device)
-        return dataclasses.replace(
-            self, kept=self.kept.to(device), conditioning=conditioning, latents=self.latents.to(device)
-        )
-
-    @classmethod
-    def made(
-        cls,
-        requests: list[SampleRequest],
-        kept: Trajectories | FinalSamples,
-        conditioning: Conditioning,
-        groups: list[int],
-        latents: torch.Tensor,
-        version: int,
-        damage: Sequence[str],
-    ) -> RolloutBatch:
-        """A micro-batch of one version, with the embeddings of the groups that begin in it.
-
-        What is damaged becomes zeros: it is never learned from, but a row that only keeps other ranks company is
-        multiplied by 0, which NaN survives.
-
-        Args:
-            requests, kept, latents: of B samples.
-            conditioning: one row for each of ``groups``.
-            groups: those that the samples belong to.
-            version: of the policy.
-            damage: what is wrong with each sample, empty where nothing is.
-        """
-        if any(damage):
-            is_whole = torch.tensor([not each for each in damage], device=latents.device)
-            kept, latents = kept.blanked(is_whole), blanked(latents, is_whole)
-            conditioning = conditioning.blanked()
-        begun = [each.group_id for each in requests if each.is_first]
-        carried = conditioning.rows([groups.index(each) for each in begun]) if begun else None
-        return cls(requests, kept, carried, begun, latents, [version] * len(requests))
-
-    @staticmethod
-    def cat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Micro-batches as one batch."""
-        embedded = [each for each in parts if each.conditioning is not None]
-        return RolloutBatch(
-            [request for each in parts for request in each.requests],
-            type(parts[0].kept).cat([each.kept for each in parts]),
-            Conditioning.cat([each.conditioning for each in embedded]) if embedded else None,
-            [group for each in embedded for group in each.conditioning_groups],
-            torch.cat([each.latents for each in parts]),
-            [version for each in parts for version in each.versions],
-            [sample for each in parts for sample in each.samples],
-        )
+    def sample_ids(self) -> list[int]:
+        """B numbers, unique within the iteration."""
+        return [request.sample_id for request in self.requests]
 
 
-Part = tuple[Sequence[RolloutBatch], Sequence[list[Sample]], Sequence[int]]
-"""What a data-parallel rank learns from: micro-batches, what of them rewards saw, and the ids of its samples,
-which they hold."""
+Part = tuple[Sequence[Rollout], Sequence[list[Sample]], Sequence[int]]
+"""What a data-parallel rank learns from: micro-batches, what of them rewards saw, and the ids of its samples, all of
+which are in these micro-batches."""
+
+
+def join(part: Part, device: torch.device) -> Any:
+    """A rank's samples as one ``Rollout`` in the order of their ids, on the model's device."""
+    rollouts, samples, ids = part
+    whole = type(rollouts[0]).cat(rollouts)
+    whole = dataclasses.replace(whole, samples=[sample for some in samples for sample in some])
+    row_of = {sample_id: row for row, sample_id in enumerate(whole.sample_ids)}
+    rows = [row_of[sample_id] for sample_id in ids]
+    if rows != list(range(len(whole))):
+        whole = whole.rows(torch.tensor(rows))
+    return whole.to(device)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was measured while samples of an evaluation were drawn."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """One number per sample for each metric, which is the mean over the finite ones of all ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics that all ranks agree on already."""
 
 
 def records_of(
     part: Part, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
 ) -> list[SampleRecord]:
-    """The first few groups of a data-parallel rank, for the run folder.
+    """The first few groups of a rank, for the run folder.
 
     Args:
         part: the rank's.
-        scores, advantages: of the samples of all ranks, in the order of their ids.
+        scores: of the samples of all ranks, in the order of their ids.
+        advantages: float32, one for each of these samples.
         seed: of the run.
         num_groups: how many.
     """
-    batches, samples, ids = part
+    rollouts, samples, ids = part
     rows = [
         (request, sample, version)
-        for batch, some in zip(batches, samples, strict=True)
-        for request, sample, version in zip(batch.requests, some, batch.versions, strict=True)
+        for rollout, some in zip(rollouts, samples, strict=True)
+        for request, sample, version in zip(rollout.requests, some, rollout.versions, strict=True)
         if request.sample_id in set(ids)
     ]
     groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]
@@ -185,15 +205,3 @@ def records_of(
         for request, sample, version in rows
         if request.group_id in groups
     ]
-
-
-def join(part: Part, device: torch.device) -> RolloutBatch:
-    """A data-parallel rank's samples in the order of their ids, on the model's device."""
-    batches, samples, ids = part
-    batch = RolloutBatch.cat(batches)
-    batch = dataclasses.replace(batch, samples=[sample for each in samples for sample in each])
-    row_of = {sample_id: row for row, sample_id in enumerate(batch.sample_ids)}
-    rows = [row_of[each] for each in ids]
-    if rows != list(range(len(batch))):
-        batch = batch.rows(torch.tensor(rows))
-    return batch.to(device)

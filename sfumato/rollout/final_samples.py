@@ -16,50 +16,32 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.solvers import Solver
 from sfumato.algorithms.timesteps import Timesteps
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.policies import Policies
-from sfumato.parallel.finite import finite_rows
-from sfumato.rollout.diffusion import blanked, start_latents
+from sfumato.models.policies import Policies
+from sfumato.rollout.batch import by_sample
+from sfumato.rollout.diffusion import Kept, start_latents
 
 
 @dataclass(frozen=True)
-class FinalSamples:
+class FinalSamples(Kept):
     """What an update needs of B samples."""
 
-    latents: torch.Tensor
+    latents: torch.Tensor = by_sample()
     """float32 ``[B, ...]``: x0."""
-    sigmas: torch.Tensor
+    sigmas: torch.Tensor = by_sample()
     """float32 ``[B, L]``: the noise levels at which each is trained."""
-    noise_ids: torch.Tensor
+    noise_ids: torch.Tensor = by_sample()
     """int64 ``[B]``: keys of the noise; samples that share one share their noise and levels."""
-    group_ids: torch.Tensor
-    """int64 ``[B]``."""
+    group_ids: torch.Tensor = by_sample()
+    """int64 ``[B]``: the group of each sample."""
 
     @property
     def rows_per_sample(self) -> int:
         """L."""
         return self.sigmas.shape[1]
 
-    def rows(self, index: torch.Tensor) -> FinalSamples:
-        """The samples at ``index``."""
-        return FinalSamples(self.latents[index], self.sigmas[index], self.noise_ids[index], self.group_ids[index])
-
-    def is_finite(self) -> torch.Tensor:
-        """Which samples are: bool ``[B]``."""
-        return finite_rows(self.latents, self.sigmas)
-
     def blanked(self, is_whole: torch.Tensor) -> FinalSamples:
-        """Zeros in the place of latents of the samples that are not whole, bool ``[B]``."""
-        return replace(self, latents=blanked(self.latents, is_whole))
-
-    def to(self, device: torch.device) -> FinalSamples:
-        """The same on another device."""
-        return FinalSamples(*(each.to(device) for each in (self.latents, self.sigmas, self.noise_ids, self.group_ids)))
-
-    @staticmethod
-    def cat(parts: Sequence[FinalSamples]) -> FinalSamples:
-        """Samples of several micro-batches, in order."""
-        names = ("latents", "sigmas", "noise_ids", "group_ids")
-        return FinalSamples(*(torch.cat([getattr(each, name) for each in parts]) for name in names))
+        """Zeros in the place of the latents, while the noise levels stay: none may be 0."""
+        return replace(super().blanked(is_whole), sigmas=self.sigmas)
 
 
 @torch.no_grad()
@@ -106,12 +88,12 @@ def sample_final(
         sigma = sigmas[index].expand(len(latents))
         velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
         latents, memory = solver.step(velocity, latents, sigmas, index, memory)
-    ids = (torch.tensor(list(each), dtype=torch.long) for each in (noise_ids, group_ids))
+    ids = (torch.tensor(list(keys), dtype=torch.long) for keys in (noise_ids, group_ids))
     return FinalSamples(latents, levels, *ids)
 
 
 def predict_noised(
-    policies: Policies,
+    policies: Policies[DiffusionModel],
     samples: FinalSamples,
     conditioning: Conditioning,
     *,
@@ -152,7 +134,7 @@ def predict_noised(
         scales["reference"] = reference_guidance_scale
     same = {name for name, scale in scales.items() if scale == own and policies.equals_trained(name)}
     velocities = {}
-    for name in (each for each in scales if each not in same):  # in one order: ranks compute together
+    for name in (name for name in scales if name not in same):  # in one order: ranks compute together
         with torch.no_grad(), policies.active(name) as other:
             velocities[f"{name}_velocity"] = other.predict_velocity(noisy, sigma, conditioning, scales[name])
     velocity = model.predict_velocity(noisy, sigma, conditioning, own)  # last: the others have used its weights

@@ -14,13 +14,13 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.batch import RolloutBatch
+from sfumato.rollout.diffusion import DiffusionRollout
 
 LONGEST_SIDE, MOST_FRAMES = 32, 8
 """To which images and videos are reduced before their pixels are compared."""
 
 
-def group_diversity(batch: RolloutBatch, mesh: Mesh) -> dict[str, float]:
+def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
     """Means over the groups of all ranks of ``pixel_distance`` and ``latent_distance``; all ranks call it.
 
     Damaged samples do not count, nor groups of which less than two others are left.
@@ -53,7 +53,7 @@ def pixel_distance(images: Sequence[np.ndarray]) -> float:
     Returns:
         The mean over all pairs, pixels and colours.
     """
-    ordered = torch.stack([_reduced(each) for each in images]).sort(dim=0).values
+    ordered = torch.stack([_reduced(image) for image in images]).sort(dim=0).values
     count = len(ordered)
     ranks = 2 * torch.arange(count, dtype=torch.float64) - (count - 1)  # sum over pairs |a - b| = sum of rank x value
     return float((ranks @ ordered).mean() / (count * (count - 1) / 2)) / 255

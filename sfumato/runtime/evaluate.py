@@ -13,7 +13,7 @@ from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.batch import Part, records_of
+from sfumato.rollout.batch import Drawn, Part, records_of
 from sfumato.runtime.roles import Handle, Roles
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
@@ -26,7 +26,7 @@ class Evaluated:
     samples: Handle
     """B samples; the last may be drawn twice."""
     scores: Scores
-    """Of the first, each once."""
+    """Scores of the first ones, each once."""
 
 
 def evaluate(
@@ -44,8 +44,7 @@ def evaluate(
     Args:
         roles: the actor draws, and writes samples, so that no image passes through this process.
         run: says what could not be scored, and shows samples to the trackers.
-        draw: ``(actor_state, rows, config)`` to samples of these held-out prompts, and the norms of their velocities
-            with metrics of the drawing.
+        draw: ``(actor_state, rows, config)`` to samples of these held-out prompts, and what was ``Drawn`` with them.
         config: of the task.
         step: finished iterations.
         trained: the ranks' parts of the iteration, if any, with the scores and advantages of all its samples.
@@ -56,7 +55,7 @@ def evaluate(
     with run.timed("evaluate"):
         metrics, evaluated = _evaluate(roles, run, draw, config, step)
         first = list(trained[:1]) + [None] * len(evaluated)  # the first rank's are enough
-        parts = [(each.samples, each.scores, part) for each, part in zip(evaluated, first, strict=False)]
+        parts = [(drawn.samples, drawn.scores, part) for drawn, part in zip(evaluated, first, strict=False)]
         roles.actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
         run.show_samples(step)
     return metrics
@@ -77,16 +76,20 @@ def _evaluate(
         ]
         for rows, (samples, _) in zip(by_rank, made, strict=True)
     ]
-    scored = [Scores.cat([each.result() for each in futures]) for futures in scoring]
-    about = [about.fetch() for _, about in made]
-    norms = [norm for rows, (some, _) in zip(by_rank, about, strict=True) for norm in some[: len(rows)]]
-    everyone = roles.together((Scores.cat(scored), norms))
+    scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
+    measured: list[Drawn] = [handle.fetch() for _, handle in made]
+    values = {
+        name: [value for rows, some in zip(by_rank, measured, strict=True) for value in some.values[name][: len(rows)]]
+        for name in measured[0].values
+    }
+    everyone = roles.together((Scores.cat(scored), values))
     all_scores = Scores.cat([scores for scores, _ in everyone])
     for text in all_scores.messages:
         run.say(f"evaluation at step {step}: reward {text}")
-    metrics = all_scores.metrics("eval/") | about[0][1]
-    finite = [norm for _, some in everyone for norm in some if math.isfinite(norm)]
-    metrics["eval/velocity/rms"] = sum(finite) / len(finite) if finite else math.nan
+    metrics = all_scores.metrics("eval/") | measured[0].metrics
+    for name in values:
+        finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
+        metrics[name] = sum(finite) / len(finite) if finite else math.nan
     return metrics, [Evaluated(samples, scores) for (samples, _), scores in zip(made, scored, strict=True)]
 
 
@@ -105,7 +108,7 @@ def _save_samples(
         for row, sample in enumerate(samples[: len(eval_scores.total)])
         if sample.group_id < config.eval.num_saved
     ]
-    together: list[SampleRecord] = [each for some in actor.mesh.gather(records) for each in some]
+    together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return
     if trained is not None:

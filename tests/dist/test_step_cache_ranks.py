@@ -12,7 +12,7 @@ from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.evaluation import sample_images
 from sfumato.rollout.step_cache import StepCache
 from tests.dist.matrix import MODES
 from tests.dist.ranks import RankError, RankPool

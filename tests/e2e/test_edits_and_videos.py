@@ -283,10 +283,10 @@ def test_a_video_run_resumes_exactly(pipelines: Callable[[str], Path], tmp_path:
     part = {"train": {"output_dir": str(tmp_path / "part"), "save_steps": 1}}
     task, update = load_task("rl_diffusion"), load_task("rl_diffusion").update_policy
 
-    def interrupted(actor: Any, batch: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
+    def interrupted(actor: Any, batch: Any, advantages: Any, config: Any, step: int, probe: Any) -> dict[str, float]:
         if step == 2:
             raise KeyboardInterrupt
-        return update(actor, batch, advantages, config, step)
+        return update(actor, batch, advantages, config, step, probe)
 
     task.update_policy = interrupted
     with pytest.raises(KeyboardInterrupt):

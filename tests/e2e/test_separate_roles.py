@@ -95,10 +95,10 @@ def test_a_late_run_that_was_killed_goes_on_with_the_samples_of_the_policy_befor
     task = load_task("rl_diffusion")
     update = task.update_policy
 
-    def killed(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> Any:
+    def killed(actor: Any, part: Any, advantages: Any, config: Any, step: int, probe: Any) -> Any:
         if step == 3:
             raise RuntimeError("killed")
-        return update(actor, part, advantages, config, step)
+        return update(actor, part, advantages, config, step, probe)
 
     task.update_policy = killed
     with pytest.raises(RuntimeError, match="killed"):

@@ -14,7 +14,7 @@ task = load_task("rl_diffusion")
 build_whole_sampler = task.build_sampler
 
 
-def build_sampler(config: Any, mesh: Any, run: Any) -> Any:
+def build_sampler(config: Any, mesh: Any, run: Any, **prompts: Any) -> Any:
     """Runs in the sampler's process, whose receiver it makes faulty."""
     import torch
 
@@ -30,7 +30,7 @@ def build_sampler(config: Any, mesh: Any, run: Any) -> Any:
         return staged
 
     Receiver._take = take_badly
-    return build_whole_sampler(config, mesh, run)
+    return build_whole_sampler(config, mesh, run, **prompts)
 
 
 if __name__ == "__main__":

@@ -231,10 +231,10 @@ def resumed_exactly(tmp_path, config):
     task = load_task(name)
     update = task.update_policy
 
-    def crash_at_step_8(actor, batch, advantages, config, step):
+    def crash_at_step_8(actor, batch, advantages, config, step, *probe):
         if step == KILLED_AFTER:
             raise Interrupted
-        return update(actor, batch, advantages, config, step)
+        return update(actor, batch, advantages, config, step, *probe)
 
     task.update_policy = crash_at_step_8
     with pytest.raises(Interrupted):
@@ -306,9 +306,9 @@ def test_a_loss_that_is_not_finite_stops_rl_and_names_the_samples(tmp_path):
     replay, update = task.replay_trajectories, task.update_policy
     steps = []
 
-    def watched(actor, batch, advantages, config, step):
+    def watched(actor, batch, advantages, config, step, probe):
         steps.append(step)
-        return update(actor, batch, advantages, config, step)
+        return update(actor, batch, advantages, config, step, probe)
 
     def poisoned(*arguments):
         new = replay(*arguments)

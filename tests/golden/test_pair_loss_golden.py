@@ -16,7 +16,7 @@ from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.data.encoded import EncodedBatch
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.policies import Policies
+from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from tests import tiny_families

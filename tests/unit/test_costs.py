@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ from sfumato.commands.find_task import schema_of
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.policies import Policies
+from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.costs import count_costs
-from sfumato.rollout.diffusion import replay_trajectories, sample_trajectories
 from sfumato.rollout.final_samples import predict_noised, sample_final
+from sfumato.rollout.policy import count_costs
+from sfumato.rollout.trajectories import replay_trajectories, sample_trajectories
 from tests import tiny_families
 from tests.tiny import rl_task, tiny_rl_config
 
@@ -64,7 +65,7 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
     policies = Policies(model, config.algorithm.other_policies)
     policies.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
     policies.policy_changed()
-    costs, kept = count_costs(model, config), None
+    costs, kept = count_costs(SimpleNamespace(model=model), config), None
     assert costs.flops(8, 12.0) == {"generate": 8 * costs.sample, "update": 12 * costs.row}
 
     conditioning, ids = model.encode_prompts(["write a", "write b"]), [0, 1]
@@ -101,7 +102,7 @@ def test_costs_are_known_without_encoders(tmp_path: Path) -> None:
     sections["model"] = {"config_path": str(tmp_path / "tiny.yaml"), "max_sequence_length": 7}
     config = load_config(TrajectoryRLConfig, overrides=sections)
     model = build_diffusion_model(config.model)
-    before = count_costs(model, config)
+    before = count_costs(SimpleNamespace(model=model), config)
     assert before.sample > 0
     model.free_encoders()
-    assert count_costs(model, config) == before
+    assert count_costs(SimpleNamespace(model=model), config) == before

@@ -30,7 +30,8 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor import match_plan
-from sfumato.rollout.diffusion import sample_images, sample_trajectories
+from sfumato.rollout.evaluation import sample_images
+from sfumato.rollout.trajectories import sample_trajectories
 from tests.family_rows import ROWS, STEPS, Row, wake
 
 PROMPTS = ['write "AB" in red', 'write "C"']

@@ -20,14 +20,15 @@ from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.policies import Policies
+from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.batch import RolloutBatch, SampleRequest
-from sfumato.rollout.diffusion import Trajectories, sample_trajectories
+from sfumato.rollout.batch import SampleRequest
+from sfumato.rollout.diffusion import DiffusionRollout
 from sfumato.rollout.final_samples import FinalSamples, predict_noised, sample_final
-from sfumato.rollout.update_order import micro_batches, optimizer_batches
+from sfumato.rollout.trajectories import Trajectories, sample_trajectories
+from sfumato.runtime.update import micro_batches, optimizer_batches
 from tests.tiny import run_task_here, tiny_rl_config, write_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux, tiny_stable_diffusion
 
@@ -291,7 +292,7 @@ def test_what_is_damaged_becomes_zeros_and_nothing_else_changes(kind: str) -> No
         SampleRequest(row, group, group, first) for row, group, first in ((0, 0, True), (1, 1, True), (2, 1, False))
     ]
     conditioning = Conditioning({"prompt": embedded, "mask": torch.ones(2, 5, dtype=torch.bool)})
-    made = RolloutBatch.made(requests, kept, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
+    made = DiffusionRollout.made(requests, kept, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
     assert made.kept.is_finite().all() and made.latents.isfinite().all()
     for name in ("latents", "means") if kind == "trajectory" else ("latents",):
         assert torch.equal(getattr(made.kept, name)[[0, 2]], getattr(kept, name)[[0, 2]])

@@ -49,7 +49,7 @@ def test_what_is_changed_is_still_python():
 
 def test_tests_of_lines_that_keep_no_record_are_found_by_imports():
     assert "tests/unit/test_stream.py" in nearest_test_files("sfumato/runtime/stream.py", ROOT)
-    assert nearest_test_files("sfumato/runtime/diffusion_states.py", ROOT)
+    assert nearest_test_files("sfumato/runtime/states.py", ROOT)
 
 
 def test_every_explained_change_is_one_that_can_be_made():

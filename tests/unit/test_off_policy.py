@@ -28,9 +28,9 @@ from sfumato.config.base import Variant, find_variants
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout.batch import RolloutBatch, SampleRequest
-from sfumato.rollout.diffusion import replay_trajectories, sample_trajectories
-from sfumato.rollout.proximal import proximal_means
+from sfumato.rollout.batch import SampleRequest
+from sfumato.rollout.diffusion import DiffusionRollout
+from sfumato.rollout.trajectories import proximal_means, replay_trajectories, sample_trajectories
 from tests.rows import ROUNDING
 
 # Trajectory 7 has three steps, 2 has one, 40 has two; their rows are not in order.
@@ -368,7 +368,7 @@ def model() -> DiffusionModel:
 @pytest.mark.parametrize("dynamics", [FlowSDE(0.7), CPS(0.8)], ids=["sde", "cps"])
 def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     conditioning = model.encode_prompts(PROMPTS)
-    requests = [SampleRequest(each, each, each) for each in range(4)]
+    requests = [SampleRequest(row, row, row, is_first=True) for row in range(4)]
     latents, kept = sample_trajectories(
         model,
         conditioning,
@@ -381,7 +381,7 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
         seed=1,
         iteration=0,
     )
-    batch = RolloutBatch(requests, kept, conditioning, list(range(4)), latents, [0] * 4)
+    batch = DiffusionRollout.made(requests, kept, conditioning, list(range(4)), latents, 0, [""] * 4)
     parts = [torch.tensor([3, 0]), torch.tensor([], dtype=torch.long)]
     fresh = proximal_means(model, batch, [torch.tensor([0, 1, 2, 3])], dynamics, 1.0)
     rounding = 1e-5 if ROUNDING else 0.0

@@ -166,8 +166,8 @@ def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
     task, watched = load_task(rl_task(config["algorithm"]["recipe"])), Watched()
     build, update = task.build_actor, task.update_policy
 
-    def build_watched(*arguments: Any) -> Any:
-        actor = build(*arguments)
+    def build_watched(*arguments: Any, **prompts: Any) -> Any:
+        actor = build(*arguments, **prompts)
         watched.model = actor.model
         watched.before = {name: each.detach().clone() for name, each in watched.parameters().items()}
         return actor

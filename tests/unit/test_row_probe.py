@@ -16,7 +16,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.policy import build_policy
-from sfumato.rollout.row_probe import RowProbe, batch_sizes, probe_rows
+from sfumato.rollout.self_check import RowProbe, batch_sizes, compare_rows
 from tests.rows import ROUNDING
 from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
 
@@ -58,7 +58,7 @@ def test_the_sizes_are_those_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_rows_of_a_real_model_are_independent(tmp_path: Path, guidance_scale: float) -> None:
     config = config_with(tmp_path, rollout={"guidance_scale": guidance_scale})
-    found = probe_rows(model_of(config), config, ALONE)
+    found = compare_rows(model_of(config), config, ALONE)
     assert set(found.differences) == {2, 8} and max(found.differences.values()) <= ROUNDING
     assert found.is_exact is not bool(ROUNDING)
 
@@ -68,7 +68,7 @@ def test_a_layer_whose_rows_depend_on_the_batch_is_named(tmp_path: Path) -> None
     model = model_of(config)
     depend_on_the_batch(model, "transformer_blocks.1.ff.net.2", 1e-4)
     before = torch.get_rng_state()
-    found = probe_rows(model, config, ALONE)
+    found = compare_rows(model, config, ALONE)
     assert torch.equal(torch.get_rng_state(), before), "the numbers of the run are those without a probe"
     assert found.is_exact is False and found.differences[2] > 0
     assert found.layer == "transformer_blocks.1.ff.net.2 (Linear)" and found.layer in found.message
@@ -90,7 +90,7 @@ def test_what_the_self_check_asks_for() -> None:
 
 def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path) -> None:
     given = config_with(tmp_path, train={"compile": True})
-    found = probe_rows(model_of(given), given, ALONE).environment["row_probe"]
+    found = compare_rows(model_of(given), given, ALONE).environment["row_probe"]
     assert found["rows_independent_of_batch"] is None and "compiled" in found["reason"]
 
 

@@ -13,18 +13,19 @@ import torch
 import yaml
 from diffusers import StableDiffusion3Pipeline
 
+from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
-from sfumato.models.diffusion.reference import Reference
+from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.diffusion import sample_images
+from sfumato.rollout.evaluation import sample_images
 from tests.tiny import tiny_pipeline_description
 
 PROMPTS = ['write "AB"', 'write "C"']
@@ -211,7 +212,7 @@ def test_lora_trains_only_adapters_and_exports_what_diffusers_loads(folder: Path
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder)
     pipeline.load_lora_weights(tmp_path / "hf_ckpt")
     assert_same_images(changed, by_diffusers(pipeline, 1.0))
-    with Reference(model).active() as reference:
+    with Policies(model, {"reference": FROZEN}).active("reference") as reference:
         assert_same_images(base, by_sfumato(reference, 1.0))
     assert_same_images(changed, by_sfumato(model, 1.0))
 
@@ -219,26 +220,26 @@ def test_lora_trains_only_adapters_and_exports_what_diffusers_loads(folder: Path
 def test_the_reference_of_full_fine_tuning_stays_as_it_was(folder: Path) -> None:
     model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
     base = by_sfumato(model, 1.0)
-    reference = Reference(model)
+    policies = Policies(model, {"reference": FROZEN})
     with torch.no_grad():
         model.denoiser.proj_out.bias.add_(1.0)
     assert np.abs(by_sfumato(model, 1.0).astype(int) - base.astype(int)).max() > 1
-    with reference.active() as frozen:
+    with policies.active("reference") as frozen:
         assert_same_images(base, by_sfumato(frozen, 1.0))
-    assert not any(each.requires_grad for each in reference.weights.parameters())
+    assert not any(each.requires_grad for each in policies.frozen_weights.parameters())
 
 
 def test_encoders_that_are_freed_are_nowhere_kept(folder: Path) -> None:
     model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
     model.remember_prompts(PROMPTS)
     encoder = weakref.ref(model.pipeline.text_encoder_3)
-    reference = Reference(model)
+    policies = Policies(model, {"reference": FROZEN})
     assert model.pipeline.text_encoder_3 is encoder(), "the model keeps its own until then"
     model.free_encoders()
     gc.collect()
     assert encoder() is None
     conditioning = model.encode_prompts(PROMPTS)
-    with reference.active() as frozen, torch.no_grad():
+    with policies.active("reference") as frozen, torch.no_grad():
         assert frozen.predict_velocity(torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3]), conditioning).isfinite().all()
 
 

@@ -21,7 +21,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.stable_diffusion import StableDiffusion, StableDiffusionXL
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.diffusion import replay_trajectories, sample_trajectories
+from sfumato.rollout.trajectories import replay_trajectories, sample_trajectories
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config, write_config

@@ -14,6 +14,7 @@ import torch
 import yaml
 from PIL import Image
 
+from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
@@ -21,12 +22,13 @@ from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.reference import Reference
 from sfumato.models.flops import denoiser_flops
+from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.diffusion import sample_images, sample_trajectories
+from sfumato.rollout.evaluation import sample_images
+from sfumato.rollout.trajectories import sample_trajectories
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config
 
@@ -285,7 +287,7 @@ def test_adapters_of_both_train_switch_off_and_merge(pair: Built, tmp_path: Path
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
     changed = pair.velocity(model)
     assert ((changed - base).abs().amax(dim=(1, 2, 3, 4)) > 1e-3).all(), "both transformers have adapters"
-    with Reference(model).active() as reference:
+    with Policies(model, {"reference": FROZEN}).active("reference") as reference:
         assert torch.equal(pair.velocity(reference), base)
     export_model(model, None, tmp_path / "out", ALONE, merge=True)
     pipeline = diffusers.WanPipeline.from_pretrained(tmp_path / "out")

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -281,6 +281,14 @@ class DiffusionModel(FrozenParts):
     def compute_dtype(self) -> torch.dtype:
         """dtype of the denoiser's matrix products."""
         return self.autocast_dtype or next(self.denoiser.parameters()).dtype
+
+    def frozen_copy(self) -> Self:
+        """The same model with a copy of the denoiser that needs no gradients. Make it before ``parallelize``."""
+        frozen = copy.copy(self)
+        frozen.pipeline = copy.copy(self.pipeline)  # the autoencoder stays shared
+        frozen.free_encoders()  # else they would stay in memory when the model frees its own
+        frozen.set_denoiser(copy.deepcopy(self.denoiser).requires_grad_(False).eval())
+        return frozen
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -1,13 +1,14 @@
-"""Whether a row of what the model computes depends on the batch that it is in, measured when a run starts.
+"""The self-check: replay and rollout are one function of the same weights, as far as the kernels here allow.
 
-Kernels of matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout
-and replay put the same rows into batches of different shape or order: where rows do not depend on that, the log-ratio
-before the first update is exactly 0.
+When a run starts it is measured whether a row of what the model computes depends on the batch that it is in. Kernels of
+matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout and replay
+put the same rows into batches of different shape or order: where rows do not depend on that, the log-ratio before the
+first update is exactly 0, and that is checked there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
+from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.parallel.mesh import Mesh, share_of
+from sfumato.rollout.diffusion import DiffusionRollout
 
 ROUNDINGS = 256
 """What the self-check allows where rows depend on their batch, in units of the dtype's precision: 3e-5 in float32."""
@@ -56,6 +59,34 @@ class RowProbe:
             return 0.0
         return min(tolerance, ROUNDINGS * torch.finfo(dtype).eps)
 
+    def check(
+        self,
+        log_ratio: torch.Tensor,
+        rollout: DiffusionRollout,
+        model: DiffusionModel,
+        config: TrajectoryRLConfig,
+        step: int,
+    ) -> float:
+        """Compares replay and rollout before the first optimiser step, if the samples are of the very same policy.
+
+        Args:
+            log_ratio: ``[R]`` of the policy to the one that sampled.
+            rollout: the replayed micro-batch.
+            model: the policy.
+            config: of the task.
+            step: finished iterations.
+
+        Returns:
+            The largest absolute log-ratio.
+
+        Raises:
+            SelfCheckError: when they differ by more than rounding.
+        """
+        bound, dtype = None, model.compute_dtype
+        if config.algorithm.self_check and set(rollout.versions) == {step}:
+            bound = self.bound(len(log_ratio), config.algorithm.objective.replay_tolerance, dtype)
+        return check_replay(log_ratio.detach(), rollout.kept.steps, dtype, bound)
+
     @property
     def environment(self) -> dict[str, Any]:
         """What belongs into ``environment.json``."""
@@ -78,10 +109,13 @@ class RowProbe:
         )
 
 
-NOT_PROBED = RowProbe(reason="the run has not begun")
+def probe_rows(actor: Any, config: TrajectoryRLConfig) -> RowProbe:
+    """``compare_rows`` of the policy that samples, in the processes of an actor."""
+    with actor.policy() as model:
+        return compare_rows(model, config, actor.mesh)
 
 
-def probe_rows(model: DiffusionModel, config: DiffusionRLConfig, mesh: Mesh) -> RowProbe:
+def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) -> RowProbe:
     """Compares rows of one large batch with the same rows in batches of the sizes of this run, in another order.
 
     It takes a forward pass for each size. All ranks call it.
@@ -123,7 +157,7 @@ def probe_rows(model: DiffusionModel, config: DiffusionRLConfig, mesh: Mesh) -> 
     return RowProbe(differences, tuple(sampled), layer)
 
 
-def batch_sizes(config: DiffusionRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
+def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
     """Rows of the batches of the rollout, and of whole and of the smallest batches of the replay.
 
     They are rows of one guidance branch, for any of the data-parallel ranks.
@@ -136,7 +170,35 @@ def batch_sizes(config: DiffusionRLConfig, num_data_ranks: int) -> tuple[list[in
     return sorted((whole | rest) - {0}), sorted({steps * samples for samples in (1, train.micro_batch_size)})
 
 
-def _unmeasured(model: DiffusionModel, config: DiffusionRLConfig) -> str:
+def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dtype, bound: float | None) -> float:
+    """Compares replay and rollout before an update, when the policy is still the one that sampled.
+
+    Args:
+        log_ratio: ``[B x W]`` of the replay, sample by sample.
+        steps: the W trained steps.
+        dtype: the model's, for the message.
+        bound: largest log-ratio that passes; None passes all.
+
+    Returns:
+        The largest absolute log-ratio.
+
+    Raises:
+        SelfCheckError: naming the denoising step and the dtype.
+    """
+    errors = log_ratio.abs().reshape(-1, len(steps)).amax(dim=0)
+    worst = int(errors.argmax())
+    largest = float(errors[worst])
+    if bound is not None and not largest <= bound:
+        raise SelfCheckError(
+            f"before the first update, replay and rollout differ at denoising step {steps[worst]} by a log-ratio of "
+            f"{largest:.2e} (allowed: {bound:.2e}; model in {dtype}). Use one batch shape in both "
+            "(rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip range; "
+            "algorithm.self_check: false goes on anyway"
+        )
+    return largest
+
+
+def _unmeasured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
     """Why rows say nothing of rollout and replay; empty when they do."""
     if config.train.compile:
         return "compiled blocks are compiled anew for each shape and for gradients"
@@ -159,8 +221,8 @@ def _row_sums(modules: Iterable[tuple[str, torch.nn.Module]], rows: int) -> Iter
 
         return hook
 
-    leaves = [(name, each) for name, each in modules if not any(True for _ in each.children())]
-    hooks = [each.register_forward_hook(note(name)) for name, each in leaves]
+    leaves = [(name, module) for name, module in modules if not any(True for _ in module.children())]
+    hooks = [module.register_forward_hook(note(name)) for name, module in leaves]
     try:
         yield sums
     finally:

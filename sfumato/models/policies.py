@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, Protocol, Self, TypeVar
 
 from torch import nn
 
 from sfumato.algorithms.decay import FROZEN, Constant, Decay
+from sfumato.checkpoint.export import Exportable, has_adapters
 from sfumato.config.sections import TrainConfig
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.reference import Reference
 from sfumato.optim.ema import Ema
 from sfumato.parallel.mesh import Mesh
 
@@ -18,7 +18,26 @@ FOLLOWS = Constant(0.0)
 """The decay of a copy."""
 
 
-class Policies:
+class PolicyModel(Exportable, Protocol):
+    """A model of any modality that reinforcement learning can train."""
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        """Puts what is trained on a mesh."""
+        ...
+
+    def frozen_copy(self) -> Self:
+        """The same with a copy of ``trained`` that needs no gradients; what is not trained is shared."""
+        ...
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Inside, its low-rank adapter is switched off."""
+        ...
+
+
+Model = TypeVar("Model", bound=PolicyModel)
+
+
+class Policies(Generic[Model]):
     """The trained model, and the others by name: of old, ema, reference.
 
     A reference that never moves is the model without its adapter, or a frozen copy. Any other policy is another set of
@@ -27,7 +46,7 @@ class Policies:
 
     def __init__(
         self,
-        model: DiffusionModel,
+        model: Model,
         decays: Mapping[str, Decay],
         sample_with: str = "policy",
         keep_previous: bool = False,
@@ -43,8 +62,9 @@ class Policies:
         self.model, self.sample_with = model, sample_with
         self._keep_previous = keep_previous
         self._previous: Ema | None = None
-        self._decays = {name: each for name, each in decays.items() if name != "reference" or each != FROZEN}
-        self._frozen = Reference(model) if len(self._decays) < len(decays) else None
+        self._decays = {name: decay for name, decay in decays.items() if name != "reference" or decay != FROZEN}
+        self._has_frozen = len(self._decays) < len(decays)
+        self._copy = model.frozen_copy() if self._has_frozen and not has_adapters(model.trained) else None
         self._is_ahead = False
         self.moving: dict[str, Ema] = {}
         """Those that follow the policy, after ``parallelize``."""
@@ -52,19 +72,19 @@ class Policies:
     @property
     def frozen_weights(self) -> nn.Module | None:
         """The frozen copy, if there is one, which a checkpoint must keep."""
-        return None if self._frozen is None else self._frozen.weights
+        return None if self._copy is None else self._copy.trained
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the model and its frozen copy on a mesh; the other policies start as what the model is."""
         self.model.parallelize(mesh, config)
-        if self._frozen is not None:
-            self._frozen.parallelize(mesh, config)
-        self.moving = {name: Ema(self.model.denoiser, decay) for name, decay in self._decays.items()}
+        if self._copy is not None:
+            self._copy.parallelize(mesh, config)
+        self.moving = {name: Ema(self.model.trained, decay) for name, decay in self._decays.items()}
         if self._keep_previous:
-            self._previous = Ema(self.model.denoiser, FOLLOWS)
+            self._previous = Ema(self.model.trained, FOLLOWS)
 
     @contextmanager
-    def active(self, name: str) -> Iterator[DiffusionModel]:
+    def active(self, name: str) -> Iterator[Model]:
         """A policy as a model, inside the block; ``policy`` is the trained one.
 
         No gradient may be under way through the trained one: its weights may be others meanwhile.
@@ -75,9 +95,12 @@ class Policies:
             with self.moving[name].applied():
                 yield self.model
         else:
-            assert name == "reference" and self._frozen is not None, f"there is no policy {name!r}"
-            with self._frozen.active() as model:
-                yield model
+            assert name == "reference" and self._has_frozen, f"there is no policy {name!r}"
+            if self._copy is not None:
+                yield self._copy
+                return
+            with self.model.without_adapter():
+                yield self.model
 
     @property
     def saved(self) -> dict[str, Ema]:
@@ -96,7 +119,7 @@ class Policies:
                 self._previous.update()
 
     @contextmanager
-    def sampling(self, previous: bool = False) -> Iterator[DiffusionModel]:
+    def sampling(self, previous: bool = False) -> Iterator[Model]:
         """The policy that draws samples, inside the block, or the one that did before the last update."""
         if not previous:
             with self.active(self.sample_with) as model:
@@ -121,6 +144,6 @@ class Policies:
 
     def follow(self) -> None:
         """Call it at the end of every iteration: the others move towards the trained policy."""
-        for each in self.moving.values():
-            each.update()
+        for average in self.moving.values():
+            average.update()
         self._is_ahead = False

@@ -1,16 +1,16 @@
-"""What the roles of diffusion RL hold: the actor a policy and what updates it, the sampler one that is sent weights.
+"""What the roles of an RL run hold: the actor a policy and what updates it, the sampler one that is sent weights.
 
-With ``runtime.offload_idle`` each brings what a call needs onto the device, and leaves what sampling does not need in
-CPU memory (``RoleMemory``).
+A task builds both from a model of its modality. With ``runtime.offload_idle`` each brings what a call needs onto the
+device, and leaves what sampling does not need in CPU memory (``RoleMemory``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from torch import nn
 
@@ -18,36 +18,37 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.rl import RLConfig
-from sfumato.data.prompts import Prompt
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.policies import Policies
+from sfumato.models.policies import Model, Policies
 from sfumato.optim.ema import averaged_weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import all_parameters
-from sfumato.rollout.costs import Costs, count_costs
-from sfumato.rollout.row_probe import NOT_PROBED, RowProbe, probe_rows
 from sfumato.runtime.memory import OPTIMIZER, PARAMETERS, RoleMemory
 
 EMA = "ema_weights"
-"""The part that holds the average which is evaluated; other policies have their names."""
+"""The part of the memory that holds the average which is evaluated; other policies have their names."""
 
 
 @dataclass
-class Sampler:
-    """Draws samples with weights that it is sent."""
+class Sampler(Generic[Model]):
+    """Draws samples with weights that it is sent, until when it leaves the device to others."""
 
-    model: DiffusionModel
+    model: Model
     mesh: Mesh
-    prompts: list[Prompt]
-    memory: RoleMemory | None = None
-    """None keeps everything where it is."""
+    prompts: Sequence[Any]
+    """Training prompts, whose rows requests name."""
+    offload: InitVar[bool] = False
+    """Whether weights wait in CPU memory while nothing is sampled."""
     version: int = 0
-    """Of the weights: iterations that they have been updated."""
+    """Number of iterations that the weights have been updated."""
     sync: Any = None
     """Where weights come in."""
 
+    def __post_init__(self, offload: bool) -> None:
+        self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if offload else None
+        self.rest()
+
     @contextmanager
-    def policy(self) -> Iterator[DiffusionModel]:
+    def policy(self) -> Iterator[Model]:
         """What samples, inside the block."""
         self.wake()
         yield self.model
@@ -56,7 +57,7 @@ class Sampler:
     def received_module(self) -> nn.Module:
         """What weights are sent to."""
         self.wake()
-        return self.model.denoiser
+        return self.model.trained
 
     def wake(self) -> None:
         """Brings the weights back."""
@@ -70,32 +71,37 @@ class Sampler:
 
 
 @dataclass
-class Actor:
+class Actor(Generic[Model]):
     """The policy and what updates it. It samples, too, where there is no other sampler."""
 
-    model: DiffusionModel
+    model: Model
     mesh: Mesh
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
-    policies: Policies
+    prompts: Sequence[Any]
+    """Training prompts, whose rows requests name."""
+    eval_prompts: Sequence[Any]
+    """Held-out prompts."""
+    policies: Policies[Model]
     state: TrainState
     checkpointer: Checkpointer
-    memory: RoleMemory | None = None
-    """None keeps everything where it is."""
+    offload: InitVar[bool] = False
+    """Whether what a call does not need waits in CPU memory."""
     sync: Any = None
     """Where weights go out."""
-    rows: RowProbe = NOT_PROBED
-    """Whether rows depend on their batch, for the self-check."""
+
+    def __post_init__(self, offload: bool) -> None:
+        self.memory = build_memory(self) if offload else None
+        if offload:
+            self.checkpointer.before_save = self.wake_all
 
     @contextmanager
-    def policy(self) -> Iterator[DiffusionModel]:
+    def policy(self) -> Iterator[Model]:
         """What samples, inside the block."""
         self._keep_only(self.policies.sample_with)
         with self.policies.sampling() as model:
             yield model
 
     @contextmanager
-    def evaluated(self) -> Iterator[DiffusionModel]:
+    def evaluated(self) -> Iterator[Model]:
         """What is evaluated, inside the block: the averaged weights, where there are some."""
         self._keep_only(EMA)
         with averaged_weights(self.state.ema):
@@ -106,7 +112,7 @@ class Actor:
         """What a sampler is sent, inside the block: the weights of now, or those before the last update."""
         self._keep_only(self.policies.sample_with, "previous")
         with self.policies.sampling(previous=version < self.state.step) as model:
-            yield model.denoiser
+            yield model.trained
 
     def begin_update(self) -> None:
         """Call it before the forward passes of an update."""
@@ -147,16 +153,6 @@ class Actor:
         self.policies.begin()
         return self.state.step
 
-    def probe_rows(self, config: RLConfig) -> RowProbe:
-        """Measures whether rows depend on their batch, for the self-check of what is replayed."""
-        with self.policy() as model:
-            self.rows = probe_rows(model, config, self.mesh)
-        return self.rows
-
-    def count_costs(self, config: RLConfig) -> Costs:
-        """What drawing and learning from samples takes."""
-        return count_costs(self.model, config)
-
     def save(self) -> None:
         """Writes a checkpoint of the finished iterations."""
         self.checkpointer.save(self.state)
@@ -169,7 +165,7 @@ class Actor:
         self.checkpointer.after_step(self.state, unwritten=unwritten)
 
     def export(self, config: RLConfig) -> None:
-        """Writes the trained pipeline or adapter to ``hf_ckpt``."""
+        """Writes the trained model or adapter to ``hf_ckpt``."""
         self.wake_all()
         export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)
 
@@ -181,17 +177,17 @@ class Actor:
     def _keep_only(self, *parts: str) -> None:
         """Leaves the weights and these parts on the device, and nothing else."""
         if self.memory is not None:
-            kept = [each for each in parts if each in self.memory.parts]
+            kept = [part for part in parts if part in self.memory.parts]
             self.memory.onload(PARAMETERS, *kept)
             self.memory.before_generation(sampled_here=True, keep=kept)
 
 
-def build_memory(actor: Actor) -> RoleMemory:
+def build_memory(actor: Actor[Any]) -> RoleMemory:
     """The actor's tensors as parts that can be moved: weights, optimiser, averages and other policies by name."""
     averages = {EMA: actor.state.ema} if actor.state.ema is not None else {}
     followers = {**averages, **actor.policies.saved}
-    others = {name: (lambda each=each: each.averages.values()) for name, each in followers.items()}
+    others = {name: (lambda ema=ema: ema.averages.values()) for name, ema in followers.items()}
     if actor.policies.frozen_weights is not None:
         frozen = actor.policies.frozen_weights
         others["reference_weights"] = lambda: [*all_parameters(frozen).values(), *frozen.buffers()]
-    return RoleMemory(actor.model.denoiser, actor.state.optimizer, others, device=actor.model.device)
+    return RoleMemory(actor.model.trained, actor.state.optimizer, others, device=actor.mesh.device)
