@@ -1,7 +1,4 @@
-"""Reinforcement learning of a policy over integers: the loop of ``tasks/rl_diffusion.py`` with its own two lines.
-
-bash train.sh tests/toy_modality/task.py CONFIG.yaml
-"""
+"""Reinforcement learning of a policy over integers: bash train.sh tests/toy_modality/task.py CONFIG.yaml"""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.decay import FROZEN
-from sfumato.algorithms.objectives.ratio import Ratio
+from sfumato.algorithms.objectives import Ratio
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
@@ -23,7 +20,6 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
@@ -35,92 +31,76 @@ from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 from tests.toy_modality.integers import IntegerModel, IntegerRLConfig, Sequences, draw, replay
 
-SHOWN = {"reward": "reward/total"}
+Config = IntegerRLConfig
 
 
 def main(config: IntegerRLConfig) -> None:
-    mesh = main_mesh(config)
-    with start_run(config, mesh, "integers") as run:
+    with start_run(config, main_mesh(config), "integers") as run:
         prompts, held_out = load_prompts(config.data, "train"), load_prompts(config.data, "eval")
         identity = identify_prompts(config, prompts, held_out)
         loader = PromptLoader(len(prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
-        actor = partial(build_actor, prompts=prompts, eval_prompts=held_out, identity=identity)
-        sampler = partial(build_sampler, prompts=prompts)
-        with launch_roles(config, run, actor=actor, sampler=sampler, scorer=make_scorer) as roles:
-            with roles.rescuing(Actor.save):
-                train(config, run, roles, loader)
+        builders = {
+            "actor": partial(build_actor, prompts=prompts, held_out=held_out, identity=identity),
+            "sampler": partial(build_sampler, prompts=prompts),
+            "scorer": lambda config, mesh, run: build_scorer(config.reward),
+        }
+        with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
+            train(config, run, roles, loader)
         run.finish()
 
 
-def train(config: IntegerRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
+def train(config: Config, run: Run, roles: Roles, loader: PromptLoader) -> None:
     combiner = build_scorer(config.reward, with_engines=False)
     start = roles.actor.call(Actor.resume).result()
     run.begin(config.train.max_steps, start, config.train.trackers)
     functions = {"generate": partial(generate, config=config), "score": Scorer.score}
     stream = RolloutStream.from_config(config, roles, run.say, requests=partial(requests_of, loader), **functions)
     for step, batch in run.steps(stream.steps(from_step=start)):
-        scores: Scores = combiner.finish(batch.scores, batch.group_ids)
+        scores = combiner.finish(batch.scores, batch.group_ids)
         advantages = config.algorithm.advantage.compute(torch.tensor(scores.total), torch.tensor(batch.group_ids))
         metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step).result()
         stream.publish(version=step + 1)
         metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)
         if (step + 1) % config.eval.every_steps == 0:
             metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
-        run.log(step + 1, metrics, show=SHOWN)
+        run.log(step + 1, metrics, show={"reward": "reward/total"})
         roles.actor.call(Actor.after_step, run.sync()).result()
     roles.actor.call(Actor.export, config).result()
     roles.scorer.call(Scorer.close).result()
     run.write_report()
 
 
-def make_scorer(config: IntegerRLConfig, mesh: Mesh, run: Run) -> Scorer:
-    return build_scorer(config.reward)
-
-
 def build_actor(
-    config: IntegerRLConfig,
-    mesh: Mesh,
-    run: Run,
-    *,
-    prompts: list[Prompt],
-    eval_prompts: list[Prompt],
-    identity: Identity,
+    config: Config, mesh: Mesh, run: Run, *, prompts: list[Prompt], held_out: list[Prompt], identity: Identity
 ) -> Actor[IntegerModel]:
     model = IntegerModel(config.model, mesh.device, config.train.seed)
     policies = Policies(model, {"reference": FROZEN}, keep_previous=config.rollout.staleness > 0)
     policies.parallelize(mesh, config.train)
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps)
-    frozen, saved = policies.frozen_weights, policies.saved
-    state = TrainState(model.trained, optimizer, schedule, None, frozen, policies=saved, identity=identity)
+    others = {"reference": policies.frozen_weights, "policies": policies.saved, "identity": identity}
+    state = TrainState(model.trained, optimizer, schedule, **others)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer)
+    return Actor(model, mesh, prompts, held_out, policies, state, checkpointer)
 
 
-def build_sampler(config: IntegerRLConfig, mesh: Mesh, run: Run, *, prompts: list[Prompt]) -> Sampler[IntegerModel]:
+def build_sampler(config: Config, mesh: Mesh, run: Run, *, prompts: list[Prompt]) -> Sampler[IntegerModel]:
     model = IntegerModel(config.model, mesh.device, config.train.seed)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
     return Sampler(model, mesh, prompts)
 
 
 def generate(
-    sampler: Sampler[IntegerModel] | Actor[IntegerModel],
-    requests: list[SampleRequest],
-    iteration: int,
-    version: int,
-    config: IntegerRLConfig,
+    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: Config
 ) -> tuple[Sequences, list[Sample]]:
     prompts = [sampler.prompts[request.prompt_id] for request in requests]
     groups, ids = [request.group_id for request in requests], [request.sample_id for request in requests]
     with sampler.policy() as model:
-        first = [int(prompt.text) for prompt in prompts]
-        integers, log_probs = draw(model, first, config.model.length, config.train.seed, iteration, ids)
-    versions = [version] * len(requests)
-    rollout = Sequences(requests=requests, versions=versions, integers=integers, log_probs=log_probs)
-    return rollout, samples_of(prompts, groups, integers)
+        integers, log_probs = draw(model, prompts, config.model.length, config.train.seed, iteration, ids)
+    drawn = {"integers": integers, "log_probs": log_probs, "versions": [version] * len(requests)}
+    return Sequences(requests=requests, **drawn), samples_of(prompts, groups, integers)
 
 
 def samples_of(prompts: list[Prompt], groups: list[int], integers: torch.Tensor) -> list[Sample]:
-    """What rewards see of B sequences ``[B, T + 1]``."""
     texts = [" ".join(map(str, sequence[1:])) for sequence in integers.tolist()]
     return [
         Sample(text=text, prompt=prompt.text, metadata=prompt.metadata, group_id=group)
@@ -128,10 +108,7 @@ def samples_of(prompts: list[Prompt], groups: list[int], integers: torch.Tensor)
     ]
 
 
-def update_policy(
-    actor: Actor[IntegerModel], part: Part, advantages: Advantages, config: IntegerRLConfig, step: int
-) -> dict[str, float]:
-    """Optimiser steps on one iteration's sequences. R rows of a micro-batch are its (sample, position) pairs."""
+def update_policy(actor: Actor, part: Part, advantages: Advantages, config: Config, step: int) -> dict[str, float]:
     algorithm, model = config.algorithm, actor.model
     update = Update(actor, part, advantages, config, step)
     for micro_batches in update.optimizer_steps():
@@ -141,10 +118,9 @@ def update_policy(
             losses, sums = algorithm.objective.loss(Ratio(log_ratio), micro.advantages)
             if algorithm.kl_coef > 0:
                 with torch.no_grad(), actor.policies.active("reference") as reference:
-                    from_reference = replay(reference, micro.samples)
-                penalty = torch.expm1(from_reference - log_probs) - (from_reference - log_probs)
+                    of_reference = replay(reference, micro.samples)
+                penalty = torch.expm1(of_reference - log_probs) - (of_reference - log_probs)
                 losses = losses + algorithm.kl_coef * penalty
-                sums["kl/reference"] = penalty.detach().sum()
             micro.mean(losses).backward()
             update.record(micro, sums)
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, actor.mesh, f"step {step + 1}")
@@ -154,11 +130,10 @@ def update_policy(
     return update.metrics()
 
 
-def draw_evaluation(actor: Actor[IntegerModel], rows: list[int], config: IntegerRLConfig) -> tuple[list[Sample], Drawn]:
+def draw_evaluation(actor: Actor, rows: list[int], config: Config) -> tuple[list[Sample], Drawn]:
     prompts = [actor.eval_prompts[row] for row in rows]
     with actor.evaluated() as model:
-        first = [int(prompt.text) for prompt in prompts]
-        integers, log_probs = draw(model, first, config.model.length, config.eval.seed, 0, rows)
+        integers, log_probs = draw(model, prompts, config.model.length, config.eval.seed, 0, rows)
     return samples_of(prompts, rows, integers), Drawn({"eval/log_prob": log_probs.mean(dim=1).tolist()})
 
 

@@ -172,6 +172,26 @@ def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
             assert not known & TASK_CONFIGS, f"{relative(path)} imports {known & TASK_CONFIGS}"
 
 
+MODALITIES = ("diffusion", "final_samples", "trajectories", "monitors", "self_check", "language", "diffusers")
+"""Words in the names of modules that only one modality needs."""
+
+
+def test_the_runtime_knows_no_modality_however_far_its_imports_go():
+    modules = {".".join(module_of(path)): path for path in LIBRARY}
+    waiting = [name for name in modules if name.startswith("sfumato.runtime")]
+    reached = set(waiting)
+    while waiting:
+        new = {*targets_of(modules[waiting.pop()], modules)} - reached
+        reached |= new
+        waiting += new
+    assert "sfumato.models.policies" in reached and "sfumato.rollout.batch" in reached
+    assert not [name for name in reached if any(word in name for word in MODALITIES)]
+    words = ("velocity", "latent", "diffusion", "picture", "image of")
+    for path in (ROOT / "sfumato/runtime").rglob("*.py"):
+        found = [word for word in words if word in path.read_text(encoding="utf-8")]
+        assert not found, f"{relative(path)}: {found}"
+
+
 def test_the_configuration_that_all_rl_tasks_share_knows_no_modality():
     known = set(imports_of(ROOT / "sfumato/config/rl.py"))
     assert not known & {f"sfumato.config.{each}" for each in TASK_CONFIGS | {"recipes", "image_data", "text_data"}}

@@ -1,0 +1,159 @@
+"""A modality that is in no room of the library is trained by the shared core (docs/adding.md)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfumato.config.load import merge
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import ROOT, run_task_here, run_task_process, weights_in, write_config
+from tests.toy_modality import task
+
+FOLDER = ROOT / "tests" / "toy_modality"
+SCRIPT = "../tests/toy_modality/task"
+
+
+def toy_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """12 iterations of 4 prompts x 8 sequences of 6 integers, two optimiser steps each."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(map(str, range(10))), encoding="utf-8")
+    base = {
+        "data": {"train_path": str(prompts), "eval_path": str(prompts)},
+        "rollout": {"num_prompts": 4, "n": 8, "micro_batch_size": 16},
+        "reward": {"rewards": [{"type": "tests.toy_modality.integers:Ascending"}]},
+        "algorithm": {
+            "advantage": "group",
+            "objective": {"type": "clipped_ratio", "clip_range": 0.2},
+            "kl_coef": 0.001,
+        },
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 12,
+            "lr": 0.05,
+            "micro_batch_size": 8,
+            "global_batch_size": 16,
+            "device": "cpu",
+            "num_threads": 1,
+            "trackers": [],
+        },
+        "eval": {"every_steps": 6, "num_prompts": 10},
+    }
+    return merge(base, overrides)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in this process."""
+    return run_task_here(task, toy_config(tmp_path_factory.mktemp("toy")))
+
+
+def values(folder: Path, name: str) -> list[float]:
+    """A metric by step."""
+    return [line[name] for line in read_jsonl(folder / "metrics.jsonl") if name in line]
+
+
+def test_it_is_small_and_imports_nothing_of_another_modality() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")}
+    assert sum(len(text.splitlines()) for text in sources.values()) < 250
+    imported = [
+        name
+        for text in sources.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        for name in [str(node.module), *(alias.name for alias in node.names)]
+    ]
+    assert len(imported) > 50 and not [name for name in imported if "diffusion" in name or "language" in name]
+    code = "import json, sys\nimport tests.toy_modality.task\nprint(json.dumps(sorted(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    loaded = [name for name in json.loads(done.stdout) if name.startswith("sfumato") or name == "diffusers"]
+    assert "sfumato.runtime.update" in loaded and not [name for name in loaded if "diffus" in name]
+
+
+def test_its_reward_rises(whole: Path) -> None:
+    rewards = values(whole, "reward/total")
+    assert len(rewards) == 12 and rewards[0] < 0.2 and rewards[-1] > rewards[0] + 0.25, rewards
+    assert values(whole, "eval/reward/total")[-1] > 0.3 and values(whole, "eval/log_prob")[-1] < 0
+    assert values(whole, "ratio/mean")[0] == pytest.approx(1, abs=0.1) and (whole / "report.html").is_file()
+    samples = [json.loads(line) for line in (whole / "samples/step_000012/samples.jsonl").open()]
+    assert len(samples[0]["text"].split()) == 6 and {sample["kind"] for sample in samples} == {"eval", "train"}
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = toy_config(tmp_path, train={"save_steps": 5})
+    update = task.update_policy
+
+    def interrupted(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
+        if step == 7:
+            raise KeyboardInterrupt
+        return update(actor, part, advantages, config, step)
+
+    monkeypatch.setattr(task, "update_policy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_task_here(task, config)
+    monkeypatch.undo()
+    resumed = run_task_here(task, merge(config, {"train": {"load_checkpoint_path": "auto"}}))
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> None:
+    apart = run_task_here(task, toy_config(tmp_path, rollout={"hybrid_engine": False}))
+    assert (apart / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks_train_alike(whole: Path, tmp_path: Path, mode: str) -> None:
+    """Ranks add up gradients in another order: rounding, which 24 optimiser steps enlarge to 1e-4 at most."""
+    config = write_config(toy_config(tmp_path, train={"data_parallel_mode": mode}), tmp_path / "toy.yaml")
+    result = run_task_process(SCRIPT, config, num_processes=2)
+    assert result.returncode == 0, result.output
+    for name in ("reward/total", "grad_norm", "eval/log_prob", "ratio/approx_kl"):
+        assert values(result.output_dir, name) == pytest.approx(values(whole, name), rel=1e-4, abs=1e-6), name
+
+
+WITHOUT_PROMPTS = """
+from pathlib import Path
+
+from sfumato.tracking.task import run_task
+from tests.toy_modality import task
+from tests.toy_modality.integers import IntegerRLConfig
+
+identify = task.identify_prompts
+
+
+def identify_and_remove(config, *prompts):
+    identity = identify(config, *prompts)
+    Path(config.data.train_path).unlink()
+    return identity
+
+
+task.identify_prompts = identify_and_remove
+if __name__ == "__main__":
+    run_task(task.main, IntegerRLConfig)
+"""
+
+
+def test_it_runs_on_ray_where_roles_are_given_the_prompts(whole: Path, tmp_path: Path) -> None:
+    """The file of the prompts is gone before the processes of the roles are started."""
+    (tmp_path / "without_prompts.py").write_text(WITHOUT_PROMPTS, encoding="utf-8")
+    script = os.path.relpath(tmp_path / "without_prompts", ROOT / "tasks")
+    pools = {role: {"cpus": 0.5} for role in ("actor", "sampler", "scorer")}
+    where = {"runtime": {"backend": "ray", "object_store_gb": 0.2, "pools": pools}, "rollout": {"hybrid_engine": False}}
+    config = write_config(toy_config(tmp_path, **where), tmp_path / "toy.yaml")
+    result = run_task_process(script, config, timeout_s=300)
+    assert result.returncode == 0, result.output
+    assert (result.output_dir / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(result.output_dir / "hf_ckpt") == weights_in(whole / "hf_ckpt")
