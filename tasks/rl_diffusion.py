@@ -113,7 +113,9 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
         with run.timed("update"):
-            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, probe, kind="update").result()
+            metrics = roles.actor.map(
+                update_policy, batch.parts, advantages, config, step, probe, kind="update"
+            ).result()
         run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
 

@@ -22,7 +22,12 @@ import torch
 
 def by_row(default: Any = dataclasses.MISSING) -> Any:
     """A field with one row per sample: a tensor ``[B, ...]``, a mapping of such, a list of B, ``Rows`` or None."""
-    return dataclasses.field(default=default, metadata={"by_row": True})
+    return dataclasses.field(default=default, metadata={"axis": "row"})
+
+
+def by_group(default: Any = dataclasses.MISSING) -> Any:
+    """A field with one row per group of samples that begins in a part: ``rows`` leaves it whole, ``cat`` joins it."""
+    return dataclasses.field(default=default, metadata={"axis": "group"})
 
 
 class Rows:
@@ -30,7 +35,7 @@ class Rows:
 
     def row_fields(self) -> list[str]:
         """Names of the fields with one row per sample."""
-        return [field.name for field in dataclasses.fields(self) if field.metadata.get("by_row")]
+        return [name for name, axis in self._axes() if axis == "row"]
 
     def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
         """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
@@ -52,17 +57,33 @@ class Rows:
 
     def to(self, device: torch.device | str) -> Self:
         """The same with all tensors on another device."""
-        names = [field.name for field in dataclasses.fields(self)]
+        names = [name for name, _ in self._axes()]
         return self._replaced(
             names, lambda value: _mapped(value, lambda tensor: tensor.to(device), lambda inner: inner.to(device))
         )
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of several, in order; what all samples share is that of the first."""
-        first = parts[0]
-        joined = {name: _joined([getattr(part, name) for part in parts]) for name in first.row_fields()}
+        """The rows of several, in order; what all samples share is that of the first.
+
+        Raises:
+            ValueError: when a field has rows in some of the parts only, or a shared list or number differs.
+        """
+        first, joined = parts[0], {}
+        for name, axis in first._axes():
+            values = [getattr(part, name) for part in parts]
+            known = [value for value in values if value is not None]
+            if axis == "group" or name in first.row_fields():
+                if axis != "group" and 0 < len(known) < len(values):
+                    raise ValueError(f"{cls.__name__}.{name} is there in {len(known)} of {len(values)} parts only")
+                joined[name] = _joined(known) if known else None
+            elif isinstance(values[0], list | int | str) and any(value != values[0] for value in values):
+                raise ValueError(f"{cls.__name__}.{name} must be the same in all parts, not {values}")
         return dataclasses.replace(first, **joined)
+
+    def _axes(self) -> list[tuple[str, str]]:
+        """Names of all fields, and whether each is by row, by group or shared."""
+        return [(field.name, field.metadata.get("axis", "shared")) for field in dataclasses.fields(self)]
 
     def _replaced(self, names: Sequence[str], change: Callable[[Any], Any]) -> Self:
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})

@@ -1,100 +1,24 @@
-"""What one iteration asks for and what a policy drew: containers whose fields say along which axis they lie.
+"""What one iteration asks for, and what a policy drew, to which a modality adds what its replay needs.
 
-A modality adds what its replay needs as further fields, and the selection of samples, the joining of micro-batches and
-the move to a device follow from their declarations. Shapes: B samples.
+Shapes: B samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from sfumato.algorithms.rows import Rows, by_row
 from sfumato.data.prompts import PromptLoader
 from sfumato.parallel.mesh import share_of
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.tracking.samples import SampleRecord
-
-
-def by_sample(**options: Any) -> Any:
-    """A field with an entry per sample: a tensor ``[B, ...]``, a list, a container of B rows, or None for all."""
-    return field(metadata={"axis": "sample"}, **options)
-
-
-def by_group(**options: Any) -> Any:
-    """A field with an entry per group that begins in a micro-batch, kept whole; None where none begins."""
-    return field(metadata={"axis": "group"}, **options)
-
-
-def shared(**options: Any) -> Any:
-    """A field that all samples of an iteration have in common."""
-    return field(metadata={"axis": "shared"}, **options)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What is known of B samples. Every field of a subclass is made by ``by_sample``, ``by_group`` or ``shared``."""
-
-    def rows(self, index: torch.Tensor) -> Self:
-        """The samples at ``index``, int64 ``[N]``."""
-        return self._changed(lambda column: _rows(column, index), "sample")
-
-    def to(self, device: torch.device) -> Self:
-        """The same with its tensors on another device; the very same tensors if they are there."""
-        return self._changed(
-            lambda column: column.to(device) if hasattr(column, "to") else column, "sample", "group", "shared"
-        )
-
-    @classmethod
-    def cat(cls, parts: Sequence[Self]) -> Self:
-        """Samples of several micro-batches, in order.
-
-        Raises:
-            ValueError: when a field by sample is None in some of them only, or a shared one differs.
-        """
-        columns = {name: [getattr(part, name) for part in parts] for name in _axes(cls)}
-        return dataclasses.replace(
-            parts[0], **{name: _cat(name, axis, columns[name]) for name, axis in _axes(cls).items()}
-        )
-
-    def _changed(self, change: Callable[[Any], Any], *axes: str) -> Self:
-        """The same with what is there of the fields along these axes changed."""
-        columns = {name: getattr(self, name) for name, axis in _axes(type(self)).items() if axis in axes}
-        return dataclasses.replace(
-            self, **{name: change(column) for name, column in columns.items() if column is not None}
-        )
-
-
-def _axes(cls: type[Columns]) -> dict[str, str]:
-    return {column.name: column.metadata["axis"] for column in dataclasses.fields(cls)}
-
-
-def _rows(column: Any, index: torch.Tensor) -> Any:
-    if isinstance(column, list):
-        return [column[row] for row in index.tolist()]
-    return column[index] if isinstance(column, torch.Tensor) else column.rows(index)
-
-
-def _cat(name: str, axis: str, columns: list[Any]) -> Any:
-    """One column of several."""
-    first, known = columns[0], [column for column in columns if column is not None]
-    if axis == "shared":
-        is_tensor = isinstance(first, torch.Tensor)
-        if not all(torch.equal(column, first) if is_tensor else column == first for column in columns):
-            raise ValueError(f"{name} must be the same in all micro-batches of an iteration")
-        return first
-    if axis == "sample" and 0 < len(known) < len(columns):
-        raise ValueError(f"{name} is there in {len(known)} of {len(columns)} micro-batches only")
-    if not known:
-        return None
-    if isinstance(known[0], list):
-        return [entry for column in known for entry in column]
-    return torch.cat(known) if isinstance(known[0], torch.Tensor) else type(known[0]).cat(known)
 
 
 @dataclass(frozen=True)
@@ -122,13 +46,13 @@ def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(Columns, ABC):
+class Rollout(Rows, ABC):
     """B samples that a policy drew. A subclass of a modality adds what its replay needs."""
 
-    requests: list[SampleRequest] = by_sample()
-    versions: list[int] = by_sample()
+    requests: list[SampleRequest] = by_row()
+    versions: list[int] = by_row()
     """B numbers of iterations that the policy had been updated when it drew the sample."""
-    samples: list[Sample] | None = by_sample(default=None)
+    samples: list[Sample] | None = by_row(None)
     """B samples as rewards see them; None on the way from the sampler, since they go to the scorer by themselves."""
 
     def __len__(self) -> int:

@@ -6,19 +6,20 @@ Shapes: B samples, G groups whose samples they are, ... latent dimensions, T den
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.rows import Rows, by_group, by_row
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.finite import finite_rows
 from sfumato.rewards.base import Sample
-from sfumato.rollout.batch import Columns, Rollout, SampleRequest, by_group, by_sample
+from sfumato.rollout.batch import Rollout, SampleRequest
 from sfumato.rollout.policy import encode_prompts
 
 LATENTS_NOT_FINITE = "its latents are NaN or infinite"
@@ -28,7 +29,7 @@ PICTURE_NOT_FINITE = (
 
 
 @dataclass(frozen=True)
-class Kept(Columns):
+class Kept(Rows):
     """What an update needs of B samples besides their conditioning."""
 
     @property
@@ -46,7 +47,7 @@ class Kept(Columns):
 
     def _drawn(self) -> dict[str, torch.Tensor]:
         """Tensors ``[B, ...]`` that hold no ids."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["axis"] == "sample"}
+        own = {name: getattr(self, name) for name in self.row_fields()}
         return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_floating_point()}
 
 
@@ -54,9 +55,9 @@ class Kept(Columns):
 class DiffusionRollout(Rollout):
     """B samples of a diffusion policy."""
 
-    kept: Any = by_sample()
+    kept: Any = by_row()
     """What the update needs of them: the ``Kept`` of the task."""
-    latents: torch.Tensor = by_sample()
+    latents: torch.Tensor = by_row()
     """float32 ``[B, ...]``, from which the pictures were decoded."""
     conditioning: Conditioning | None = by_group()
     """One row per prompt, kept once for its whole group; None of a micro-batch in which no group begins."""

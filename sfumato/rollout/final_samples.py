@@ -13,11 +13,11 @@ import torch
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.rows import by_row
 from sfumato.algorithms.solvers import Solver
 from sfumato.algorithms.timesteps import Timesteps
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.policies import Policies
-from sfumato.rollout.batch import by_sample
 from sfumato.rollout.diffusion import Kept, start_latents
 
 
@@ -25,13 +25,13 @@ from sfumato.rollout.diffusion import Kept, start_latents
 class FinalSamples(Kept):
     """What an update needs of B samples."""
 
-    latents: torch.Tensor = by_sample()
+    latents: torch.Tensor = by_row()
     """float32 ``[B, ...]``: x0."""
-    sigmas: torch.Tensor = by_sample()
+    sigmas: torch.Tensor = by_row()
     """float32 ``[B, L]``: the noise levels at which each is trained."""
-    noise_ids: torch.Tensor = by_sample()
+    noise_ids: torch.Tensor = by_row()
     """int64 ``[B]``: keys of the noise; samples that share one share their noise and levels."""
-    group_ids: torch.Tensor = by_sample()
+    group_ids: torch.Tensor = by_row()
     """int64 ``[B]``: the group of each sample."""
 
     @property

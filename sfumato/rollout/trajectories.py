@@ -14,10 +14,10 @@ import torch
 from sfumato.algorithms.dynamics import Dynamics, EulerODE, GaussianStep
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives import SampledSteps
+from sfumato.algorithms.rows import by_row
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.batch import by_sample, shared
 from sfumato.rollout.diffusion import DiffusionRollout, Kept, start_latents
 
 
@@ -25,19 +25,19 @@ from sfumato.rollout.diffusion import DiffusionRollout, Kept, start_latents
 class Trajectories(Kept):
     """What an update needs of B sampled trajectories: the trained steps only."""
 
-    steps: list[int] = shared()
+    steps: list[int]
     """The W trained denoising steps."""
-    sigmas: torch.Tensor = shared()
+    sigmas: torch.Tensor
     """float32 ``[T + 1]``, the whole schedule."""
-    latents: torch.Tensor = by_sample()
+    latents: torch.Tensor = by_row()
     """float32 ``[B, W, ...]``: the latent before each trained step."""
-    next_latents: torch.Tensor = by_sample()
+    next_latents: torch.Tensor = by_row()
     """float32 ``[B, W, ...]``: the latent that was drawn."""
-    means: torch.Tensor = by_sample()
+    means: torch.Tensor = by_row()
     """float32 ``[B, W, ...]``: the mean it was drawn around."""
-    log_probs: torch.Tensor = by_sample()
+    log_probs: torch.Tensor = by_row()
     """float32 ``[B, W]``: the log-probability of what was drawn."""
-    proximal_means: torch.Tensor | None = by_sample(default=None)
+    proximal_means: torch.Tensor | None = by_row(None)
     """float32 ``[B, W, ...]``: the means of the policy at the start of an update, where it is another."""
 
     @property

@@ -1,7 +1,4 @@
-"""What a modality brings: configuration, model, drawing, replay, a reward. Here the integers from 0 to 9.
-
-Shapes: B samples, T positions, N = 10 integers.
-"""
+"""What a modality brings: configuration, model, drawing, replay, reward. B samples, T positions, N = 10 integers."""
 
 from __future__ import annotations
 
@@ -16,13 +13,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sfumato.algorithms.noise import keyed_uniform
+from sfumato.algorithms.rows import by_row
 from sfumato.config.base import Section, Variant
 from sfumato.config.rl import AlgorithmConfig, RLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rollout.batch import Rollout, by_sample
+from sfumato.rollout.batch import Rollout
 
 INTEGERS = 10
 
@@ -44,9 +42,9 @@ class IntegerRLConfig(RLConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences(Rollout):
-    integers: torch.Tensor = by_sample()
+    integers: torch.Tensor = by_row()
     """int64 ``[B, T + 1]``: the prompt's integer, and those that were drawn."""
-    log_probs: torch.Tensor = by_sample()
+    log_probs: torch.Tensor = by_row()
     """float32 ``[B, T]``: the log-probabilities of what was drawn."""
 
     @property

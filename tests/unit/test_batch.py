@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.rewards.base import Sample
-from sfumato.rollout.batch import Columns, SampleRequest, by_group, by_sample, join, shared
+from sfumato.rollout.batch import SampleRequest, join
 from sfumato.rollout.diffusion import DiffusionRollout
-from sfumato.rollout.final_samples import FinalSamples
 from sfumato.rollout.trajectories import Trajectories
 from tests.tiny import load_task, rl_task, run_task_here, tiny_rl_config
 
@@ -38,47 +36,15 @@ def rollout(groups: list[int], first_id: int, kept: Any) -> DiffusionRollout:
     return DiffusionRollout.made(requests, kept, conditioning, names, kept.latents, 3, [""] * len(groups))
 
 
-@dataclass(frozen=True)
-class Odd(Columns):
-    numbers: list[int] = by_sample()
-    names: list[str] = by_group()
-    size: int = shared(default=2)
-    inner: Trajectories | None = by_sample(default=None)
-
-
-def test_every_field_of_every_container_says_its_axis() -> None:
-    for container in (Trajectories, FinalSamples, DiffusionRollout):
-        axes = {field.name: field.metadata.get("axis") for field in dataclasses.fields(container)}
-        assert set(axes.values()) <= {"sample", "group", "shared"}, (container.__name__, axes)
-
-    @dataclass(frozen=True)
-    class Silent(Columns):
-        numbers: list[int]
-
-    with pytest.raises(KeyError):
-        Silent([1]).rows(torch.tensor([0]))
-
-
-def test_rows_are_selected_in_all_that_lies_along_samples_and_nowhere_else() -> None:
-    whole = Odd([5, 6, 7], ["a"], 4, trajectories(3, proximal=True))
-    some = whole.rows(torch.tensor([2, 0]))
-    assert some.numbers == [7, 5] and some.names == ["a"] and some.size == 4
-    for name in ("latents", "next_latents", "means", "log_probs", "proximal_means"):
-        assert torch.equal(getattr(some.inner, name), getattr(whole.inner, name)[[2, 0]])
-    assert torch.equal(some.inner.sigmas, whole.inner.sigmas) and some.inner.steps == [1, 2]
-
-
 def test_nothing_is_dropped_when_micro_batches_are_joined() -> None:
     parts = trajectories(2, proximal=True), trajectories(1, proximal=True)
     joined = Trajectories.cat(parts)
-    for field in dataclasses.fields(Trajectories):
-        values = [getattr(part, field.name) for part in (*parts, joined)]
-        if field.metadata["axis"] == "sample":
-            assert torch.equal(values[2], torch.cat(values[:2])), field.name
+    for name in ("latents", "next_latents", "means", "log_probs", "proximal_means"):
+        assert torch.equal(getattr(joined, name), torch.cat([getattr(part, name) for part in parts])), name
     assert Trajectories.cat([trajectories(2), trajectories(1)]).proximal_means is None
-    with pytest.raises(ValueError, match="proximal_means is there in 1 of 2 micro-batches only"):
+    with pytest.raises(ValueError, match="proximal_means is there in 1 of 2 parts only"):
         Trajectories.cat([trajectories(2, proximal=True), trajectories(1)])
-    with pytest.raises(ValueError, match="steps must be the same in all micro-batches"):
+    with pytest.raises(ValueError, match="steps must be the same in all parts"):
         Trajectories.cat([trajectories(2), trajectories(1, steps=(0, 1))])
 
 

@@ -177,15 +177,12 @@ MODALITIES = ("diffusion", "final_samples", "trajectories", "monitors", "self_ch
 
 
 def test_the_runtime_knows_no_modality_however_far_its_imports_go():
-    modules = {".".join(module_of(path)): path for path in LIBRARY}
-    waiting = [name for name in modules if name.startswith("sfumato.runtime")]
-    reached = set(waiting)
-    while waiting:
-        new = {*targets_of(modules[waiting.pop()], modules)} - reached
-        reached |= new
-        waiting += new
-    assert "sfumato.models.policies" in reached and "sfumato.rollout.batch" in reached
-    assert not [name for name in reached if any(word in name for word in MODALITIES)]
+    own = [".".join(module_of(path)) for path in LIBRARY if module_of(path)[1:2] == ("runtime",)]
+    loaded = [name for name in loaded_after(f"import {', '.join(own)}") if name.startswith(("sfumato", "diffusers"))]
+    assert {"sfumato.models.policies", "sfumato.rollout.batch", *own} <= set(loaded)
+    assert not [name for name in loaded if any(word in name for word in MODALITIES)]
+    for path in (ROOT / "sfumato/runtime").rglob("*.py"):  # and inside functions
+        assert not [name for name in imports_of(path) if any(word in name for word in MODALITIES)], relative(path)
     words = ("velocity", "latent", "diffusion", "picture", "image of")
     for path in (ROOT / "sfumato/runtime").rglob("*.py"):
         found = [word for word in words if word in path.read_text(encoding="utf-8")]

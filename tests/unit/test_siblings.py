@@ -28,6 +28,11 @@ def functions(task: str) -> dict[str, str]:
     return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in found}
 
 
+def in_one_line(text: str) -> str:
+    """The same however long arguments break its lines."""
+    return " ".join(text.split()).replace("( ", "(").replace(" )", ")")
+
+
 @pytest.fixture(scope="module")
 def siblings() -> tuple[dict[str, str], dict[str, str]]:
     return functions("rl_diffusion"), functions("rl_diffusion_forward")
@@ -44,7 +49,7 @@ def test_the_loops_differ_in_the_probe_of_what_is_replayed(siblings) -> None:
     for line in REPLAY:
         assert line in loop
         loop = loop.replace(line, "")
-    assert loop == other
+    assert in_one_line(loop) == in_one_line(other)
 
 
 def test_an_update_ends_alike_whatever_its_loss(siblings) -> None:
