@@ -148,6 +148,8 @@ def test_what_differs_is_named_and_what_may_change_is_not() -> None:
     assert compare_identity(None, here, Path("checkpoint")) == "", "a checkpoint that knows nothing of its data"
     said = compare_identity(saved, {**saved, "data.eval_path": "b" * 40}, Path("checkpoint"))
     assert said == "the evaluation is another one than before the checkpoint: data.eval_path has another content"
+    said = compare_identity({"data.eval_path": None}, {"data.eval_path": "b" * 40}, Path("checkpoint"))
+    assert said.endswith(f"data.eval_path was None, is '{'b' * 40}'"), "there was none, so it has no other content"
 
 
 def test_where_data_lies_and_how_it_is_read_may_change(tmp_path: Path) -> None:

@@ -81,3 +81,9 @@ def test_windows_refuse_to_reach_the_last_step() -> None:
         RandomSubset(size=3, among=(1, 2))
     with pytest.raises(ValueError, match="different steps"):
         RandomSubset(size=1, among=(1, 1))
+
+
+def test_a_subset_may_be_all_that_it_is_drawn_from() -> None:
+    assert RandomSubset(size=2, among=(0, 2)).steps(4, seed=0, iteration=0) == [0, 2]
+    with pytest.raises(ValueError, match="cannot draw 3"):
+        RandomSubset(size=3, among=(0, 2))
