@@ -55,15 +55,15 @@ class Ranks:
     def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], folder: Path) -> None:
         """Starts them; each may write into the folder how it ended."""
         self.folder = folder
-        self.ranks = [int(each["RANK"]) for each in environments]
+        self.ranks = [int(environment["RANK"]) for environment in environments]
         self.processes = [
             subprocess.Popen(
                 command,
-                env={**os.environ, **each, "SFUMATO_ENDS": str(folder)},
+                env={**os.environ, **environment, "SFUMATO_ENDS": str(folder)},
                 start_new_session=True,  # Ctrl-C reaches the launcher, and each rank once
                 preexec_fn=_end_with_parent,
             )
-            for each in environments
+            for environment in environments
         ]
         self.ends: dict[int, End] = {}
         self.was_asked = False
@@ -83,7 +83,7 @@ class Ranks:
         """Until all have ended; those that do not follow one that failed are killed, with their stacks taken."""
         deadline = None
         while self._look():
-            if deadline is None and any(each.code for each in self.ends.values()):
+            if deadline is None and any(end.code for end in self.ends.values()):
                 deadline = time.monotonic() + GRACE_S
             if deadline is not None and time.monotonic() > deadline:
                 self._kill()
@@ -127,19 +127,19 @@ class Ranks:
 
 def verdict(ends: Sequence[End]) -> tuple[int, str]:
     """The exit code of the rank that ended first by itself, and what is to be said."""
-    failed = sorted((each for each in ends if each.code and each.kind != "killed"), key=lambda each: each.at)
+    failed = sorted((end for end in ends if end.code and end.kind != "killed"), key=lambda end: end.at)
     if not failed:
         return 0, ""
     order = {"own": 0, "hang": 1, "lost": 2}
-    first = min(failed, key=lambda each: order[each.kind])
+    first = min(failed, key=lambda end: order[end.kind])
     text = first.text
-    if text and first.rank and f"rank {first.rank}" not in text and any(each.text != text for each in ends):
+    if text and first.rank and f"rank {first.rank}" not in text and any(end.text != text for end in ends):
         text = f"rank {first.rank}: {text}"
-    silent = [each.rank for each in ends if each.kind == "killed"]
-    with_stacks = [each for each in ends if each.stacks and (first.kind == "hang" or each is first)]
+    silent = [end.rank for end in ends if end.kind == "killed"]
+    with_stacks = [end for end in ends if end.stacks and (first.kind == "hang" or end is first)]
     if first.kind == "hang" and silent:
         text += f"; {'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))} did not answer"
-    parts = [text, *(f"stacks of rank {each.rank}:\n{each.stacks.rstrip()}" for each in with_stacks)]
+    parts = [text, *(f"stacks of rank {end.rank}:\n{end.stacks.rstrip()}" for end in with_stacks)]
     return first.code, "\n".join(part for part in parts if part)
 
 

@@ -91,8 +91,8 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
     transform = build_transform(data, tokenizer)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
-    found = DataFindings([_look_at_text(*each, transform) for each in _tables(sources)])
-    found.validation = [_look_at_text(*each, transform) for each in _tables(validation)]
+    found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
+    found.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
     found.tokens_per_step = global_batch * per_sample
@@ -106,8 +106,8 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
         found.num_steps, found.tokens = loader.total_steps, loader.tokens_per_epoch
         found.tokens_are_exact = True
         return found
-    found.tokens = sum(each.tokens for each in found.training)
-    samples = max(sum(each.samples for each in found.training), 1)
+    found.tokens = sum(source.tokens for source in found.training)
+    samples = max(sum(source.samples for source in found.training), 1)
     per_step = found.tokens_per_step if train.dyn_bsz else global_batch * found.tokens / samples
     found.steps_are_exact = train.max_steps is not None
     wanted = data.train_size or train.num_train_epochs * found.tokens
@@ -139,7 +139,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     found.images_per_step = config.rollout.num_prompts * config.rollout.n
     for split, listed in (("train", found.training), ("eval", found.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
-        check_prompts(prompts, [each.check_row for each in config.reward.rewards])
+        check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
                 prompt.check_source()
@@ -164,8 +164,8 @@ def _look_at_text(name: str, rows: Rows, transform: TextTransform) -> SourceFind
         for sample in transform(rows[index], rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
-            findings.longest = max(findings.longest, *(len(each.input_ids) for each in sample.documents))
-            findings.num_learned += sum(int(each.learned.sum()) for each in sample.documents)
+            findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
+            findings.num_learned += sum(int(document.learned.sum()) for document in sample.documents)
 
     return _look_at(name, rows, look)
 
@@ -199,16 +199,16 @@ def bad_rows_of(findings: list[SourceFindings], max_bad_rows: int) -> tuple[list
         findings: of all sources.
         max_bad_rows: how many may be left out.
     """
-    bad = [each for source in findings for each in source.bad_rows]
+    bad = [row for source in findings for row in source.bad_rows]
     if not bad:
         return [], False
-    looked_at = sum(each.num_looked_at for each in findings)
+    looked_at = sum(source.num_looked_at for source in findings)
     lines = bad[:NAMED]
     if len(bad) > NAMED or max_bad_rows:
         lines.append(
             f"{len(bad)} of the {looked_at} rows that were looked at are bad; data.max_bad_rows {max_bad_rows}"
         )
-    return lines, len(bad) > max_bad_rows or any(each.is_fatal for each in findings)
+    return lines, len(bad) > max_bad_rows or any(source.is_fatal for source in findings)
 
 
 def _unwatched(items: Any, count: int) -> Any:

@@ -62,7 +62,7 @@ class ModelFindings:
     @property
     def largest(self) -> RankMemory:
         """The rank that needs most."""
-        return max(self.ranks, key=lambda each: each.total)
+        return max(self.ranks, key=lambda rank: rank.total)
 
 
 def smallest_number_of_ranks(config: ParallelConfig) -> int:
@@ -98,15 +98,15 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     planned = planned_of(config, layout, on_gpu)
     module = planned.build()
     found = ModelFindings(type(module).__name__)
-    found.num_parameters = sum(each.numel() for each in module.parameters())
-    found.num_trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
         flops, length = FlopCount(module), config.data.max_seq_len
         found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
     found.ranks = plan_memory(planned, _used(config), layout.size)
     if limit is not None and needed(found.largest, on_gpu) > limit:
         tried = _what_helps(config, layout, on_gpu, limit, show)
-        found.advice = [each for each in tried if each[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
+        found.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
     return found
 
 
@@ -226,4 +226,4 @@ def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool
     changed = config.model_copy(update={"train": train, "model": model})
     layout = Layout.of(train, layout.size)
     ranks = plan_memory(planned_of(changed, layout, on_gpu), _used(changed), layout.size)
-    return max(needed(each, on_gpu) for each in ranks)
+    return max(needed(rank, on_gpu) for rank in ranks)

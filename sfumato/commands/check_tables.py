@@ -46,9 +46,9 @@ def _show_data(data: DataFindings, console: Console) -> None:
     titles = ["tokens", "learned", "longest"] if is_text else []
     table = Table("data", "rows", "looked at", "bad", *titles, title_justify="left")
     for kind, sources in (("", data.training), ("validation: ", data.validation)):
-        for each in sources:
-            cells = [f"{each.num_rows:,}", f"{each.num_looked_at:,}", f"{len(each.bad_rows):,}"]
-            table.add_row(f"{kind}{each.name}", *cells, *(_about_tokens(each) if is_text else ()))
+        for source in sources:
+            cells = [f"{source.num_rows:,}", f"{source.num_looked_at:,}", f"{len(source.bad_rows):,}"]
+            table.add_row(f"{kind}{source.name}", *cells, *(_about_tokens(source) if is_text else ()))
     console.print(table)
     parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
     if is_text:
@@ -60,10 +60,10 @@ def _show_data(data: DataFindings, console: Console) -> None:
     _print(console, "; ".join(parts))
 
 
-def _about_tokens(each: SourceFindings) -> list[str]:
-    if not each.num_tokens:
+def _about_tokens(source: SourceFindings) -> list[str]:
+    if not source.num_tokens:
         return []
-    return [_short(each.tokens), f"{each.num_learned / each.num_tokens:.0%}", f"{each.longest:,}"]
+    return [_short(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
 
 
 def _show_model(found: Findings, console: Console) -> None:
@@ -80,20 +80,20 @@ def _show_memory(found: Findings, console: Console) -> None:
     unit, name = (2**30, "GiB") if found.model.largest.total >= 2**30 else (2**20, "MiB")
 
     def cells(sizes: Iterable[float]) -> list[str]:
-        return [f"{each / unit:,.2f}" if each else "" for each in sizes]
+        return [f"{size / unit:,.2f}" if size else "" for size in sizes]
 
     titles = ["one rank"] if len(ranks) == 1 else [f"stage {index}" for index in range(len(ranks))]
     table = Table(f"memory in {name}", *titles, title_justify="left")
-    for part in dict.fromkeys(part for each in ranks for part, size in each.parts.items() if size):
-        table.add_row(part, *cells(each.parts.get(part, 0) for each in ranks))
+    for part in dict.fromkeys(part for rank in ranks for part, size in rank.parts.items() if size):
+        table.add_row(part, *cells(rank.parts.get(part, 0) for rank in ranks))
     table.add_section()
-    table.add_row("all of it at once", *cells(each.total for each in ranks))
+    table.add_row("all of it at once", *cells(rank.total for rank in ranks))
     if found.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
-        table.add_row(context, *cells(needed(each, on_gpu=True) for each in ranks))
+        table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))
     table.add_section()
-    for part in dict.fromkeys(part for each in ranks for part in each.host):
-        table.add_row(f"in CPU memory: {part}", *cells(each.host.get(part, 0) for each in ranks))
+    for part in dict.fromkeys(part for rank in ranks for part in rank.host):
+        table.add_row(f"in CPU memory: {part}", *cells(rank.host.get(part, 0) for rank in ranks))
     console.print(table)
     if found.model.advice:
         advice = Table("what would help", f"{name} needed", "", title_justify="left")

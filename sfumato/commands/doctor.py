@@ -87,10 +87,10 @@ def run_doctor(as_json: bool = False, start_ray: bool = False, folder: Path | No
     """
     findings = list(examine(start_ray, folder))
     if as_json:
-        print(json.dumps([asdict(each) for each in findings], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         _show(findings)
-    return int(any(each.is_needed and each.state != "ok" for each in findings))
+    return int(any(finding.is_needed and finding.state != "ok" for finding in findings))
 
 
 def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Finding]:
@@ -270,7 +270,7 @@ def _shared_folder(folder: Path) -> Finding:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{SIGN}{host}").write_text(str(now), encoding="ascii")
-        signs = {each.name.removeprefix(SIGN): now - each.stat().st_mtime for each in folder.glob(f"{SIGN}*")}
+        signs = {path.name.removeprefix(SIGN): now - path.stat().st_mtime for path in folder.glob(f"{SIGN}*")}
         for name in [name for name, age in signs.items() if age > SIGN_S]:
             (folder / f"{SIGN}{name}").unlink(missing_ok=True)
             del signs[name]
@@ -357,13 +357,13 @@ def _show(findings: list[Finding]) -> None:
 
     colours = {"ok": "green", "missing": "yellow", "broken": "red"}
     table = Table("", "", Column(overflow="fold"), Column("what to do", overflow="fold"))
-    for index, each in enumerate(findings):
-        if index and each.group != findings[index - 1].group:
+    for index, finding in enumerate(findings):
+        if index and finding.group != findings[index - 1].group:
             table.add_section()
-        state = each.state if each.state == "ok" or each.is_needed else f"({each.state})"
-        detail = each.detail.replace("[", r"\[")
-        table.add_row(each.name, f"[{colours[each.state]}]{state}[/]", detail, each.remedy.replace("[", r"\["))
+        state = finding.state if finding.state == "ok" or finding.is_needed else f"({finding.state})"
+        detail = finding.detail.replace("[", r"\[")
+        table.add_row(finding.name, f"[{colours[finding.state]}]{state}[/]", detail, finding.remedy.replace("[", r"\["))
     console = Console()
     console.print(table)
-    wrong = [each.name for each in findings if each.is_needed and each.state != "ok"]
+    wrong = [finding.name for finding in findings if finding.is_needed and finding.state != "ok"]
     console.print(f"not usable: {', '.join(wrong)}" if wrong else "everything that is needed works", highlight=False)

@@ -33,7 +33,7 @@ class Section(BaseModel):
     def given(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
         fields = type(self).model_fields.items()
-        return {name: getattr(self, name) for name, each in fields if getattr(self, name) != each.get_default()}
+        return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.get_default()}
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def _not_finite(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple
     if isinstance(value, float) and not math.isfinite(value):
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inside:
-        yield from _not_finite(each, (*place, key))
+    for key, item in inside:
+        yield from _not_finite(item, (*place, key))
 
 
 @functools.cache
@@ -81,16 +81,16 @@ def find_variants(source: str) -> dict[str, type]:
         modules += [importlib.import_module(f"{source}.{info.name}") for info in pkgutil.iter_modules(module.__path__)]
     found = {
         vars(cls)["type"]: cls
-        for each in modules
-        for _, cls in inspect.getmembers(each, inspect.isclass)
-        if cls.__module__ == each.__name__ and "type" in vars(cls) and dataclasses.is_dataclass(cls)
+        for module in modules
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if cls.__module__ == module.__name__ and "type" in vars(cls) and dataclasses.is_dataclass(cls)
     }
     return dict(sorted(found.items()))
 
 
 def names_of(cls: type) -> set[str]:
     """Public methods, attributes and fields of a dataclass."""
-    return {name for name in (*dir(cls), *(each.name for each in dataclasses.fields(cls))) if not name.startswith("_")}
+    return {name for name in (*dir(cls), *(f.name for f in dataclasses.fields(cls))) if not name.startswith("_")}
 
 
 @functools.cache
@@ -152,7 +152,7 @@ class Variant:
                 "variant_type", "needs a key 'type', one of {known}", {"known": ", ".join(find_variants(self.source))}
             )
         cls = self.resolve(str(value["type"]))
-        given = {key: each for key, each in value.items() if key != "type"}
+        given = {key: item for key, item in value.items() if key != "type"}
         names = [field.name for field in dataclasses.fields(cls) if field.init]
         unknown = [
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
@@ -161,11 +161,11 @@ class Variant:
         unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
         try:
             built = TypeAdapter(cls).validate_json(
-                json.dumps({key: each for key, each in given.items() if key in names}, default=str), strict=True
+                json.dumps({key: item for key, item in given.items() if key in names}, default=str), strict=True
             )
             errors = unknown
         except ValidationError as error:
-            errors = unknown + [each for each in error.errors() if not odd]
+            errors = unknown + [found for found in error.errors() if not odd]
         except Exception as error:  # a class of one's own that cannot be made, such as one without a method it needs
             raise PydanticCustomError(
                 "broken_variant", "cannot make {cls}: {why}", {"cls": cls.__name__, "why": str(error)}
@@ -181,7 +181,7 @@ class Variant:
         if value is None:
             return None
         cls = type(value)
-        name = next((each for each, known in find_variants(self.source).items() if known is cls), None)
+        name = next((type_name for type_name, known in find_variants(self.source).items() if known is cls), None)
         name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         if self.short and not fields:

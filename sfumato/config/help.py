@@ -32,11 +32,11 @@ def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]
     """A section's own fields, then the sections inside it. ``presets`` holds what the default recipe sets."""
     lines = []
     for name, field in sorted(
-        schema.model_fields.items(), key=lambda each: _inner_section(each[1].annotation) is not None
+        schema.model_fields.items(), key=lambda pair: _inner_section(pair[1].annotation) is not None
     ):
         path = f"{prefix}{name}"
         inner = _inner_section(field.annotation)
-        variant = next((each for each in _metadata(field) if isinstance(each, Variant)), None)
+        variant = next((marker for marker in _metadata(field) if isinstance(marker, Variant)), None)
         if inner is not None:
             lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
             if not field.is_required() and field.default is None:
@@ -54,7 +54,7 @@ def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]
 def _variant_lines(cls: type, path: str) -> list[str]:
     lines = [f"      type: {cls.type}  {inspect.cleandoc(cls.__doc__ or '').splitlines()[0]}"]
     docs = attribute_docs(cls)
-    for field in (each for each in dataclasses.fields(cls) if each.init):
+    for field in (field for field in dataclasses.fields(cls) if field.init):
         default = field.default if field.default is not dataclasses.MISSING else "required"
         lines.append(f"        {path}.{field.name} = {default}  {docs.get(field.name, '')}")
     return lines
@@ -63,9 +63,9 @@ def _variant_lines(cls: type, path: str) -> list[str]:
 def attribute_docs(cls: type) -> dict[str, str]:
     """The strings that stand below the fields of a dataclass and of its bases, by field name."""
     docs: dict[str, str] = {}
-    for each in reversed(cls.__mro__[:-1]):
+    for base in reversed(cls.__mro__[:-1]):
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError):  # a class made without source, such as in a console, has no field texts
             continue
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []

@@ -49,8 +49,8 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(f"{_place(event.start_mark)}: *{event.anchor} stands within what it repeats")
             return node
         below = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [part for each in below for part in (each if isinstance(each, tuple) else (each,))]
-        sizes[id(node)] = 1 + sum(sizes[id(each)] for each in parts)
+        parts = [part for child in below for part in (child if isinstance(child, tuple) else (child,))]
+        sizes[id(node)] = 1 + sum(sizes[id(part)] for part in parts)
         if sizes[id(node)] > MAX_VALUES:
             raise ConfigError(
                 f"{_place(event.start_mark)}: stands for more than {MAX_VALUES:,} values, with all that aliases repeat"
@@ -232,8 +232,8 @@ def load_config(
     except ValidationError as error:
         reasons = schema.reasons(data, overrides)
         lines = [
-            reasons.get(".".join(map(str, each["loc"][:2])) or "-") or _describe(each, schema, path, overrides)
-            for each in error.errors()
+            reasons.get(".".join(map(str, found["loc"][:2])) or "-") or _describe(found, schema, path, overrides)
+            for found in error.errors()
         ]
         raise _all_of(lines) from error
 
@@ -245,8 +245,8 @@ def asks_for_help(arguments: list[str]) -> bool:
 
 def _all_of(lines: list[str]) -> ConfigError:
     """Mistakes as one error, each once, in letters that a terminal only shows."""
-    parts = [part for line in lines for part in line.split("\n")]
-    lines = ["".join(each if each.isprintable() else repr(each)[1:-1] for each in _cut(part, 2400)) for part in parts]
+    parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
+    lines = ["".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part) for part in parts]
     lines = list(dict.fromkeys(lines))
     more = [f"and {len(lines) - MOST_SHOWN} more mistakes"] if len(lines) > MOST_SHOWN else []
     return ConfigError("\n".join([*lines[:MOST_SHOWN], *more]))
@@ -257,8 +257,8 @@ def _huge_numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tup
     if isinstance(value, int) and not -(2**63) < value < 2**63:
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inside:
-        yield from _huge_numbers(each, (*place, key))
+    for key, item in inside:
+        yield from _huge_numbers(item, (*place, key))
 
 
 def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:

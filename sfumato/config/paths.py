@@ -141,7 +141,7 @@ def _check_index(index: Path, option: str) -> None:
         raise ConfigError(f"{option}: {index} {problem}")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        wrong = sorted(str(each) for each in names if Path(each).name != each or not each.endswith(".safetensors"))
+        wrong = sorted(str(path) for path in names if Path(path).name != path or not path.endswith(".safetensors"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{option}: {index} is not an index of weights: {error!r}; fetch it again") from error
     if wrong:

@@ -195,16 +195,16 @@ class RLConfig(Section):
         if not self.rollout.with_reward:
             why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
             refuse_needless(self.reward, "reward", ("max_pending",), why)
-        for number, each in enumerate(self.reward.rewards):
-            if each.evaluation_only and (each.weight != 1 or each.normalise != "none"):
-                name = "weight" if each.weight != 1 else "normalise"
+        for number, reward in enumerate(self.reward.rewards):
+            if reward.evaluation_only and (reward.weight != 1 or reward.normalise != "none"):
+                name = "weight" if reward.weight != 1 else "normalise"
                 raise ValueError(
-                    f"reward.rewards.{number}.{name} has no effect, since {each.label!r} is evaluation_only: "
+                    f"reward.rewards.{number}.{name} has no effect, since {reward.label!r} is evaluation_only: "
                     "remove one of them"
                 )
-        if all(each.evaluation_only for each in self.reward.rewards):
+        if all(reward.evaluation_only for reward in self.reward.rewards):
             raise ValueError("reward.rewards: all rewards are evaluation_only, so nothing would be optimised")
-        standardised = [each.label for each in self.reward.rewards if each.normalise != "none"]
+        standardised = [reward.label for reward in self.reward.rewards if reward.normalise != "none"]
         if getattr(self.algorithm.advantage, "by_reward", False) and (
             standardised or self.reward.combination.type != "weighted_sum"
         ):
@@ -213,7 +213,7 @@ class RLConfig(Section):
                 f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
                 f"itself, so {what} would mean nothing: leave it out"
             )
-        groupwise = [each.label for each in self.reward.rewards if each.groupwise]
+        groupwise = [reward.label for reward in self.reward.rewards if reward.groupwise]
         if groupwise and self.rollout.micro_batch_size % self.rollout.n:
             raise ValueError(
                 f"reward {groupwise[0]!r} scores whole groups, so rollout.micro_batch_size "

@@ -51,13 +51,13 @@ def check_value(value: Any, where: str) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         deeper: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                deeper += [*each.keys(), *each.values()]
-            elif isinstance(each, list):
-                deeper += each
-            elif isinstance(each, str):
-                check_text(each, where)
+        for child in level:
+            if isinstance(child, dict):
+                deeper += [*child.keys(), *child.values()]
+            elif isinstance(child, list):
+                deeper += child
+            elif isinstance(child, str):
+                check_text(child, where)
         if not deeper:
             return
         level = deeper

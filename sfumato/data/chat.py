@@ -39,7 +39,7 @@ class ChatTemplate:
         """Args are a fast tokenizer, the template, and the one for conversations with tools (often the same)."""
         self.tokenizer = tokenizer
         self.text, self.tool_text = text, tool_text
-        added = {each.content for each in tokenizer.added_tokens_decoder.values() if each.special}
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
@@ -218,7 +218,7 @@ class _Chat:
                     raise self._error(index, "the chat template leaves it out")
             elif index in answers:
                 for said in (content, message.get("reasoning_content") or ""):
-                    if not any(_squeeze(each) in squeezed[index] for each in (said, _in_json(said))):
+                    if not any(_squeeze(text) in squeezed[index] for text in (said, _in_json(said))):
                         raise self._error(index, "the chat template leaves out some of what it says")
                 for name in _tool_names(message.get("tool_calls") or []):
                     if name not in answers[index]:
@@ -251,7 +251,7 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
             raise ConfigError(f"data.chat_template: {error}") from error
     else:
         texts = [_read_template(name)] * 2
-    missing = [each for each in ("<|im_start|>", "<|im_end|>") if each not in tokenizer.get_vocab()]
+    missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
     if name == "chatml" and missing:
         raise ConfigError(f"data.chat_template chatml needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
@@ -299,7 +299,7 @@ def _read_template(name: str) -> str:
     shipped = TEMPLATES / f"{name}.jinja"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in TEMPLATES.glob("*.jinja")))
+        known = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
         raise ConfigError(f"data.chat_template: no Jinja file {name}; the templates with a name are {known}")
     return read_text(path)
 
@@ -322,7 +322,8 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 def _tool_names(tools: Any) -> list[str]:
     """Names of tools, or of calls of them; they stand at the top or below ``function``."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
-    return [each["name"] for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _in_json(text: str) -> str:

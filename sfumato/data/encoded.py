@@ -171,11 +171,11 @@ class LatentCache:
         own_negative = "negatives" in self._tensors
         negatives = self._tensors["negatives"][rows] if own_negative else slice(1)  # caption 0 is the empty prompt
         conditioning = Conditioning(
-            {name: each[captions[kept]] for name, each in stored.items()},
-            {name: each[negatives] for name, each in stored.items()},
+            {name: tensor[captions[kept]] for name, tensor in stored.items()},
+            {name: tensor[negatives] for name, tensor in stored.items()},
             own_negative,
         )
-        sample_ids = [each for each, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
+        sample_ids = [sample_id for sample_id, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
         latents = self._tensors["latents"][rows].to(self.device)
         if not finite_rows(latents, *conditioning.tensors.values()).all():
             raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
@@ -255,7 +255,7 @@ def _build(
 ) -> None:
     writer = _Writer(folder)
     model.forget_prompts()
-    writer.add({name: each[0] for name, each in embed_nothing(model, dataset.size).tensors.items()})
+    writer.add({name: tensor[0] for name, tensor in embed_nothing(model, dataset.size).tensors.items()})
     number_of = {("", ""): 0}  # -1 where an embedding is not finite
     starts = range(0, len(dataset), batch_size)
     broken = []
@@ -280,7 +280,7 @@ def _build(
             is_finite = finite_rows(*embedded.values()).tolist()
             for row, key in enumerate(new):
                 number_of[key] = len(number_of) if is_finite[row] else -1
-                writer.add({name: each[row] for name, each in embedded.items()})
+                writer.add({name: tensor[row] for name, tensor in embedded.items()})
             model.forget_prompts()
         latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
         is_finite = [] if latents is None else finite_rows(latents).tolist()
@@ -357,7 +357,7 @@ def _fingerprint(dataset: Dataset, model: DiffusionModel) -> str:
     image = probe[0].permute(1, 2, 0).numpy()
     embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None)
     outputs = [model.encode_pixels(probe), *embedded.tensors.values()]
-    for each in outputs:
-        digest.update(f"{each.dtype}{tuple(each.shape)}".encode())
-        digest.update(each.detach().cpu().float().numpy().tobytes())
+    for output in outputs:
+        digest.update(f"{output.dtype}{tuple(output.shape)}".encode())
+        digest.update(output.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()

@@ -66,7 +66,7 @@ class GlyphDataset:
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions of ``count`` held-out words with the source images of their edits."""
         words = held_out_words(self.config, count)
-        return [(caption_of(each, self.config), source_image(each, self.config, *self.size[:2])) for each in words]
+        return [(caption_of(word, self.config), source_image(word, self.config, *self.size[:2])) for word in words]
 
     def fingerprint(self) -> str:
         """Identifies the images, for caches."""
@@ -91,9 +91,9 @@ class GlyphDataset:
         font = default_font(self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)])
         x, y = (_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
         if self.size[2] == 1:
-            return torch.stack([render_word(each, font, self.height, self.width, [x, y]) for each in words])
+            return torch.stack([render_word(word, font, self.height, self.width, [x, y]) for word in words])
         places = [[x + round(move), y] for move in np.linspace(-self.width / 8, self.width / 8, self.size[2])]
-        videos = [[render_word(each, font, self.height, self.width, place) for place in places] for each in words]
+        videos = [[render_word(word, font, self.height, self.width, place) for place in places] for word in words]
         return torch.stack([torch.stack(frames, dim=1) for frames in videos])
 
 

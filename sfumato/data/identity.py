@@ -49,7 +49,7 @@ def content_of_sources(sources: Sources | None) -> str:
         return _digest(["nothing"])
     mixing = [sources.weights, sources.level, sources.stopping] if sources.weights is not None else None
     if sources.files is not None:
-        files = [file.path for each in sources.files for file in each]
+        files = [file.path for files in sources.files for file in files]
         every, blocks = -(-len(files) // BLOCKS), max(BLOCKS // len(files), 1)
         sizes = [path.stat().st_size for path in files]
         return _digest([sources.names, mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])])
@@ -73,7 +73,7 @@ def content_of_images(dataset: Any) -> str:
 
 def content_of_prompts(prompts: Iterable[Prompt]) -> str:
     """Of prompts: their texts and metadata in order."""
-    return _digest([[each.text, each.metadata] for each in prompts])
+    return _digest([[prompt.text, prompt.metadata] for prompt in prompts])
 
 
 def content_of_file(path: Path, blocks: int | None = None) -> str:

@@ -65,8 +65,8 @@ class FolderRows:
 
     def files(self) -> list[Path]:
         """Every image and every caption there is."""
-        captions = (each.with_suffix(".txt") for each in self._files)
-        return [*self._files, *(each for each in captions if each.is_file())]
+        captions = (path.with_suffix(".txt") for path in self._files)
+        return [*self._files, *(path for path in captions if path.is_file())]
 
 
 class ImageTextDataset:
@@ -113,7 +113,7 @@ class ImageTextDataset:
             pixels = self._fitted(read_image(find_file(row, key, folder, where), where))
             return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
-        video = torch.from_numpy(np.stack([self._fitted(each) for each in frames]))
+        video = torch.from_numpy(np.stack([self._fitted(frame) for frame in frames]))
         return video.permute(3, 0, 1, 2).contiguous()
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:

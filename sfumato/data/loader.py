@@ -110,7 +110,7 @@ class IndexLoader:
         batches = []
         for start in range(first, first + per_rank, self.micro_batch_size):
             ids = list(range(start, min(start + self.micro_batch_size, first + per_rank)))
-            batches.append(IndexBatch([self._row(each) for each in ids], ids))
+            batches.append(IndexBatch([self._row(sample_id) for sample_id in ids], ids))
         return batches
 
     def _row(self, position: int) -> int:
@@ -136,5 +136,5 @@ def evaluation_batches(num_rows: int, micro_batch_size: int, mesh: Mesh) -> list
     for number in range(mesh.data_rank, num_batches * mesh.data_size, mesh.data_size):
         places = range(number * micro_batch_size, (number + 1) * micro_batch_size)
         ids = [place if place < num_rows else -1 for place in places]
-        batches.append(IndexBatch([max(each, 0) for each in ids], ids))
+        batches.append(IndexBatch([max(sample_id, 0) for sample_id in ids], ids))
     return batches

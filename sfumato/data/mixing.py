@@ -35,7 +35,7 @@ class Mixer:
             num_samples: how many samples all have given.
         """
         self.taken = [0] * len(weights) if taken is None else list(taken)
-        self._shares = [each / sum(weights) for each in weights]
+        self._shares = [weight / sum(weights) for weight in weights]
         self._total, self._num_samples = sum(self.taken), num_samples
 
     def choose(self) -> int:
@@ -129,7 +129,7 @@ class Order:
         """An epoch of weighted sources; notes where the next one starts."""
         taken, given = self._starts[number]
         mixer = Mixer(self._weights, taken, sum(given))
-        sizes = [len(each) for each in self._members]
+        sizes = [len(members) for members in self._members]
         amounts = [self._amounts(source, start) for source, start in enumerate(given)]
         left = [size - start % size for size, start in zip(sizes, given, strict=True)]
         passes = [start // size for size, start in zip(sizes, given, strict=True)]
@@ -186,10 +186,10 @@ class Order:
 
     def _check_size(self, names: Sequence[str]) -> None:
         by_tokens = self.level == "token"
-        amounts = [int(self.lengths[each].sum()) if by_tokens else len(each) for each in self._members]
+        amounts = [int(self.lengths[members].sum()) if by_tokens else len(members) for members in self._members]
         needed = [amount / weight for amount, weight in zip(amounts, self._weights, strict=True)]
         epoch = min(needed) if self.stopping == "first_exhausted" else max(needed)
-        size = sum(len(each) * epoch / own for each, own in zip(self._members, needed, strict=True))
+        size = sum(len(members) * epoch / own for members, own in zip(self._members, needed, strict=True))
         if size > MAX_EPOCH:
             raise DataError(
                 f"with these weights an epoch would have {size:.2g} samples until source "

@@ -42,9 +42,9 @@ def pack(
         Positions of samples, ``[rank][micro-batch]``: each of them once, as many micro-batches on each rank. Some are
         empty when there are too few samples.
     """
-    by_cost = sorted(range(len(lengths)), key=lambda each: (-costs[each], -lengths[each], each))
-    by_length = sorted(range(len(lengths)), key=lambda each: (-lengths[each], each))
-    total = sum(min(each, capacity) for each in lengths)
+    by_cost = sorted(range(len(lengths)), key=lambda position: (-costs[position], -lengths[position], position))
+    by_length = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+    total = sum(min(length, capacity) for length in lengths)
     wanted = max(-(-total // (capacity * num_ranks)), minimum, 1)
     num = -(-wanted // multiple) * multiple
     while True:
@@ -83,8 +83,8 @@ def _level(
             passed.append((weight, index))
         else:
             return None
-        for each in passed:
-            heapq.heappush(lightest, each)
+        for entry in passed:
+            heapq.heappush(lightest, entry)
     return bins
 
 
@@ -99,16 +99,16 @@ def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins:
         first = rest.pop(0)
         more = _best_sum(rest, lengths, max(capacity - lengths[first], 0))
         bins.append([first, *more])
-        rest = [each for each in rest if each not in more]
+        rest = [position for position in rest if position not in more]
     return None if rest else bins + [[] for _ in range(num_bins - len(bins))]
 
 
 def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[int]:
     """Samples whose lengths add up to the most that is not above ``room``, by dynamic programming over bits."""
-    fitting = [each for each in samples if lengths[each] <= room]
+    fitting = [position for position in samples if lengths[position] <= room]
     sums = [1]  # bit s: the samples so far can add up to s
-    for each in fitting:
-        sums.append((sums[-1] | sums[-1] << lengths[each]) & ((2 << room) - 1))
+    for position in fitting:
+        sums.append((sums[-1] | sums[-1] << lengths[position]) & ((2 << room) - 1))
         if sums[-1] >> room:
             break
     left = sums[-1].bit_length() - 1
@@ -122,7 +122,7 @@ def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[
 
 def _deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     """Hands bins out, the costliest first: in each round one to each rank, the costliest to the rank with the least."""
-    work = {index: sum(costs[each] for each in members) for index, members in enumerate(bins)}
+    work = {index: sum(costs[position] for position in members) for index, members in enumerate(bins)}
     order = sorted(work, key=lambda index: (-work[index], index))
     shares: list[Bins] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks
@@ -174,9 +174,9 @@ def make_batch(
         pad_token_id: token that fills rows up.
         min_tokens: shortest row.
     """
-    documents = [each for sample in samples for each in sample.documents]
+    documents = [document for sample in samples for document in sample.documents]
     origins = [source for sample, source in zip(samples, sources, strict=True) for _ in sample.documents]
-    lengths = [len(each.input_ids) for each in documents]
+    lengths = [len(document.input_ids) for document in documents]
     rows = [list(range(len(documents)))] if packed else [[number] for number in range(len(documents))] or [[]]
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
     tensors = {
@@ -202,7 +202,7 @@ def make_batch(
             tensors["position_ids"][index, end:] = np.arange(end, width)
             tensors["documents"][index, end:] = row[0]
             tensors["sources"][index, end:] = origins[row[0]]
-    return TextBatch({name: torch.from_numpy(each) for name, each in tensors.items()}, lengths, list(sample_ids))
+    return TextBatch({name: torch.from_numpy(array) for name, array in tensors.items()}, lengths, list(sample_ids))
 
 
 def _labels(document: Document) -> np.ndarray:

@@ -72,7 +72,7 @@ def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File |
     value = row.get(key)
     if not isinstance(value, list):
         return find_file(row, key, root, where)
-    return [find_file({**row, key: each}, key, root, f"{where}, frame {n}") for n, each in enumerate(value, start=1)]
+    return [find_file({**row, key: frame}, key, root, f"{where}, frame {n}") for n, frame in enumerate(value, start=1)]
 
 
 def read_image(source: File, where: str) -> Image.Image:

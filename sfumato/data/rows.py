@@ -389,15 +389,15 @@ def _find_files(part: str, option: str) -> list[Path]:
     """The file, or those of known endings in the folder, without hidden ones."""
     path = Path(part)
     if not part or not path.exists():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1)
+        near = difflib.get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
     if not path.is_dir():
         return [path]
-    inside = sorted(each for each in path.rglob("*") if not each.is_dir() and not _is_hidden(each.relative_to(path)))
-    files = [each for each in inside if each.suffix.lower() in ENDINGS and each.name not in NOT_DATA]
+    inside = sorted(file for file in path.rglob("*") if not file.is_dir() and not _is_hidden(file.relative_to(path)))
+    files = [path for path in inside if path.suffix.lower() in ENDINGS and path.name not in NOT_DATA]
     if not files:
-        endings = ", ".join(sorted({each.suffix or each.name for each in inside})) or "nothing"
+        endings = ", ".join(sorted({path.suffix or path.name for path in inside})) or "nothing"
         raise DataError(f"{option}: the folder {path} has no {' or '.join(ENDINGS)} file; it holds {endings}")
     return files
 

@@ -39,7 +39,7 @@ class Sources:
     @property
     def tables(self) -> Sequence[Sequence[Table]]:
         """What each source is read from."""
-        return [[each] for each in self.rows] if self.files is None else self.files
+        return [[rows] for rows in self.rows] if self.files is None else self.files
 
 
 class ScheduleEntry(Section):
@@ -115,11 +115,11 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool) -> 
     else:
         file = load_config(SourcesFile, path)
         places = [*_places(path, file.sources)]
-    files = [[RowFile(each, text_column, entry) for each in find_files(place, entry)] for place, entry in places]
-    refuse_twice([each.path for source in files for each in source], path)
+    files = [[RowFile(path, text_column, entry) for path in find_files(place, entry)] for place, entry in places]
+    refuse_twice([file.path for source in files for file in source], path)
     weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
     mixture = (weights, file.level, file.stopping_strategy)
-    rows = [] if is_streamed else [join_rows([each.open() for each in source]) for source in files]
+    rows = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
 
 

@@ -141,8 +141,8 @@ def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
 def without_none(value: Any) -> Any:
     """Leaves out keys without a value: tables give each row the keys of all rows."""
     if isinstance(value, dict):
-        return {key: without_none(each) for key, each in value.items() if each is not None}
-    return [without_none(each) for each in value] if isinstance(value, list) else value
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:

@@ -110,7 +110,7 @@ class ConversationTransform:
         """One sample, or one for each answer when the template renders the history of each in another way."""
         messages = read_messages(row[find_key(row, self.keys, where)], where)
         encoded = self.template.encode(messages, where, read_tools(row, where))
-        return [TextSample((fit(each, self.max_seq_len, self.overlong, where),)) for each in encoded]
+        return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class PreferenceTransform:
         else:
             prompt = _as_messages(prompt_value, "user", where)
             chosen, rejected = (
-                _after_prompt(prompt, _as_messages(each, "assistant", where), where) for each in answers
+                _after_prompt(prompt, _as_messages(answer, "assistant", where), where) for answer in answers
             )
         if chosen == rejected:
             raise DataError(f"{where}: {chosen_key} and {rejected_key} are the same")

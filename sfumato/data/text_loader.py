@@ -117,7 +117,7 @@ class TextLoader:
                 "samples, so that some would be lost or seen twice. Restore data.train_path, data.max_seq_len, the "
                 "tokenizer, train.seed and the like; or start a new run from the exported weights (model.model_path)"
             )
-        self._state = {name: each for name, each in state.items() if name != "fingerprint"}
+        self._state = {name: value for name, value in state.items() if name != "fingerprint"}
         self._total_steps = None
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[TextBatch]]]:
@@ -142,7 +142,7 @@ class TextLoader:
         train, count = self._train, step.document_lengths.shape[1]
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
         capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
-        costs = [sum(map(self._cost, each)) for each in step.document_lengths.tolist()]
+        costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
         shares = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
         first = step.after["samples"] - len(step.sources)
         own = shares[self._mesh.data_rank]
@@ -264,7 +264,7 @@ def _stream_steps(
         )
     bad_rows = BadRows(data.max_bad_rows, say)
     stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
-    sizes = [[table.size if isinstance(table, RowFile) else len(table) for table in each] for each in sources.tables]
+    sizes = [[item.size if isinstance(item, RowFile) else len(item) for item in tables] for tables in sources.tables]
     content = [transform.fingerprint, sources.names, sizes]
     order = [data.shuffle_buffer if data.shuffle else None, *_order_key(data, train, sources)]
     return StreamSteps(stream, _digest(["stream", content, order]), rule, length)
@@ -371,11 +371,11 @@ def build_validation(
             origins += [number] * len(found)
     if not samples:
         raise DataError("data.eval_path: no row of the validation set can be used")
-    lengths = [each.num_tokens for each in samples]
+    lengths = [sample.num_tokens for sample in samples]
     capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
     if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
         lengths, capacity = [1] * len(samples), train.micro_batch_size
-    shares = pack(lengths, [float(each) for each in lengths], capacity, mesh.data_size)
+    shares = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
     own = shares[mesh.data_rank]
     batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh)
     return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
@@ -410,7 +410,7 @@ def _prompt(sample: TextSample) -> AnsweredPrompt:
     ids, learned = document.input_ids.tolist(), document.learned.tolist()
     start = len(ids) // 2
     if not all(learned[1:]):
-        last = max(index for index, each in enumerate(learned) if each)
+        last = max(index for index, is_in in enumerate(learned) if is_in)
         start = last
         while learned[start - 1]:
             start -= 1

@@ -178,7 +178,7 @@ class _Ahead:
         if not fresh:
             return used
         end = len(self._indices) - self._next
-        self._ends = deque(each - self._next for each in self._ends)
+        self._ends = deque(end - self._next for end in self._ends)
         for epoch in fresh:
             end += len(epoch)
             self._ends.append(end)

@@ -69,7 +69,7 @@ class TextStream:
         """
         self.sources, self.transform, self.bad_rows = sources, transform, bad_rows
         self.seed, self.shuffle, self.block_rows = seed, shuffle, block_rows
-        tables = [[(number, table) for table in each] for number, each in enumerate(sources.tables)]
+        tables = [[(number, table) for table in tables] for number, tables in enumerate(sources.tables)]
         self.lanes = [*map(RowBlocks, tables)] if sources.weights is not None else [RowBlocks([*chain(*tables)])]
 
     def begin(self) -> State:
@@ -179,8 +179,8 @@ class StreamSteps:
                 else:
                     taken.append(found)
             place = state
-            for each in taken:
-                place = self.stream.move(place, each)
+            for sample in taken:
+                place = self.stream.move(place, sample)
             epoch_ended = self.stream.epochs(place) > self.stream.epochs(state)
             state = {
                 **place,
@@ -189,8 +189,10 @@ class StreamSteps:
                 "tokens": state["tokens"] + (self.rule.limit if self.rule.by_tokens else 0),
             }
             yield Step(
-                document_lengths=np.array([[len(each.input_ids) for each in one.sample.documents] for one in taken]),
-                sources=[each.source for each in taken],
+                document_lengths=np.array(
+                    [[len(document.input_ids) for document in one.sample.documents] for one in taken]
+                ),
+                sources=[sample.source for sample in taken],
                 read=lambda position, taken=taken: taken[position].sample,
                 epoch_ended=epoch_ended,
                 after=state,

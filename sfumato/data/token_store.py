@@ -190,21 +190,21 @@ def _build(
                 broken.append(str(error))
             num_samples[source] += len(part.rows)
             if part.documents:
-                columns["tokens"].add(np.concatenate([each.input_ids for each in part.documents]))
-                columns["learned"].add(np.concatenate([each.learned for each in part.documents]))
-            columns["document_lengths"].add([len(each.input_ids) for each in part.documents])
+                columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
+                columns["learned"].add(np.concatenate([document.learned for document in part.documents]))
+            columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
             columns["source_of"].add([source] * len(part.rows))
             columns["row_of"].add(part.rows)
     if 0 in num_samples:
         name = sources.names[num_samples.index(0)]
         raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
-    digests = {name: each.close() for name, each in columns.items() if name != "row_of"}
+    digests = {name: column.close() for name, column in columns.items() if name != "row_of"}
     identity = json.dumps([list(sources.names), transform.documents_per_sample, digests])
     manifest = {
         "fingerprint": hashlib.blake2b(identity.encode(), digest_size=10).hexdigest(),
         "documents_per_sample": transform.documents_per_sample,
         "bad_rows": broken,
-        **{name: each.size for name, each in columns.items()},
+        **{name: column.size for name, column in columns.items()},
     }
     columns["row_of"].close()
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")

@@ -48,7 +48,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
 
     if path.name.endswith(".index.json"):
         try:
-            names = sorted({str(each) for each in json.loads(path.read_bytes())["weight_map"].values()})
+            names = sorted({str(name) for name in json.loads(path.read_bytes())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is not an index of weights: {error!r}") from error
         return {key: tensor for name in names for key, tensor in read_pickled(path.parent / Path(name).name).items()}
@@ -59,7 +59,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     for wrapper in WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
             found = found[wrapper]
-    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise DataError(f"{path} holds no mapping of names to tensors")
     return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
 

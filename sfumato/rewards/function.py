@@ -87,7 +87,7 @@ class FunctionReward(Reward):
         if self.concurrency > 1:
             return asyncio.run(self._score_together(function, samples))
         results = [function(samples)] if self.groupwise else [function(sample) for sample in samples]
-        results = [asyncio.run(each) if inspect.iscoroutine(each) else each for each in results]
+        results = [asyncio.run(result) if inspect.iscoroutine(result) else result for result in results]
         return results[0] if self.groupwise else results
 
     async def _score_together(self, function: Callable[..., Any], samples: list[Sample]) -> list[Any]:

@@ -170,7 +170,7 @@ class Judge(HttpReward):
 
     def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """``read`` of the reply about each sample; a Failure where there is none or it cannot be read."""
-        return self.judge([(each,) for each in samples])
+        return self.judge([(sample,) for sample in samples])
 
     def judge(self, questions: Sequence[tuple[Sample, ...]]) -> list[float | Failure]:
         """``read`` of the reply to each question, which is about one sample for each name in ``shows``.
@@ -196,7 +196,7 @@ class Judge(HttpReward):
                 num_unread += 1
                 example = examples.setdefault(str(error), reply.excerpt)  # one for all, so that messages stay few
                 values.append(Failure(f"unreadable reply ({error}), such as {example!r}"))
-        self.tally.add(num_unread, sum(not isinstance(each, Failure) for each in replies))
+        self.tally.add(num_unread, sum(not isinstance(value, Failure) for value in replies))
         return values
 
     def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> Reply:

@@ -42,7 +42,7 @@ class RubricReward(Judge):
 
     def variables(self) -> dict[str, Any]:
         """The rubric, and the range as ``low`` and ``high``."""
-        low, high = (f"{each:g}" for each in self.score_range)
+        low, high = (f"{bound:g}" for bound in self.score_range)
         return {"rubric": self._text().strip(), "low": low, "high": high}
 
     def read(self, reply: Reply, *samples: Sample) -> float:
@@ -164,7 +164,7 @@ class PairwisePreference(Judge):
         wins: list[list[float]] = [[] for _ in samples]
         lost: list[list[Failure]] = [[] for _ in samples]
         for (a, b), forth, back in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
-            failure = next((each for each in (forth, back) if isinstance(each, Failure)), None)
+            failure = next((verdict for verdict in (forth, back) if isinstance(verdict, Failure)), None)
             if failure is not None:
                 self.tally.note(f"a pair without verdict: {failure.reason}")
                 lost[a].append(failure)

@@ -66,7 +66,7 @@ class RemoteReward(HttpReward):
         served = _ask_servers(self)
         label = self.reward or next(iter(served.rewards))
         encoded = [wire.encode_sample(sample) for sample in samples]
-        sizes = [max(wire.encoded_size(each), 1) for each in encoded]
+        sizes = [max(wire.encoded_size(sample), 1) for sample in encoded]
 
         def ask(piece: range) -> Sequence[float | Failure]:
             if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
@@ -118,7 +118,7 @@ def _describe(reward: RemoteReward) -> wire.Description:
         _check_served(reward, url, description)
     served = list(found.values())
     label = reward.reward or next(iter(served[0].rewards))
-    prints = {url: each.rewards[label].fingerprint for url, each in found.items()}
+    prints = {url: description.rewards[label].fingerprint for url, description in found.items()}
     if len(set(prints.values())) > 1:
         raise ConfigError(
             f"reward {reward.label!r}: the servers {' and '.join(prints)} serve {label!r} with different settings or "
@@ -126,8 +126,8 @@ def _describe(reward: RemoteReward) -> wire.Description:
         )
     return wire.Description(
         rewards={label: served[0].rewards[label]},
-        max_batch_size=min(each.max_batch_size for each in served),
-        max_request_mib=min(each.max_request_mib for each in served),
+        max_batch_size=min(description.max_batch_size for description in served),
+        max_request_mib=min(description.max_request_mib for description in served),
     )
 
 

@@ -49,7 +49,7 @@ MUTED, LINE, ACCENT, FAINT = (stand_in(name) for name in ("muted", "line", "acce
 
 def theme_css(selector: str = ":root") -> str:
     """Rules that define the colours on ``selector``, for both themes."""
-    light, dark = (";".join(f"--{name}:{value}" for name, value in each.items()) for each in (LIGHT, DARK))
+    light, dark = (";".join(f"--{name}:{value}" for name, value in colours.items()) for colours in (LIGHT, DARK))
     return f"{selector}{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
 
 

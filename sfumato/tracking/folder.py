@@ -127,7 +127,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
     """The leaves of nested mappings by dotted name."""
     if not isinstance(value, Mapping) or not value:
         return {name: value}
-    return {key: leaf for k, each in value.items() for key, leaf in flatten(each, f"{name}.{k}" if name else k).items()}
+    return {key: leaf for k, item in value.items() for key, leaf in flatten(item, f"{name}.{k}" if name else k).items()}
 
 
 class RunFolder:
@@ -285,7 +285,7 @@ class RunFolder:
 
     def _move_aside(self) -> None:
         root, kept = self.path.resolve(), self._kept_name()
-        caches = {Path(each) for each in CACHES}
+        caches = {Path(cache) for cache in CACHES}
         caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
         self.lock.move_folder(root.with_name(kept.name))
         for cache in caches:

@@ -206,7 +206,7 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
     with _exclusively(path) as found:
         if found != dead:
             return
-        for lock in [each for each in _held if each.owner == dead[0]]:
+        for lock in [lock for lock in _held if lock.owner == dead[0]]:
             lock.abandon()
         os.replace(_write_beside(path, owner), path)
     if not dead[0] or not dead[0].is_self:
@@ -323,7 +323,7 @@ def _now_of(folder: Path) -> float:
 
 def _make(folder: Path) -> list[Path]:
     """Makes a folder with its parents; those that were not there, outermost first."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()][::-1]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 

@@ -172,7 +172,7 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
 def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
     """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest that fits."""
     words = f" {name.replace('-', ' ')} ".lower()
-    fitting = [each for each in PEAK_TFLOPS if all(f" {word} " in words for word in each.lower().split())]
+    fitting = [gpu for gpu in PEAK_TFLOPS if all(f" {word} " in words for word in gpu.lower().split())]
     return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
 
 

@@ -137,9 +137,9 @@ def _weights(config: str) -> dict[str, float]:
     try:
         rewards = yaml.safe_load(config)["reward"]["rewards"]
         found = {}
-        for each in rewards:
-            called = each.get("name") or (each["path"] if each["type"] == "function" else each["type"])
-            found[called.rpartition(":")[2]] = each.get("weight", 1.0)
+        for reward in rewards:
+            called = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
+            found[called.rpartition(":")[2]] = reward.get("weight", 1.0)
     except (yaml.YAMLError, TypeError, KeyError, AttributeError):  # a task without rewards
         return {}
     return found
@@ -210,7 +210,7 @@ def _signs(metrics: Series) -> str:
         if name == VELOCITY:
             values, note = finite(relative_to_first(values)), "<small>relative to the first</small>"
         figures.append(_figure(name, values, f"s{number}-", note) if values else "")
-    signs = [f'<li data-sign="{escape(each.metric)}">{escape(each.text)}</li>' for each in signs_of_hacking(metrics)]
+    signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
     return section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
 

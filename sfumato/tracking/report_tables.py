@@ -40,16 +40,16 @@ def time_per_phase(timings: Series) -> str:
     """Where the time of all steps went. A part that is rare, such as saving, counts as often as it happened."""
     seconds = {name: list(finite(points).values()) for name, points in timings.items()}
     steps = seconds.get("time/step_s", [])
-    phases = {each: values for each in Phase if (values := seconds.get(each.metric, []))}
+    phases = {phase: values for phase in Phase if (values := seconds.get(phase.metric, []))}
     whole, rest = sum(steps), max(sum(steps) - sum(map(sum, phases.values())), 0.0)
     # generation by a sampler of its own goes on while the policy learns; nobody waits for it then
     is_beside = sum(map(sum, phases.values())) > OVERLAP * whole and Phase.GENERATE in phases
     if is_beside:
-        rest = max(whole - sum(sum(values) for each, values in phases.items() if each != Phase.GENERATE), 0.0)
+        rest = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
     rows = []
-    for each, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
-        share = "beside the others" if is_beside and each == Phase.GENERATE else _share(sum(values), whole)
-        rows.append((each.replace("_", " "), *_spread(values, len(steps)), share))
+    for phase, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
+        share = "beside the others" if is_beside and phase == Phase.GENERATE else _share(sum(values), whole)
+        rows.append((phase.replace("_", " "), *_spread(values, len(steps)), share))
     if rows and steps:
         rest_of = "everything else" if Phase.UPDATE in phases else "training, and everything else"
         rows.append((rest_of, "", "", "", _share(rest, whole)))
@@ -76,8 +76,8 @@ def failed_rewards(log: str) -> str:
         found.steps.add(step)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].samples.total())
     rows = [
-        (reason, str(each.samples[False]), str(each.samples[True]), f"{min(each.steps)} to {max(each.steps)}")
-        for reason, each in ordered[:MAX_REASONS]
+        (reason, str(failed.samples[False]), str(failed.samples[True]), f"{min(failed.steps)} to {max(failed.steps)}")
+        for reason, failed in ordered[:MAX_REASONS]
     ]
     hidden = f"{len(ordered) - MAX_REASONS} more reasons are in log.txt." if len(ordered) > MAX_REASONS else ""
     columns = ("reward and reason", "training samples", "evaluation samples", "steps")

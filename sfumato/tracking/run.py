@@ -161,7 +161,7 @@ class Run:
             show: what stands beside the progress bar, as label and metric name.
         """
         seconds = time.perf_counter() - self._step_started
-        training_s = seconds - sum(self._timings.get(each.metric, 0.0) for each in Phase if not each.is_training)
+        training_s = seconds - sum(self._timings.get(phase.metric, 0.0) for phase in Phase if not phase.is_training)
         rates = self._meter.rates(training_s, self._timings)
         busy = self._timeline.end_step(step) if self._enabled else {}
         timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
@@ -200,7 +200,7 @@ class Run:
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
         if self._enabled and records:
-            damaged = [each.damage for each in records if each.damage]
+            damaged = [record.damage for record in records if record.damage]
             if damaged:
                 self.say(f"samples of step {step}: {len(damaged)} of {len(records)} cannot be shown: {damaged[0]}")
             with self._files.spare(self.output_dir / "samples"):

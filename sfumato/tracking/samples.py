@@ -140,11 +140,11 @@ SHOWN = 16
 def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord]) -> None:
     """``save_samples``, and for pictures of one size a grid of each kind."""
     path = save_samples(folder, step, records)
-    for kind in dict.fromkeys(each.kind for each in records):
-        shown = [each for each in records if each.kind == kind and not isinstance(each.content, str)][:SHOWN]
-        images = [each.still for each in shown]
+    for kind in dict.fromkeys(record.kind for record in records):
+        shown = [record for record in records if record.kind == kind and not isinstance(record.content, str)][:SHOWN]
+        images = [record.still for record in shown]
         if len({image.shape for image in images}) == 1:
-            image_grid(images, 4, [each.prompt for each in shown]).save(path / f"grid_{kind}.png")
+            image_grid(images, 4, [record.prompt for record in shown]).save(path / f"grid_{kind}.png")
 
 
 def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
     rows = read_jsonl(path / "samples.jsonl") if path.is_dir() else []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         files = [row["file"] for row in rows if row["kind"] == kind and "file" in row][:SHOWN]
-        images = [_still(_read_frames(path / each)) for each in files]
+        images = [_still(_read_frames(path / file)) for file in files]
         if len({image.shape for image in images}) == 1:
             found[kind] = np.stack(images)
     return found
@@ -177,7 +177,7 @@ def _read_frames(path: Path) -> np.ndarray:
 
 def write_picture(content: np.ndarray, path: Path) -> None:
     """Writes an image, or a video as an animation without end, in the format of the file's ending."""
-    frames = [Image.fromarray(each) for each in np.ascontiguousarray(content[None] if content.ndim == 3 else content)]
+    frames = [Image.fromarray(frame) for frame in np.ascontiguousarray(content[None] if content.ndim == 3 else content)]
     if len(frames) == 1:
         frames[0].save(path)
     else:

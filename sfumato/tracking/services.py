@@ -46,7 +46,7 @@ class WandbTracker:
         self._run.log(finite(metrics), step=step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({name: [self._wandb.Image(each) for each in images]}, step=step)
+        self._run.log({name: [self._wandb.Image(image) for image in images]}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -73,7 +73,7 @@ class SwanlabTracker:
         self._run.log(finite(metrics), step=step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({name: [self._swanlab.Image(each) for each in images]}, step=step)
+        self._run.log({name: [self._swanlab.Image(image) for image in images]}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -109,11 +109,13 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [self._metric(key, each, now, step) for key, each in finite(metrics).items()])
+        self._client.log_batch(
+            self._id, [self._metric(key, value, now, step) for key, value in finite(metrics).items()]
+        )
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        for index, each in enumerate(images):
-            self._client.log_image(self._id, each, artifact_file=f"{name}/step_{step:06d}_{index}.png")
+        for index, image in enumerate(images):
+            self._client.log_image(self._id, image, artifact_file=f"{name}/step_{step:06d}_{index}.png")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -141,7 +143,7 @@ class TrackioTracker:
         self._run.log(finite(metrics), step=step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({f"{name}/{index}": self._trackio.Image(each) for index, each in enumerate(images)}, step=step)
+        self._run.log({f"{name}/{index}": self._trackio.Image(image) for index, image in enumerate(images)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -30,7 +30,7 @@ class Token:
             OSError: it cannot be written.
         """
         self.folder, self.name = folder, f"{PREFIX}{secrets.token_hex(8)}"
-        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.name).write_text(socket.gethostname(), encoding="utf-8")
 
@@ -50,10 +50,10 @@ class Token:
 
     def close(self, *, undo: bool = False) -> None:
         """Removes what was written; with ``undo`` the folder, too, if it was made here."""
-        for each in self.folder.glob(f"{self.name}*"):
-            each.unlink(missing_ok=True)
-        for each in self._made if undo else ():
-            each.rmdir()
+        for path in self.folder.glob(f"{self.name}*"):
+            path.unlink(missing_ok=True)
+        for folder in self._made if undo else ():
+            folder.rmdir()
 
 
 def answer(folder: Path, name: str, who: str) -> Answer:

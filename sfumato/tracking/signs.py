@@ -43,7 +43,7 @@ def signs_of_hacking(metrics: Series) -> list[Sign]:
     watched = [name for name in [HELD_OUT, *evaluation_only(metrics)] if name in metrics]
     found = [_gap(metrics, name) for name in watched]
     found += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
-    return [each for each in found if each is not None]
+    return [sign for sign in found if sign is not None]
 
 
 def evaluation_only(metrics: Series) -> list[str]:

@@ -66,7 +66,7 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
         return main(config)
     folder = Path(config.train.output_dir)
     root = folder / "checkpoints"
-    before = {each: each.stat().st_mtime_ns for each in root.glob("global_step_*")}
+    before = {path: path.stat().st_mtime_ns for path in root.glob("global_step_*")}
     id_before = read_environment(folder).get("run_id")
     for left in reversed(range(runtime.max_restarts + 1)):
         try:
@@ -76,7 +76,7 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
                 raise
             if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
                 raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
-            has_saved = any(before.get(each) != each.stat().st_mtime_ns for each in root.glob("global_step_*[0-9]"))
+            has_saved = any(before.get(path) != path.stat().st_mtime_ns for path in root.glob("global_step_*[0-9]"))
             named = again = config.train.load_checkpoint_path
             if named in (None, "new"):
                 has_begun = read_environment(folder).get("run_id") != id_before

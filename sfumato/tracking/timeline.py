@@ -154,7 +154,7 @@ class Timeline:
 
     def _busy(self, new: Sequence[Event], seconds: float) -> dict[tuple[str, int], float]:
         """Busy seconds of every process that was seen so far, none above ``seconds``."""
-        spans: dict[tuple[str, int], list[tuple[float, float]]] = {each: [] for each in self._counted}
+        spans: dict[tuple[str, int], list[tuple[float, float]]] = {process: [] for process in self._counted}
         for event in new:
             added = spans.setdefault((event.role, event.rank), [])
             if event.end > self._started:
@@ -182,7 +182,7 @@ class Timeline:
 
 
 def _ranks(busy: Iterable[tuple[str, int]], role: str) -> int:
-    return sum(each == role for each, _ in busy)
+    return sum(owner == role for owner, _ in busy)
 
 
 def union_seconds(intervals: Intervals) -> float:
@@ -221,7 +221,7 @@ def utilisation(
                 within.append((max(event.start, start), min(event.end, end)))
     shares = {}
     for role in sorted({role for role, _ in spans}):
-        busy = sum(union_seconds(each) for (owner, _), each in spans.items() if owner == role)
+        busy = sum(union_seconds(worked) for (owner, _), worked in spans.items() if owner == role)
         count = max((processes or {}).get(role, 0), _ranks(spans, role))
         shares[f"utilisation/{role}"] = busy / (count * (end - start))
     return shares
@@ -229,7 +229,7 @@ def utilisation(
 
 def step_windows(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
     """Start and end of each step that the file knows, by step in order; of a step that stands twice the last one."""
-    found = {each.step: (each.start, each.end) for each in events if each.role == RUN and each.kind == STEP}
+    found = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}
     return dict(sorted(found.items()))
 
 

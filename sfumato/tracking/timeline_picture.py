@@ -45,19 +45,20 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
     Returns:
         None where nothing can be shown: no step has ended, or nothing was done in it.
     """
-    work = [each for each in events if each.role != RUN]
-    windows = {step: span for step, span in step_windows(events).items() if any(_reaches(each, *span) for each in work)}
+    work = [event for event in events if event.role != RUN]
+    spans = step_windows(events)
+    windows = {step: span for step, span in spans.items() if any(_reaches(event, *span) for event in work)}
     if not windows:
         return None
-    shown, left_out = _choose_processes({(each.role, each.rank) for each in work})
+    shown, left_out = _choose_processes({(event.role, event.rank) for event in work})
     end = list(windows.values())[-1][1]
     for count in range(min(max_steps, len(windows)), 0, -1):
         start = list(windows.values())[-count][0]
-        rows: dict[Process, list[Event]] = {each: [] for each in shown}
-        for event in sorted(work, key=lambda each: each.start):
+        rows: dict[Process, list[Event]] = {process: [] for process in shown}
+        for event in sorted(work, key=lambda event: event.start):
             if (event.role, event.rank) in rows and _reaches(event, start, end):
                 rows[event.role, event.rank].append(event)
-        if sum(len(each) for each in rows.values()) <= MAX_BARS:
+        if sum(len(bars) for bars in rows.values()) <= MAX_BARS:
             break
     ends = {step: span[1] for step, span in list(windows.items())[-count:]}
     return Stretch(start, end, rows, ends, left_out)
@@ -143,7 +144,7 @@ def _lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
                 found.setdefault((number, len(together)), []).extend(members)
             together = []
         if event is not None:
-            lane = next((each for each in together if event.start >= each[-1].end - _SAME_S), None)
+            lane = next((lane for lane in together if event.start >= lane[-1].end - _SAME_S), None)
             if lane is None:
                 together.append(lane := [])
             lane.append(event)
@@ -178,14 +179,14 @@ def _bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
     """What is drawn: many calls too short to be seen become one bar, a lonely one is as wide as can be seen."""
     least = (stretch.end - stretch.start) * _NARROW
     bars: list[Bar] = []
-    for each in events:
-        start = max(each.start, stretch.start) - stretch.start
-        end = max(min(each.end, stretch.end) - stretch.start, start + least)
+    for event in events:
+        start = max(event.start, stretch.start) - stretch.start
+        end = max(min(event.end, stretch.end) - stretch.start, start + least)
         last = bars[-1] if bars else None
-        if last and last[:2] == (each.kind, each.version) and start - last[3] < least and end - start < 4 * least:
+        if last and last[:2] == (event.kind, event.version) and start - last[3] < least and end - start < 4 * least:
             bars[-1] = (*last[:3], max(end, last[3]))
         else:
-            bars.append((each.kind, each.version, start, end))
+            bars.append((event.kind, event.version, start, end))
     return bars
 
 

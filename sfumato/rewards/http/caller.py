@@ -124,7 +124,7 @@ class HttpCaller:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
         self._allow_private, self._max_response_bytes = allow_private, max_response_bytes
-        has_tls = any(each.base.scheme == "https" for each in self._servers)
+        has_tls = any(server.base.scheme == "https" for server in self._servers)
         self._tls = ssl.create_default_context() if has_tls else None
         self._lock = threading.Lock()
         self._turns = itertools.count(1)
@@ -244,18 +244,24 @@ class HttpCaller:
         """
         is_late = now >= self._give_up_at(request)
         waits = {
-            each: max(each.closed_until - now, each.rests_until - now, request.not_before.get(each, now) - now, 0.0)
-            for each in self._servers
-            if each not in request.refused_by
+            server: max(max(server.closed_until, server.rests_until, request.not_before.get(server, now)) - now, 0.0)
+            for server in self._servers
+            if server not in request.refused_by
         }
         server = min(
-            waits, key=lambda each: (is_late and request.tries[each] > 0, waits[each], each.outstanding, each.last_turn)
+            waits,
+            key=lambda server: (
+                is_late and request.tries[server] > 0,
+                waits[server],
+                server.outstanding,
+                server.last_turn,
+            ),
         )
         return server, waits[server]
 
     def _give_up_at(self, request: _Request) -> float:
         """When the outage has lasted too long; infinity when there is none."""
-        begins = [each for each in (request.first_failure, self._failing_since) if each is not None]
+        begins = [begin for begin in (request.first_failure, self._failing_since) if begin is not None]
         return min(begins, default=math.inf) + self._retry_for_s
 
     def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:

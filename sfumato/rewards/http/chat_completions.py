@@ -88,7 +88,9 @@ def decode_reply(data: bytes) -> Reply:
         text=choice.message.content or "",
         refusal=choice.message.refusal or "",
         finish_reason=choice.finish_reason or "",
-        first_token=tuple((each.token, each.logprob) for each in tokens[0].top_logprobs) if tokens else (),
+        first_token=tuple((candidate.token, candidate.logprob) for candidate in tokens[0].top_logprobs)
+        if tokens
+        else (),
     )
 
 

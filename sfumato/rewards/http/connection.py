@@ -167,7 +167,7 @@ def exchange(
 def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key: bool) -> socket.socket:
     """A connection to the first address of the host that answers and may be used."""
     found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
-    usable = [each for each in found if limits.allow_private or is_public(each[4][0])]
+    usable = [entry for entry in found if limits.allow_private or is_public(entry[4][0])]
     if not usable:
         raise RefusedError(
             "private address",
@@ -230,7 +230,7 @@ def _excerpt(response: http.client.HTTPResponse) -> str:
         text = response.read(_EXCERPT_BYTES).decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException):  # the status alone says enough
         return ""
-    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return f": {line}" if line else ""
 
 

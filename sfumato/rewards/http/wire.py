@@ -104,12 +104,12 @@ def encoded_size(sample: dict[str, Any]) -> int:
         *(sample["image"] if isinstance(sample["image"], list) else [sample["image"] or b""]),
     ]
     texts = [sample["text"] or "", sample["prompt"], sample["metadata"]]
-    return sum(len(each) + 8 for each in pictures) + 4 * sum(map(len, texts)) + 100
+    return sum(len(picture) + 8 for picture in pictures) + 4 * sum(map(len, texts)) + 100
 
 
 def pixel_bytes(sample: Sample) -> int:
     """What a sample counts towards MAX_PIXEL_BYTES."""
-    return sum(each.nbytes for each in (sample.image, sample.source) if each is not None)
+    return sum(pixels.nbytes for pixels in (sample.image, sample.source) if pixels is not None)
 
 
 def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
@@ -137,19 +137,19 @@ def decode_request(data: bytes) -> tuple[str, list[Sample]]:
     """The label of the reward and the samples of a request. Raises WireError."""
     message = _decode(_Request, data)
     samples, rest = [], MAX_PIXEL_BYTES
-    for number, each in enumerate(message.samples):
+    for number, sample in enumerate(message.samples):
         try:
-            if (each.image is None) == (each.text is None):
+            if (sample.image is None) == (sample.text is None):
                 raise WireError("not either an image or a text")
-            image = _decode_pixels(each.image, rest)
-            source = _decode_pixels(each.source, rest - (0 if image is None else image.nbytes))
-            metadata = json.loads(each.metadata)
+            image = _decode_pixels(sample.image, rest)
+            source = _decode_pixels(sample.source, rest - (0 if image is None else image.nbytes))
+            metadata = json.loads(sample.metadata)
             if not isinstance(metadata, dict):
                 raise WireError("metadata is no JSON object")
         except (ValueError, RecursionError) as error:
             raise WireError(f"samples.{number}: {error}") from error
-        about = {"prompt": each.prompt, "metadata": metadata, "group_id": each.group_id}
-        samples.append(Sample(image=image, text=each.text, source=source, **about))
+        about = {"prompt": sample.prompt, "metadata": metadata, "group_id": sample.group_id}
+        samples.append(Sample(image=image, text=sample.text, source=source, **about))
         rest -= pixel_bytes(samples[-1])
     return message.reward, samples
 
@@ -231,8 +231,8 @@ def _decode_pixels(data: bytes | list[bytes] | None, max_bytes: int) -> np.ndarr
     if data is None or isinstance(data, bytes):
         return None if data is None else _decode_png(data, max_bytes)
     frames: list[np.ndarray] = []
-    for each in data:
-        frames.append(_decode_png(each, max_bytes))
+    for png in data:
+        frames.append(_decode_png(png, max_bytes))
         max_bytes -= frames[-1].nbytes
         if frames[-1].shape != frames[0].shape:
             raise WireError("the frames of a video differ in size")

@@ -88,7 +88,7 @@ class JudgeTemplate:
             image_part(images[int(piece)]) if place % 2 else {"type": "text", "text": piece.strip()}
             for place, piece in enumerate(pieces)
         ]
-        return [each for each in parts if each.get("text") != ""]
+        return [part for part in parts if part.get("text") != ""]
 
 
 @functools.cache
@@ -112,6 +112,6 @@ def _find(source: str) -> tuple[str, str]:
     shipped = _SHIPPED / f"{source}.jinja"
     path = shipped if shipped.is_file() else Path(source).expanduser()
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in _SHIPPED.glob("*.jinja")))
+        known = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.jinja")))
         raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")
     return f"template {path}", read_file(path)

@@ -32,7 +32,7 @@ class Classifier:
         self.device = device
         check_folder(folder, "config.json")
         architectures = read_json(folder / "config.json").get("architectures") or []
-        if not any(str(each).endswith("ForSequenceClassification") for each in architectures):
+        if not any(str(architecture).endswith("ForSequenceClassification") for architecture in architectures):
             raise ConfigError(
                 f"model_path {folder} holds {', '.join(map(str, architectures)) or 'no named architecture'}, "
                 "but a reward model for text is one for sequence classification"
@@ -50,8 +50,8 @@ class Classifier:
     def __call__(self, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
         """The output for each conversation, float32 [B]; NaN where it is too long."""
         rows = [
-            torch.tensor(self.tokenizer.apply_chat_template(each, tokenize=True, return_dict=False))
-            for each in conversations
+            torch.tensor(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
+            for conversation in conversations
         ]
         scores = torch.full((len(rows),), math.nan)
         fitting = [index for index, row in enumerate(rows) if len(row) <= self.max_length]

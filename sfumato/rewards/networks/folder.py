@@ -59,9 +59,9 @@ def check_folder(folder: Path, *names: str) -> None:
         raise ConfigError(f"model_path {folder} is not a folder: models are read from local folders, not from a hub")
     for name in names:
         choices = name.split("|")
-        if not any(any(folder.glob(each)) for each in choices):
-            pickled = next((each for kind in ("*.bin", "*.pt", "*.pth") for each in folder.glob(kind)), None)
-            if pickled is not None and any(each.endswith(".safetensors") for each in choices):
+        if not any(any(folder.glob(choice)) for choice in choices):
+            pickled = next((path for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)), None)
+            if pickled is not None and any(choice.endswith(".safetensors") for choice in choices):
                 target = "model.safetensors" if "*" in name else choices[0]
                 raise ConfigError(
                     f"model_path {folder} has {pickled.name}, but only safetensors files are read: "

@@ -102,7 +102,7 @@ def describe_error(error: BaseException, own_file: str | None) -> str:
     except Exception:  # of an error whose text cannot be had, the kind must do
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
+    frame = next((frame for frame in reversed(frames) if frame.filename == own_file), frames[-1])
     return f"{text} (at {frame.filename}:{frame.lineno})"
 
 

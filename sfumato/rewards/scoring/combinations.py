@@ -85,8 +85,8 @@ class WeightedSum(Combination):
         """``Σ weight · value`` in the order of the rewards, [B]."""
         del metadata
         total = np.zeros(len(next(iter(values.values()))))
-        for label, each in values.items():
-            total += weights[label] * each
+        for label, reward_values in values.items():
+            total += weights[label] * reward_values
         return total
 
 
@@ -101,7 +101,7 @@ class Minimum(Combination):
     ) -> np.ndarray:
         """``min(weight · value)``, [B]."""
         del metadata
-        return np.min([weights[label] * each for label, each in values.items()], axis=0)
+        return np.min([weights[label] * reward_values for label, reward_values in values.items()], axis=0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class FunctionCombination(Combination):
         del weights
         function, num_samples = import_function(self.path), len(next(iter(values.values())))
         try:
-            total = np.asarray(function({name: each.copy() for name, each in values.items()}, metadata), np.float64)
+            total = np.asarray(function({name: array.copy() for name, array in values.items()}, metadata), np.float64)
         except Exception as error:
             where = getattr(getattr(function, "__code__", None), "co_filename", None)
             raise ConfigError(f"reward.combination {self.path}: {describe_error(error, where)}") from error

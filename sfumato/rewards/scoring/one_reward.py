@@ -38,7 +38,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
     given_up, lost_in_a_row, most_lost = "", 0, 2 if reward.process else 1
     for indices in reward.plan_calls(samples):
         parts = [reward.seen(samples[index]) for index in indices]
-        batch = [each for part in parts for each in part]
+        batch = [image for part in parts for image in part]
         if given_up:
             outcome = Outcome(failed(given_up, len(batch)))
         else:
@@ -139,7 +139,7 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
     Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
     """
     found: dict[str, Any] = {}
-    own = [each.copy() for each in samples]  # it may write into them, also when it has been left behind
+    own = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
 
     def run() -> None:
         try:

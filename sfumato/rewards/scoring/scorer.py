@@ -60,7 +60,7 @@ class Scorer:
         self.rewards = list(rewards)
         self.combination = combination or WeightedSum()
         self.max_failed_fraction = max_failed_fraction
-        self._caches = {each.label: ScoreCache(cache_size) for each in rewards if each.cached and cache_size}
+        self._caches = {reward.label: ScoreCache(cache_size) for reward in rewards if reward.cached and cache_size}
         self.objective = [reward for reward in rewards if not reward.evaluation_only and reward.weight != 0]
         if require_objective and not self.objective:
             raise ConfigError(
@@ -98,10 +98,10 @@ class Scorer:
         Raises:
             UserError: what a reward raised as such (missing dependency, bad data) is passed on.
         """
-        whole = [row for row, each in enumerate(samples) if not each.damage]
+        whole = [row for row, sample in enumerate(samples) if not sample.damage]
         shown = [samples[row] for row in whole]
         components: dict[str, np.ndarray] = {}
-        failed = Counter(f"{_DAMAGED}{each.damage}" for each in samples if each.damage)
+        failed = Counter(f"{_DAMAGED}{sample.damage}" for sample in samples if sample.damage)
         notes: list[str] = []
         counts: dict[str, tuple[int, int]] = {}
         seconds: dict[str, float] = {}
@@ -116,10 +116,10 @@ class Scorer:
             seconds[reward.label] = time.perf_counter() - started
             components[reward.label] = np.full(len(samples), math.nan)
             components[reward.label][whole] = values
-            failed.update(f"{_failure_prefix(reward)}{each}" for each in reasons if each)
+            failed.update(f"{_failure_prefix(reward)}{reason}" for reason in reasons if reason)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
-        metadata = [each.metadata for each in samples] if self.combination.takes_metadata else None
+        metadata = [sample.metadata for sample in samples] if self.combination.takes_metadata else None
         level, more = self._combine(components, metadata, None)
         return Scores(
             total=level,
@@ -144,7 +144,7 @@ class Scorer:
             The scores with these totals, and with a message where one could not be made; ``check_budget`` comes next.
         """
         total, more = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
-        is_new = any(each.normalise in ("group", "batch") for each in self.objective)  # else ``score`` said it already
+        is_new = any(reward.normalise in ("group", "batch") for reward in self.objective)  # else it was said before
         return dataclasses.replace(scores, total=total, failed=scores.failed + (more if is_new else Counter()))
 
     def _combine(
@@ -158,12 +158,13 @@ class Scorer:
         if not (self.objective and num_samples):
             return np.full(num_samples, math.nan), Counter()
         values = {
-            each.label: normalised(components[each.label].copy(), each.normalise, group_ids) for each in self.objective
+            reward.label: normalised(components[reward.label].copy(), reward.normalise, group_ids)
+            for reward in self.objective
         }
         total = self.combination.combine(
-            values, {each.label: each.weight for each in self.objective}, copy.deepcopy(metadata)
+            values, {reward.label: reward.weight for reward in self.objective}, copy.deepcopy(metadata)
         )
-        has_all = np.all([np.isfinite(each) for each in values.values()], axis=0)
+        has_all = np.all([np.isfinite(array) for array in values.values()], axis=0)
         left_out = has_all & ~np.isfinite(total)
         reason = f"{_COMBINATION}{self.combination.type} returned no finite number"
         return np.where(has_all & ~left_out, total, math.nan), +Counter({reason: int(left_out.sum())})

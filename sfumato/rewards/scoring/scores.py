@@ -42,20 +42,20 @@ class Scores:
     def cat(parts: Sequence[Scores]) -> Scores:
         """Scores of several micro-batches or ranks, in order."""
         return Scores(
-            total=np.concatenate([each.total for each in parts]),
-            level=np.concatenate([each.level for each in parts]),
+            total=np.concatenate([scores.total for scores in parts]),
+            level=np.concatenate([scores.level for scores in parts]),
             components={
-                name: np.concatenate([each.components[name] for each in parts]) for name in parts[0].components
+                name: np.concatenate([scores.components[name] for scores in parts]) for name in parts[0].components
             },
-            failed=sum((each.failed for each in parts), Counter()),
-            notes=[note for each in parts for note in each.notes],
+            failed=sum((scores.failed for scores in parts), Counter()),
+            notes=[note for scores in parts for note in scores.notes],
             counts={
-                name: (sum(each.counts[name][0] for each in parts), sum(each.counts[name][1] for each in parts))
+                name: (sum(scores.counts[name][0] for scores in parts), sum(scores.counts[name][1] for scores in parts))
                 for name in parts[0].counts
             },
-            metadata=None if parts[0].metadata is None else [row for each in parts for row in each.metadata or ()],
-            seconds={name: sum(each.seconds[name] for each in parts) for name in parts[0].seconds},
-            remembered={name: sum(each.remembered[name] for each in parts) for name in parts[0].remembered},
+            metadata=None if parts[0].metadata is None else [row for scores in parts for row in scores.metadata or ()],
+            seconds={name: sum(scores.seconds[name] for scores in parts) for name in parts[0].seconds},
+            remembered={name: sum(scores.remembered[name] for scores in parts) for name in parts[0].remembered},
         )
 
     def rows(self, index: Sequence[int]) -> Scores:
@@ -65,7 +65,7 @@ class Scores:
             self,
             total=self.total[rows],
             level=self.level[rows],
-            components={name: each[rows] for name, each in self.components.items()},
+            components={name: values[rows] for name, values in self.components.items()},
             metadata=None if self.metadata is None else [self.metadata[row] for row in rows],
         )
 
@@ -77,17 +77,17 @@ class Scores:
     @property
     def messages(self) -> list[str]:
         """What could not be scored, and what else the rewards have to say, each once."""
-        return list(dict.fromkeys([*(f"failed: {each}" for each in self.failures), *self.notes]))
+        return list(dict.fromkeys([*(f"failed: {failure}" for failure in self.failures), *self.notes]))
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Means of what could be scored, spreads, and the shares that failed, of several rewards of each."""
         found = {f"{prefix}reward/total": _mean(self.level)}
-        found |= {f"{prefix}reward/{name}": _mean(each) for name, each in self.components.items()}
+        found |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():
             found[f"{prefix}{name}"] = part / whole if whole else math.nan
         found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
-        for name, each in self.components.items() if len(self.components) > 1 else ():
-            found |= {f"{prefix}reward_std/{name}": _std(each), f"{prefix}reward_failed/{name}": _failed(each)}
+        for name, values in self.components.items() if len(self.components) > 1 else ():
+            found |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
         return found
 
     def timings(self, wait_s: float) -> dict[str, float]:
@@ -98,14 +98,14 @@ class Scores:
         """
         scoring_s = sum(self.seconds.values())
         found = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
-        found |= {f"time/reward_{name}_s": each for name, each in self.seconds.items()}
+        found |= {f"time/reward_{name}_s": seconds for name, seconds in self.seconds.items()}
         return found | {
             f"scoring/remembered_share_{name}": count / len(self.total) for name, count in self.remembered.items()
         }
 
     def record(self, row: int, sample: Sample, **about: Any) -> SampleRecord:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
-        rewards = {name: float(each[row]) for name, each in self.components.items()}
+        rewards = {name: float(values[row]) for name, values in self.components.items()}
         return SampleRecord(
             content=sample.text if sample.image is None else sample.image,
             damage=sample.damage,

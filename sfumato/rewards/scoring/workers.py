@@ -153,7 +153,7 @@ class Worker:
             return "closed its connection"
         if code >= 0:
             return f"ended itself with exit code {code}"
-        known = {each.value: each.name for each in signal.Signals}
+        known = {number.value: number.name for number in signal.Signals}
         return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
@@ -228,10 +228,10 @@ class WorkerPool:
         with self._lock:
             idle, self._idle = self._idle, []
             busy = list(self._busy)
-        for each in idle:
-            each.end()
-        for each in busy:  # the thread that waits for it sees it end, and clears up
-            each.kill()
+        for worker in idle:
+            worker.end()
+        for worker in busy:  # the thread that waits for it sees it end, and clears up
+            worker.kill()
 
     def _take(self) -> Worker:
         while (worker := self._pop_idle()) is not None and not worker.is_running:
@@ -272,8 +272,8 @@ def close_workers() -> None:
     """Ends all processes; a later call starts new ones."""
     with _pools_lock:
         pools = list(_pools.values())
-    for each in pools:
-        each.close()
+    for pool in pools:
+        pool.close()
 
 
 def _pool_of(reward: Reward) -> WorkerPool:

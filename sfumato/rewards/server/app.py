@@ -64,7 +64,7 @@ class RewardServer:
         self.state = "loading"  # then ready, then stopping
         self.num_accepted = 0
         """Requests that are being read, waiting, or being scored."""
-        self.metrics = ServerMetrics([each.label for each in config.rewards])
+        self.metrics = ServerMetrics([reward.label for reward in config.rewards])
         self._token = os.environ[config.token_env].strip().encode() if config.token_env else None
         self._fingerprints: dict[str, str] = {}
         self._batchers: dict[str, Batcher] = {}
@@ -115,7 +115,7 @@ class RewardServer:
         await asyncio.to_thread(self.scorer.prepare)
         if self.state != "loading":
             return
-        self._fingerprints = {each.label: _fingerprint(each) for each in self.scorer.rewards}
+        self._fingerprints = {reward.label: _fingerprint(reward) for reward in self.scorer.rewards}
         for reward in self.scorer.rewards:
             batcher = Batcher(
                 reward,
@@ -138,14 +138,14 @@ class RewardServer:
         while self.num_accepted:
             self._idle.clear()
             await self._idle.wait()
-        for each in self._running:
-            each.cancel()
+        for task in self._running:
+            task.cancel()
 
     def describe(self) -> wire.Description:
         """What is served."""
         served = {
-            each.label: wire.ServedReward(groupwise=each.groupwise, fingerprint=self._fingerprints[each.label])
-            for each in self.scorer.rewards
+            reward.label: wire.ServedReward(groupwise=reward.groupwise, fingerprint=self._fingerprints[reward.label])
+            for reward in self.scorer.rewards
         }
         limits = {"max_batch_size": self.config.max_batch_size, "max_request_mib": self.config.max_request_mib}
         return wire.Description(rewards=served, **limits)

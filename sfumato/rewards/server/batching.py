@@ -58,11 +58,11 @@ class Batcher:
     async def run(self) -> None:
         """Scores until it is cancelled."""
         while True:
-            jobs = [each for each in await self._next_jobs() if not each.is_abandoned]
+            jobs = [job for job in await self._next_jobs() if not job.is_abandoned]
             if not jobs:
                 continue
             started = time.monotonic()
-            requests = [each.samples for each in jobs]
+            requests = [job.samples for job in jobs]
             try:
                 outcomes = await asyncio.get_running_loop().run_in_executor(
                     self._thread, score_requests, self.reward, requests, self._max_batch_size
@@ -71,7 +71,7 @@ class Batcher:
                 for job in jobs:
                     job.outcome.set_exception(error)
                 continue
-            self._on_call([reason for _, each in outcomes for reason in each], time.monotonic() - started)
+            self._on_call([reason for _, reasons in outcomes for reason in reasons], time.monotonic() - started)
             for job, outcome in zip(jobs, outcomes, strict=True):
                 job.outcome.set_result(outcome)
 
@@ -106,16 +106,16 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
     """
     numbers: dict[tuple[int, int], int] = {}
     merged = [
-        dataclasses.replace(each, group_id=numbers.setdefault((request, each.group_id), len(numbers)))
+        dataclasses.replace(sample, group_id=numbers.setdefault((request, sample.group_id), len(numbers)))
         for request, samples in enumerate(requests)
-        for each in samples
+        for sample in samples
     ]
     size = len(merged) if reward.groupwise else max_batch_size
     values, reasons = [], []
     for start in range(0, len(merged), size):
         part_values, part_reasons = _score(reward, merged[start : start + size])
         if len(requests) > 1 and all(part_reasons) and not part_reasons[0].startswith(TIMED_OUT):
-            return [outcome for each in requests for outcome in score_requests(reward, [each], max_batch_size)]
+            return [outcome for samples in requests for outcome in score_requests(reward, [samples], max_batch_size)]
         values += part_values
         reasons += part_reasons
     ends = list(itertools.accumulate(map(len, requests), initial=0))
@@ -125,7 +125,7 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
 def _score(reward: Reward, samples: list[Sample]) -> Outcome:
     """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
     try:
-        if any(each.image is not None and each.image.ndim == 4 for each in samples):
+        if any(sample.image is not None and sample.image.ndim == 4 for sample in samples):
             reward.check_video()
         values, reasons = score_with(reward, samples)
     except UserError as error:
