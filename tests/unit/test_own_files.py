@@ -1,17 +1,20 @@
-"""A model family and an objective in a user's own files, which the documentation shows; nothing else is edited."""
+"""Families, objectives, advantages, rewards and formats in a user's own files; nothing else is edited."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
 
+from sfumato.algorithms.advantages import Advantages, GroupAdvantage
 from sfumato.config.load import merge
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError
@@ -23,7 +26,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import ROOT, run_task_here, tiny_dit_config, tiny_rl_config, write_config
+from tests.tiny import ROOT, run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, write_config
 
 EXAMPLES = ROOT / "docs" / "examples"
 FAMILY, OBJECTIVE = "pixel_mixer:PixelMixerFamily", "reinforce:Reinforce"
@@ -87,6 +90,41 @@ def test_its_folder_trains_again_with_adapters(trained: Path, tmp_path: Path) ->
     base = velocity(family(pipeline))
     pipeline.load_lora_weights(run / "hf_ckpt")
     assert (velocity(family(pipeline)) - base).abs().max() > 1e-5
+
+
+@dataclass(frozen=True)
+class Ranked(GroupAdvantage):
+    """An advantage of one's own: places within the group instead of rewards."""
+
+    type: ClassVar[str] = "ranked"
+
+    def compute(self, rewards: torch.Tensor, group_ids: torch.Tensor, *further: Any) -> Advantages:
+        places = [
+            (rewards[group_ids == group] < reward).sum() for reward, group in zip(rewards, group_ids, strict=True)
+        ]
+        return super().compute(torch.stack(places).double(), group_ids, *further)
+
+
+def test_a_part_of_each_kind_is_named_by_import_path_and_they_go_together(tmp_path: Path) -> None:
+    """A family, an objective, an advantage and a reward in one run, and a format of text in another, side by side."""
+    reward, advantage = "tests.dist.rewards:CoarseBrightness", f"{__name__}:Ranked"
+    own = {"reward": {"rewards": [{"type": reward}]}, "algorithm": {"advantage": {"type": advantage}}}
+    (tmp_path / "pictures").mkdir()
+    run = run_task_here("rl_diffusion", config_of(tmp_path / "pictures", **own))
+    line = read_jsonl(run / "metrics.jsonl")[-1]
+    assert line["grad_norm"] > 0 and "reinforce/log_ratio" in line and 0 < line["advantage/abs_mean"] < 3
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    algorithm = kept["algorithm"]
+    named = algorithm["objective"], algorithm["advantage"], kept["reward"]["rewards"][0]
+    assert [part["type"] for part in named] == [OBJECTIVE, advantage, reward] and kept["model"]["family"] == FAMILY
+
+    rows = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(9)]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"data_type": "tests.question_answer:QuestionAnswer", "synthetic": None}
+    data |= {"train_path": str(path), "eval_path": str(path)}
+    run = run_task_here("train_text", tiny_text_config(tmp_path / "text", data=data, train={"max_steps": 2}))
+    assert all(line["loss"] > 0 for line in read_jsonl(run / "metrics.jsonl") if line["step"])
 
 
 def test_supervised_training_takes_it(trained: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_it_is_small_and_imports_nothing_of_another_modality() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     loaded = [name for name in json.loads(done.stdout) if name.startswith("sfumato") or name == "diffusers"]
     assert "sfumato.runtime.update" in loaded and not [name for name in loaded if "diffus" in name]
+
+
+def test_the_page_names_what_is_there_and_shows_the_update_as_it_is() -> None:
+    page, script = (path.read_text(encoding="utf-8") for path in (ROOT / "docs/adding.md", FOLDER / "task.py"))
+    named = set(re.findall(r"`((?:sfumato|tests)/[a-z_/]+(?:\.py)?)`", page))
+    assert len(named) > 8 and not [path for path in named if not (ROOT / path).exists()]
+    (lines,) = (str(sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py"))),)
+    assert f"{lines} lines with configuration" in page
+    shown = re.search(r"```python\n(.*?)```", page, re.S)[1].replace("config.algorithm", "algorithm").splitlines()
+    code = [line.partition("  #")[0].strip() for line in shown]
+    assert len(code) > 10 and not [line for line in code if line not in script]
 
 
 def test_its_reward_rises(whole: Path) -> None:
