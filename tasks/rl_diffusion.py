@@ -35,7 +35,6 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
 from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
@@ -65,7 +64,7 @@ def main(config: TrajectoryRLConfig) -> None:
         builders = {  # which get the prompts, wherever they run: no role opens the files again
             "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),
             "sampler": partial(build_sampler, prompts=train_prompts),
-            "scorer": make_scorer,
+            "scorer": lambda config, mesh, run: build_scorer(config.reward),
         }
         loader = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
         with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
@@ -91,7 +90,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
         run.say,
         requests=partial(requests_of, loader),
         generate=partial(generate, config=config),
-        score=score,
+        score=partial(Scorer.score, objective_only=True),  # the others are left to the evaluation
     )
     if start == 0:
         run.log(0, evaluate(roles, run, draw_evaluation, config, step=0), show=SHOWN)
@@ -136,12 +135,6 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
 
     roles.actor.call(Actor.export, config, kind="save").result()
     roles.scorer.call(Scorer.close).result()
-
-
-def make_scorer(config: TrajectoryRLConfig, mesh: Mesh, run: Run) -> Scorer:
-    """Loads what the rewards need."""
-    del mesh, run
-    return build_scorer(config.reward)
 
 
 def build_actor(
@@ -197,11 +190,6 @@ def generate(
             iteration=iteration,
         )
     return encoded.rollout(latents, kept, version)
-
-
-def score(scorer: Scorer, samples: list[Sample]) -> Scores:
-    """Rewards of a micro-batch; evaluation-only ones are left to the evaluation."""
-    return scorer.score(samples, objective_only=True)
 
 
 def update_policy(

@@ -26,7 +26,7 @@ class PolicyModel(Exportable, Protocol):
         ...
 
     def frozen_copy(self) -> Self:
-        """The same with a copy of ``trained`` that needs no gradients; what is not trained is shared."""
+        """A model with a copy of ``trained`` that needs no gradients; what is not trained is shared."""
         ...
 
     def without_adapter(self) -> AbstractContextManager[None]:

@@ -97,7 +97,7 @@ def velocity_norms(velocity: torch.Tensor, reference: torch.Tensor | None) -> di
 
 
 def root_mean_square(velocity: torch.Tensor) -> torch.Tensor:
-    """Of each row: ``[R, ...]`` to ``[R]``."""
+    """The root mean square of each row: float32 ``[R, ...]`` to ``[R]``."""
     return mean_over_sample(velocity.square()).sqrt()
 
 

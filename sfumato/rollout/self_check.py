@@ -67,20 +67,14 @@ class RowProbe:
         config: TrajectoryRLConfig,
         step: int,
     ) -> float:
-        """Compares replay and rollout before the first optimiser step, if the samples are of the very same policy.
+        """``check_replay`` before the first optimiser step of an update.
 
         Args:
-            log_ratio: ``[R]`` of the policy to the one that sampled.
-            rollout: the replayed micro-batch.
+            log_ratio: float32 ``[R]`` of the policy to the one that sampled.
+            rollout: the replayed micro-batch; only samples of this very policy must agree.
             model: the policy.
             config: of the task.
             step: finished iterations.
-
-        Returns:
-            The largest absolute log-ratio.
-
-        Raises:
-            SelfCheckError: when they differ by more than rounding.
         """
         bound, dtype = None, model.compute_dtype
         if config.algorithm.self_check and set(rollout.versions) == {step}:

@@ -43,7 +43,7 @@ class StepCache:
                 f"{model.pipeline_class}; it fits the transformers of Stable Diffusion 3, FLUX, Qwen-Image, and Wan "
                 "with one transformer: set it to 0"
             )
-        if not (blocks := self._blocks()) or not all(_registered(type(each)) for each in blocks):
+        if not (blocks := self._blocks()) or not all(_registered(type(block)) for block in blocks):
             raise ConfigError(
                 "eval.step_cache: diffusers' MagCache cannot reach the blocks behind train.data_parallel_mode fsdp1: "
                 "set it to 0, or take fsdp2 or ddp"
@@ -67,7 +67,7 @@ class StepCache:
             own = state().calibration_ratios
         mesh = self.model.mesh
         everyone = [own] if mesh is None else mesh.gather(own, over="world")
-        self._ratios = [sum(each) / len(each) for each in zip(*everyone, strict=True)]
+        self._ratios = [sum(ratios) / len(ratios) for ratios in zip(*everyone, strict=True)]
         return image
 
     @contextmanager
@@ -93,7 +93,7 @@ class StepCache:
     def metrics(self) -> dict[str, float]:
         """Share of steps left out; mean error of pixels, of 1, over the compared image of each rank."""
         errors = [self._errors] if self.model.mesh is None else self.model.mesh.gather(self._errors, over="world")
-        errors = [error for each in errors for error in each]
+        errors = [error for of_rank in errors for error in of_rank]
         return {
             "eval/cached_steps": sum(self._left_out) / max(len(self._left_out), 1),
             "eval/cache_error": sum(errors) / max(len(errors), 1),
@@ -101,7 +101,7 @@ class StepCache:
 
     def _blocks(self) -> list[nn.Module]:
         """Those that diffusers puts hooks on."""
-        stacks = [each for each in self.model.denoiser.children() if isinstance(each, nn.ModuleList)]
+        stacks = [child for child in self.model.denoiser.children() if isinstance(child, nn.ModuleList)]
         return [block for stack in stacks for block in stack]
 
     @contextmanager
@@ -109,28 +109,28 @@ class StepCache:
         """Inside, the hooks are on the blocks; yields what looks at their memory. Afterwards no trace is left."""
         from diffusers.hooks import apply_mag_cache
 
-        for cls in {type(each) for each in self._blocks()}:
+        for cls in {type(block) for block in self._blocks()}:
             _register(cls)
         modules = list(self.model.denoiser.modules())
-        forwards = {each: vars(each)["forward"] for each in modules if "forward" in vars(each)}
+        forwards = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
         try:
             apply_mag_cache(self.model.denoiser, config)
             (head, *_) = self._blocks()[0]._diffusers_hook.hooks.values()
             yield head.state_manager.get_state
         finally:
-            for each in modules:
-                if vars(each).pop("_diffusers_hook", None) is not None:
-                    vars(each).pop("forward", None)
-                    vars(each).update({"forward": forwards[each]} if each in forwards else {})
+            for module in modules:
+                if vars(module).pop("_diffusers_hook", None) is not None:
+                    vars(module).pop("forward", None)
+                    vars(module).update({"forward": forwards[module]} if module in forwards else {})
 
 
 def _registered(cls: type[nn.Module]) -> Any:
     """What diffusers knows of a class of blocks, or of one that it was made from by wrapping; None is nothing."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
-    for each in cls.__mro__:
+    for base in cls.__mro__:
         try:
-            return TransformerBlockRegistry.get(each)
+            return TransformerBlockRegistry.get(base)
         except ValueError:
             continue
     return None

@@ -31,7 +31,7 @@ def answer_greedily(
     stop = set(stop)
     answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
-        open_ones = [index for index, each in enumerate(answers) if not (each and each[-1] in stop)]
+        open_ones = [index for index, answer in enumerate(answers) if not (answer and answer[-1] in stop)]
         if not open_ones:
             break
         batch = _packed([[*prompts[index], *answers[index]] for index in open_ones], model)
@@ -44,6 +44,6 @@ def answer_greedily(
 
 
 def _packed(texts: Sequence[Sequence[int]], model: LanguageModel) -> TextBatch:
-    samples = [TextSample((Document(np.array(each, np.int32), np.zeros(len(each), bool)),)) for each in texts]
+    samples = [TextSample((Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool)),)) for tokens in texts]
     pad = model.tokenizer.pad_token_id
     return make_batch(samples, list(range(len(texts))), [0] * len(texts), True, pad, placeholder_tokens(model.mesh))

@@ -113,7 +113,7 @@ def sample_trajectories(
         latents = drawn
     if not kept:
         return latents, None
-    before, after, means, log_probs = (torch.stack(each, dim=1) for each in zip(*kept, strict=True))
+    before, after, means, log_probs = (torch.stack(steps, dim=1) for steps in zip(*kept, strict=True))
     return latents, Trajectories(list(trained_steps), sigmas, before, after, means, log_probs)
 
 

@@ -128,20 +128,20 @@ class RoleMemory:
             KeyError: when there is no such part.
         """
         leaving: dict[str, list[torch.UntypedStorage]] = {}
-        seen = {each.storage._cdata for away in self._away.values() for each in away}
+        seen = {part.storage._cdata for away in self._away.values() for part in away}
         for name in parts:
             tensors = self._parts[name]()
             if name not in self._away and name not in leaving:
                 leaving[name] = list(_storages(tensors, self.device, seen))
-        copies = {name: [_copy_of(each) for each in storages] for name, storages in leaving.items()}
+        copies = {name: [_copy_of(storage) for storage in storages] for name, storages in leaving.items()}
         self._synchronize()  # before anything is freed: copies are under way, perhaps in several streams
         freed = 0
         for name, away in copies.items():
             self._away[name] = away
             self._guards[name] = self._guard(name)
-            for each in away:
-                freed += each.storage.nbytes()
-                each.storage.resize_(0)
+            for part in away:
+                freed += part.storage.nbytes()
+                part.storage.resize_(0)
         if freed and self.device.type == "cuda":
             torch.cuda.empty_cache()  # once, when all has gone: what torch only caches no other process can take
         return freed
@@ -163,10 +163,10 @@ class RoleMemory:
         for name in parts:
             self._parts[name]  # an unknown one is an error, whatever is away
             away = self._away.get(name, [])
-            for each in away:
-                each.storage.resize_(each.content.numel())
-                _bytes_of(each.storage).copy_(each.content, non_blocking=True)
-                brought += each.content.numel()
+            for part in away:
+                part.storage.resize_(part.content.numel())
+                _bytes_of(part.storage).copy_(part.content, non_blocking=True)
+                brought += part.content.numel()
             self._synchronize()  # the copies in CPU memory are freed next
             for guard in self._guards.pop(name, []):
                 guard.remove()
@@ -199,12 +199,12 @@ class RoleMemory:
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
-        yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
     """The storages of tensors that are on a device, each once; adds them to those ``seen``."""
-    for plain in (each for tensor in tensors for each in _plain(tensor)):
+    for plain in (inner for tensor in tensors for inner in _plain(tensor)):
         storage = plain.untyped_storage()
         if plain.device.type != device.type or not storage.nbytes() or not storage.resizable():
             continue

@@ -41,7 +41,7 @@ class Sampler(Generic[Model]):
     version: int = 0
     """Number of iterations that the weights have been updated."""
     sync: Any = None
-    """Where weights come in."""
+    """The receiver of weights, once there is one."""
 
     def __post_init__(self, offload: bool) -> None:
         self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if offload else None
@@ -86,7 +86,7 @@ class Actor(Generic[Model]):
     offload: InitVar[bool] = False
     """Whether what a call does not need waits in CPU memory."""
     sync: Any = None
-    """Where weights go out."""
+    """The sender of weights, once there is one."""
 
     def __post_init__(self, offload: bool) -> None:
         self.memory = build_memory(self) if offload else None

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import ROOT
 
-SHARED = ("main", "make_scorer", "build_actor", "build_sampler", "score", "draw_evaluation")
+SHARED = ("main", "build_actor", "build_sampler", "draw_evaluation")
 """Functions that are equal but for the name of the configuration."""
 REPLAY = (
     "    probe = roles.actor.call(probe_rows, config).result()\n",
