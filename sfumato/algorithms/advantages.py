@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Advantages:
     """What ``compute`` of every class of this file returns."""
 
-    values: torch.Tensor
+    values: Tensor
     """float32 ``[N]``; 0 where the reward is missing."""
-    failed: torch.Tensor
+    failed: Tensor
     """bool ``[N]``: the reward was NaN; the sample must not be trained on."""
-    no_spread: torch.Tensor
+    no_spread: Tensor
     """bool ``[N]``: all rewards of the sample's group are equal (or only one is left), so none is better."""
-    left_out: torch.Tensor
+    left_out: Tensor
     """bool ``[N]``: the sample was not chosen, where only some of a group are trained on."""
     metrics: dict[str, float]
     """Statistics for the log."""
@@ -35,7 +36,7 @@ class Advantages:
         parts = (self.values, self.failed, self.no_spread, self.left_out)
         return Advantages(*(each[chosen] for each in parts), self.metrics)
 
-    def useful(self, keep_no_spread: bool) -> torch.Tensor:
+    def useful(self, keep_no_spread: bool) -> Tensor:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
         trained = ~self.failed & ~self.left_out
         return trained if keep_no_spread else trained & ~self.no_spread
@@ -59,9 +60,9 @@ class GroupAdvantage:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """Advantages of one step's samples.
@@ -80,7 +81,7 @@ class GroupAdvantage:
         scored = rewards[torch.isfinite(rewards)]
         overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
 
-        def standardised(group: torch.Tensor) -> torch.Tensor:
+        def standardised(group: Tensor) -> Tensor:
             std = {"group": group.std(correction=self.ddof), "global": overall}.get(self.std)
             return (group - group.mean()) / (1.0 if std is None else std + self.eps)
 
@@ -99,9 +100,9 @@ class LeaveOneOut:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""
@@ -130,9 +131,9 @@ class GDPO:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
@@ -159,7 +160,7 @@ class GDPO:
         spreads = _spreads(rewards, group_ids, failed)
         return _advantages(combined.clamp(-self.clip, self.clip), failed, flat, torch.zeros_like(failed), spreads)
 
-    def _standardised(self, values: torch.Tensor) -> torch.Tensor:
+    def _standardised(self, values: Tensor) -> Tensor:
         if len(values) == 0:
             return values
         return (values - values.mean()) / values.std(correction=0).clamp(min=self.eps)
@@ -191,9 +192,9 @@ class BestWorst:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""
@@ -223,9 +224,9 @@ class Best:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``; all of a group without spread are its best."""
@@ -248,9 +249,9 @@ class RawReward:
 
     def compute(
         self,
-        rewards: torch.Tensor,
-        group_ids: torch.Tensor,
-        components: Mapping[str, torch.Tensor] | None = None,
+        rewards: Tensor,
+        group_ids: Tensor,
+        components: Mapping[str, Tensor] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""
@@ -262,9 +263,7 @@ class RawReward:
         return _advantages(values, failed, _flat(rewards, group_ids), nobody, _spreads(rewards, group_ids, failed))
 
 
-def within_groups(
-    rewards: torch.Tensor, group_ids: torch.Tensor, of_group: Callable[[torch.Tensor], torch.Tensor], clip: float
-) -> Advantages:
+def within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor], clip: float) -> Advantages:
     """Applies ``of_group`` to the scored rewards of every group that has spread."""
     failed, no_spread = ~torch.isfinite(rewards), _flat(rewards, group_ids)
     values = torch.zeros_like(rewards)
@@ -274,24 +273,24 @@ def within_groups(
     return _advantages(values.clamp(-clip, clip), failed, no_spread, torch.zeros_like(failed), spreads)
 
 
-def checked(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Rewards as float64. Raises ValueError when the shapes differ."""
     if rewards.shape != group_ids.shape or rewards.ndim != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
     return rewards.to(torch.float64)
 
 
-def groups_of(group_ids: torch.Tensor, without: torch.Tensor) -> Iterator[torch.Tensor]:
+def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
     """Indices of each group's samples, in ascending order of the ids, leaving out those marked; none is empty."""
     for group in torch.unique(group_ids[~without]):
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 
 
-def _spread(values: torch.Tensor) -> bool:
+def _spread(values: Tensor) -> bool:
     return bool(values.max() != values.min())
 
 
-def _flat(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+def _flat(rewards: Tensor, group_ids: Tensor) -> Tensor:
     flat = torch.ones(len(rewards), dtype=torch.bool)
     for members in groups_of(group_ids, ~torch.isfinite(rewards)):
         if _spread(rewards[members]):
@@ -299,7 +298,7 @@ def _flat(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def _spreads(rewards: torch.Tensor, group_ids: torch.Tensor, failed: torch.Tensor) -> list[float]:
+def _spreads(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
     """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
     found = [rewards[each] for each in groups_of(group_ids, failed)]
     found = [float(each.std(correction=0)) if _spread(each) else 0.0 for each in found]
@@ -307,7 +306,7 @@ def _spreads(rewards: torch.Tensor, group_ids: torch.Tensor, failed: torch.Tenso
 
 
 def _advantages(
-    values: torch.Tensor, failed: torch.Tensor, no_spread: torch.Tensor, left_out: torch.Tensor, spreads: list[float]
+    values: Tensor, failed: Tensor, no_spread: Tensor, left_out: Tensor, spreads: list[float]
 ) -> Advantages:
     metrics = {
         "advantage/group_std": sum(spreads) / max(len(spreads), 1),

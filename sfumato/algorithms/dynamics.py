@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 
-def per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """``[B]`` as float32 ``[B, 1, ...]``, to broadcast against ``like`` ``[B, ...]``."""
     return values.to(torch.float32).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def gaussian_step(
-    mean: torch.Tensor, std: torch.Tensor, diffusion: torch.Tensor, velocity: torch.Tensor
-) -> GaussianStep:
+def gaussian_step(mean: Tensor, std: Tensor, diffusion: Tensor, velocity: Tensor) -> GaussianStep:
     """A step whose log-probability is the whole Gaussian log-density; arguments are the fields of ``GaussianStep``."""
     return GaussianStep(
         mean=mean,
@@ -32,7 +31,7 @@ def gaussian_step(
     )
 
 
-def mean_over_sample(values: torch.Tensor) -> torch.Tensor:
+def mean_over_sample(values: Tensor) -> Tensor:
     """Mean over all but the batch dimension: ``[B, ...]`` to ``[B]``."""
     return values.flatten(1).mean(dim=1)
 
@@ -44,29 +43,29 @@ class GaussianStep:
     A log-probability is the *mean* over a sample's elements, as in Flow-GRPO; hence the small clip ranges.
     """
 
-    mean: torch.Tensor
+    mean: Tensor
     """float32 ``[B, ...]``."""
-    std: torch.Tensor
+    std: Tensor
     """float32 ``[B]``: standard deviation S of the injected noise; 0 where the step is deterministic."""
-    diffusion: torch.Tensor
+    diffusion: Tensor
     """float32 ``[B]``: the dynamics' own std_dev_t, by which Flow-GRPO's KL divides."""
-    weight: torch.Tensor
+    weight: Tensor
     """float32 ``[B]``: w in log p = -w (x' - mean)^2 + log_norm. 1/(2 S^2) for a Gaussian density."""
-    log_norm: torch.Tensor
+    log_norm: Tensor
     """float32 ``[B]``: the constant of the log-density, 0 where the dynamics leave it out."""
-    velocity: torch.Tensor
+    velocity: Tensor
     """float32 ``[B, ...]``: the prediction that the step was made from."""
 
-    def draw(self, noise: torch.Tensor) -> torch.Tensor:
+    def draw(self, noise: Tensor) -> Tensor:
         """The next latent for standard normal ``noise`` ``[B, ...]``: float32 ``[B, ...]``."""
         return self.mean + per_sample(self.std, noise) * noise.to(torch.float32)
 
-    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+    def log_prob(self, next_latents: Tensor) -> Tensor:
         """Log-probability of ``next_latents`` ``[B, ...]``, mean over elements: float32 ``[B]``."""
         squared = (next_latents.to(torch.float32) - self.mean) ** 2
         return mean_over_sample(-per_sample(self.weight, squared) * squared) + self.log_norm
 
-    def log_ratio(self, old_mean: torch.Tensor, next_latents: torch.Tensor) -> torch.Tensor:
+    def log_ratio(self, old_mean: Tensor, next_latents: Tensor) -> Tensor:
         """log p(x') - log p_old(x') in closed form: mean of 2 w (mean - old_mean)(x' - (mean + old_mean)/2).
 
         Subtracting two float32 log-probabilities has an error floor near 1e-7, the size of published clip ranges;
@@ -83,7 +82,7 @@ class GaussianStep:
         product = (self.mean - old_mean) * (next_latents.to(torch.float32) - middle)
         return mean_over_sample(product) * (2 * self.weight)
 
-    def recentred_log_ratio(self, old_mean: torch.Tensor, next_latents: torch.Tensor) -> torch.Tensor:
+    def recentred_log_ratio(self, old_mean: Tensor, next_latents: Tensor) -> Tensor:
         """mean((x' - mu_old)(mu - mu_old)) / S: S (log p(x') - log p_old(x')) + mean((mu - mu_old)^2) / 2S.
 
         Its mean under the old policy is 0, where the plain log-ratio's is -mean((mu - mu_old)^2) / 2S^2, and its scale
@@ -92,11 +91,11 @@ class GaussianStep:
         """
         return mean_over_sample((next_latents - old_mean) * (self.mean - old_mean)) / self.std
 
-    def kl(self, old_mean: torch.Tensor) -> torch.Tensor:
+    def kl(self, old_mean: Tensor) -> Tensor:
         """KL(old, this) of two Gaussians with this variance, per element: mean((mu - mu_old)^2) / 2S^2, ``[B]``."""
         return self.squared_distance(old_mean) / (2 * self.std**2)
 
-    def squared_distance(self, old_mean: torch.Tensor) -> torch.Tensor:
+    def squared_distance(self, old_mean: Tensor) -> Tensor:
         """mean((mu - mu_old)^2): float32 ``[B]``."""
         return mean_over_sample((self.mean - old_mean) ** 2)
 
@@ -105,12 +104,7 @@ class Dynamics(Protocol):
     """What every class of this file with a type offers: a stochastic or deterministic denoising step."""
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep: ...
 
 
@@ -121,12 +115,7 @@ class EulerODE:
     type: ClassVar[str] = "ode"
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """Arguments as in ``FlowSDE.step``; the returned step has std 0, and its log-probability is not a number."""
         del sigma_max
@@ -151,12 +140,7 @@ class FlowSDE:
             raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt).
 
@@ -172,9 +156,7 @@ class FlowSDE:
         return reverse_sde_step(velocity, latents, sigma, sigma_next, s)
 
 
-def reverse_sde_step(
-    velocity: torch.Tensor, latents: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor, s: torch.Tensor
-) -> GaussianStep:
+def reverse_sde_step(velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, s: Tensor) -> GaussianStep:
     """The step of ``FlowSDE.step`` for any diffusion coefficient ``s``, float32 ``[B]``."""
     v, x = velocity.to(torch.float32), latents.to(torch.float32)
     sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
@@ -194,12 +176,7 @@ class WanSDE:
     type: ClassVar[str] = "wan"
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """mean and S as in ``FlowSDE.step``, with the arguments of it."""
         return reverse_sde_step(velocity, latents, sigma, sigma_next, sigma.to(torch.float32) * sigma_max)
@@ -219,12 +196,7 @@ class DanceSDE:
             raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """mean = x + v dt + eta^2 dt (x - (1 - sigma) x0) / (2 sigma^2), S = eta sqrt(-dt), x0 = x - sigma v.
 
@@ -254,12 +226,7 @@ class DDIM:
             raise ValueError("eta must be above 0 and at most 1: at 0 there is no log-probability; use type: ode")
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """mean = (1 - sigma') x0 + sqrt(sigma'^2 - rho^2) x1, S = rho.
 
@@ -293,12 +260,7 @@ class CPS:
             )
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigma: torch.Tensor,
-        sigma_next: torch.Tensor,
-        sigma_max: float,
+        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
         """mean = x0 (1 - sigma') + x1 sqrt(sigma'^2 - s^2), S = s = sigma' sin(a pi / 2).
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 
 
-def shift_sigma(sigma: torch.Tensor, shift: float) -> torch.Tensor:
+def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     """shift sigma / (1 + (shift - 1) sigma): more weight on high noise for larger images (arXiv 2403.03206, eq. 23)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
-def draw_sigma(uniform: torch.Tensor, density: str, mean: float, std: float, shift: float) -> torch.Tensor:
+def draw_sigma(uniform: Tensor, density: str, mean: float, std: float, shift: float) -> Tensor:
     """Noise levels for training, by inverse transform of uniform numbers.
 
     Args:
@@ -32,12 +33,12 @@ def draw_sigma(uniform: torch.Tensor, density: str, mean: float, std: float, shi
     return shift_sigma(uniform, shift).to(torch.float32)
 
 
-def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """x_sigma ``[B, ...]`` for x0 and eps of that shape and sigma ``[B]``."""
     sigma = per_sample(sigma, latents)
     return (1 - sigma) * latents + sigma * noise
 
 
-def flow_matching_loss(velocity: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def flow_matching_loss(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
     """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``."""
     return mean_over_sample((velocity.float() - (noise - latents)) ** 2)

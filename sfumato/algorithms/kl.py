@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep, mean_over_sample
 
@@ -27,7 +27,7 @@ class GaussianKL:
     coef: float = 0.01
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> torch.Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return step.kl(reference.mean)
 
@@ -44,7 +44,7 @@ class FlowGRPOKL:
     coef: float = 0.04
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> torch.Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.mean - reference.mean) ** 2) / (2 * step.diffusion**2)
 
@@ -60,7 +60,7 @@ class VelocityMSE:
     reference_guidance_scale: float | None = None
     """Guidance of the reference's prediction, where it differs from the policy's."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> torch.Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.velocity - reference.velocity) ** 2)
 
@@ -74,6 +74,6 @@ class SampleMSE:
     coef: float = 0.01
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> torch.Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.mean - reference.mean) ** 2)

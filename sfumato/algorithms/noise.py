@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def keyed_generator(seed: int, purpose: str, *keys: int) -> torch.Generator:
@@ -32,7 +33,7 @@ def keyed_normal(
     step: int,
     sample_ids: Sequence[int],
     device: torch.device | str = "cpu",
-) -> torch.Tensor:
+) -> Tensor:
     """Standard normal noise, one independent draw per sample.
 
     Args:
@@ -48,12 +49,12 @@ def keyed_normal(
     return torch.stack(rows).to(device)
 
 
-def keyed_uniform(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> torch.Tensor:
+def keyed_uniform(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:
     """One uniform number in [0, 1) per sample: float64 ``[B]``."""
     rows = [torch.rand((), generator=keyed_generator(seed, purpose, step, i), dtype=torch.float64) for i in sample_ids]
     return torch.stack(rows)
 
 
-def keyed_permutation(length: int, seed: int, purpose: str, *keys: int) -> torch.Tensor:
+def keyed_permutation(length: int, seed: int, purpose: str, *keys: int) -> Tensor:
     """A random order of ``length`` items: int64 ``[length]``."""
     return torch.randperm(length, generator=keyed_generator(seed, purpose, *keys))

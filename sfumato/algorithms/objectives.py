@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 
@@ -21,40 +22,40 @@ from sfumato.algorithms.dynamics import GaussianStep
 class SampledSteps:
     """What was drawn when the trajectories were sampled. The standard deviation does not depend on the policy."""
 
-    next_latents: torch.Tensor
+    next_latents: Tensor
     """float32 ``[R, ...]``: the latents that were drawn."""
-    log_probs: torch.Tensor
+    log_probs: Tensor
     """float32 ``[R]``: their log-probability then."""
-    step_sizes: torch.Tensor
+    step_sizes: Tensor
     """float32 ``[R]``: h = sigma - sigma' > 0."""
-    means: torch.Tensor | None
+    means: Tensor | None
     """float32 ``[R, ...]``: the means they were drawn around; None where they were not kept."""
 
-    def log_ratio(self, new: GaussianStep) -> torch.Tensor:
+    def log_ratio(self, new: GaussianStep) -> Tensor:
         """log p_new - log p_old of each row: in closed form where the means were kept, for precision."""
         if self.means is None:
             return new.log_prob(self.next_latents) - self.log_probs
         return new.log_ratio(self.means, self.next_latents)
 
-    def old_means(self) -> torch.Tensor:
+    def old_means(self) -> Tensor:
         """The means. Raises ValueError where they were not kept."""
         if self.means is None:
             raise ValueError("this objective needs the means of the sampled steps")
         return self.means
 
 
-Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
+Loss: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 
 @dataclass(frozen=True)
 class Ratio:
     """How much likelier R decisions are now than under an older policy."""
 
-    log_ratio: torch.Tensor
+    log_ratio: Tensor
     """float32 ``[R]``, with gradients: log p - log p_old, or what an objective has in its place; 0 for one policy."""
-    kl: torch.Tensor | None = None
+    kl: Tensor | None = None
     """float32 ``[R]``, without gradients: KL(old, new) of what a decision was drawn from, where it is known."""
-    divisor: torch.Tensor | None = None
+    divisor: Tensor | None = None
     """float32 ``[R]``, by which the losses of denoising steps are evened out; None is 1."""
 
 
@@ -70,7 +71,7 @@ class RatioObjective(Protocol):
         """Of R denoising steps, in the exact form of the dynamics that ``loss`` takes."""
         ...
 
-    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
         """The loss ``[R]`` (lower is better) and its statistics.
 
         Args:
@@ -83,7 +84,7 @@ class RatioObjective(Protocol):
 
 
 def clipped_surrogate(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, mask: torch.Tensor | None = None
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, mask: Tensor | None = None
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7).
 
@@ -107,7 +108,7 @@ def clipped_surrogate(
     return loss, stats
 
 
-def ratio_sums(log_ratio: torch.Tensor, ratio: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def ratio_sums(log_ratio: Tensor, ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """Sums over rows of ratios ``[R]``, and of half their squared logarithms, which are 0 outside the mask."""
     return {
         "ratio/mean": masked(ratio.detach(), mask).sum(),
@@ -115,7 +116,7 @@ def ratio_sums(log_ratio: torch.Tensor, ratio: torch.Tensor, mask: torch.Tensor 
     }
 
 
-def masked(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def masked(values: Tensor, mask: Tensor | None) -> Tensor:
     """``[R]`` with zeros, which have no gradient, in the place of rows that are not learned from."""
     return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
@@ -149,7 +150,7 @@ class ClippedRatio:
         """log p_new - log p_old of R denoising steps."""
         return Ratio(old.log_ratio(new))
 
-    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
         """As ``RatioObjective.loss``."""
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return clipped_surrogate(ratio.log_ratio, advantages, self.clip_range, high, mask)
@@ -172,7 +173,7 @@ class Guard(ClippedRatio):
         """Recentred, of R denoising steps. Raises ValueError when the old means were not kept."""
         return Ratio(new.recentred_log_ratio(old.old_means(), old.next_latents), divisor=old.step_sizes)
 
-    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
         """As ``RatioObjective.loss``."""
         loss, stats = super().loss(ratio, advantages, mask)
         return loss if ratio.divisor is None else loss / ratio.divisor, stats
@@ -208,7 +209,7 @@ class DPPO:
             kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
         return Ratio(old.log_ratio(new), kl)
 
-    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
         """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
         if ratio.kl is None:
             raise ValueError("dppo needs the KL divergence from the old policy of each decision")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
@@ -28,18 +29,18 @@ Level = Literal["step", "trajectory", "trajectory_mean"]
 class Correction:
     """What becomes of R rows."""
 
-    weights: torch.Tensor
+    weights: Tensor
     """float32 ``[R]``, without gradients: factors of the policy loss, 0 for rows that are left out. The loss is divided
     by the number of all rows, those left out included: dividing by what is kept would make the step larger the fewer
     rows are trustworthy."""
-    log_weights: torch.Tensor
+    log_weights: Tensor
     """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
-    truncated: torch.Tensor
+    truncated: Tensor
     """bool ``[R]``: whose weight is the cap instead of the ratio."""
-    rejected: torch.Tensor
+    rejected: Tensor
     """bool ``[R]``: left out."""
 
-    def rows(self, mask: torch.Tensor) -> Correction:
+    def rows(self, mask: Tensor) -> Correction:
         """Those where ``mask``, bool ``[R]``, is true."""
         return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
 
@@ -51,9 +52,7 @@ class OffPolicy(Protocol):
     uses_proximal: ClassVar[bool]
     """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
 
-    def correct(
-        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> Correction:
+    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
         """Weights of R rows.
 
         Args:
@@ -74,9 +73,7 @@ class NoCorrection:
     type: ClassVar[str] = "none"
     uses_proximal: ClassVar[bool] = False
 
-    def correct(
-        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> Correction:
+    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
         """As ``OffPolicy.correct``; all weights are 1."""
         nobody = torch.zeros_like(log_ratio, dtype=torch.bool)
         ones = torch.ones_like(log_ratio, dtype=torch.float32).detach()
@@ -102,9 +99,7 @@ class Decoupled:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def correct(
-        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> Correction:
+    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
         """As ``OffPolicy.correct``."""
         log_weights = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         weights, truncated = _truncated(log_weights, self.cap)
@@ -138,9 +133,7 @@ class Rejection:
                 "a sample that the policy itself has made"
             )
 
-    def correct(
-        self, log_ratio: torch.Tensor, sample_of_row: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> Correction:
+    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
         """As ``OffPolicy.correct``."""
         bounded = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
@@ -153,9 +146,7 @@ class Rejection:
         return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
-def log_ratio_of(
-    log_ratio: torch.Tensor, sample_of_row: torch.Tensor, level: Level, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def log_ratio_of(log_ratio: Tensor, sample_of_row: Tensor, level: Level, mask: Tensor | None = None) -> Tensor:
     """Log-ratios at a level: of each step, or of its trajectory as the sum or the mean over all steps of it.
 
     Args:
@@ -186,7 +177,7 @@ def log_ratio_of(
     return sums[place]
 
 
-def _truncated(log_weights: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _truncated(log_weights: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
     """Weights float32 ``[R]`` and whether they were cut."""
     weights = log_weights.exp()
     truncated = weights > (math.inf if cap is None else cap)
@@ -213,11 +204,11 @@ class Mismatch:
 
     def add(
         self,
-        log_ratio: torch.Tensor,
+        log_ratio: Tensor,
         correction: Correction,
-        log_prob_ratio: torch.Tensor | None = None,
-        kl: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        log_prob_ratio: Tensor | None = None,
+        kl: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         """Counts R rows.
 
@@ -291,9 +282,9 @@ def old_policy(
     off_policy: OffPolicy,
     behaviour: SampledSteps,
     proximal: GaussianStep | None,
-    sample_of_row: torch.Tensor,
+    sample_of_row: Tensor,
     mismatch: Mismatch | None = None,
-) -> tuple[SampledSteps, torch.Tensor]:
+) -> tuple[SampledSteps, Tensor]:
     """What an objective takes as its old policy, and factors of its loss.
 
     Args:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 LOSSES = ("sigmoid", "ipo", "hinge")
 
 
 def preference_loss(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
     beta: float,
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
-    lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    lengths: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Loss of each pair, from how much likelier the policy makes both answers than the reference does.
 
     With h the difference of both: ``sigmoid`` is -log sigmoid(beta h) (DPO, arXiv 2305.18290, eq. 7; with label

@@ -4,9 +4,9 @@ A field is declared once, where it stands; what no one declares is shared by all
 
     @dataclass(frozen=True)
     class Trajectories(Rows):
-        sigmas: torch.Tensor                            # [T + 1]
-        latents: torch.Tensor = by_row()                # [B, W, ...]
-        means: torch.Tensor | None = by_row(None)       # [B, W, ...]
+        sigmas: Tensor                            # [T + 1]
+        latents: Tensor = by_row()                # [B, W, ...]
+        means: Tensor | None = by_row(None)       # [B, W, ...]
 
 Used by conditionings (``models/diffusion``) and by what a rollout keeps (``rollout``).
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 
 def by_row(default: Any = dataclasses.MISSING) -> Any:
@@ -37,9 +38,9 @@ class Rows:
         """Names of the fields with one row per sample."""
         return [name for name, axis in self._axes() if axis == "row"]
 
-    def rows(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
+    def rows(self, index: Tensor | Sequence[int] | slice) -> Self:
         """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
-        if not isinstance(index, torch.Tensor | slice):
+        if not isinstance(index, Tensor | slice):
             index = torch.tensor(index, dtype=torch.long)
 
         def taken(value: Any) -> Any:
@@ -49,7 +50,7 @@ class Rows:
 
         return self._replaced(self.row_fields(), taken)
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+    def change(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Every tensor ``[B, ...]`` with one row per sample changed."""
         return self._replaced(
             self.row_fields(), lambda value: _mapped(value, change, lambda inner: inner.change(change))
@@ -89,9 +90,9 @@ class Rows:
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
-def _mapped(value: Any, tensors: Callable[[torch.Tensor], torch.Tensor], inner: Callable[[Rows], Rows]) -> Any:
+def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[Rows], Rows]) -> Any:
     """A field's value with its tensors, or the containers in it, changed; whatever else it is stays."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return tensors(value)
     if isinstance(value, dict):
         return {name: _mapped(each, tensors, inner) for name, each in value.items()}
@@ -100,7 +101,7 @@ def _mapped(value: Any, tensors: Callable[[torch.Tensor], torch.Tensor], inner: 
 
 def _joined(values: list[Any]) -> Any:
     first = values[0]
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         return torch.cat(values)
     if isinstance(first, Rows):
         return type(first).cat(values)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Solver(Protocol):
     """One step from sigma_i to sigma_(i+1), without state of its own."""
 
     def step(
-        self, velocity: torch.Tensor, latents: torch.Tensor, sigmas: torch.Tensor, index: int, memory: Any = None
-    ) -> tuple[torch.Tensor, Any]:
+        self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: Any = None
+    ) -> tuple[Tensor, Any]:
         """The next latents, and what the next step must be given as ``memory``.
 
         Args:
@@ -39,8 +40,8 @@ class Euler:
     type: ClassVar[str] = "euler"
 
     def step(
-        self, velocity: torch.Tensor, latents: torch.Tensor, sigmas: torch.Tensor, index: int, memory: None = None
-    ) -> tuple[torch.Tensor, None]:
+        self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: None = None
+    ) -> tuple[Tensor, None]:
         """As ``Solver.step`` says; nothing is remembered."""
         del memory
         dt = sigmas[index + 1].to(torch.float32) - sigmas[index].to(torch.float32)
@@ -57,13 +58,8 @@ class DPMSolver2:
     type: ClassVar[str] = "dpm2"
 
     def step(
-        self,
-        velocity: torch.Tensor,
-        latents: torch.Tensor,
-        sigmas: torch.Tensor,
-        index: int,
-        memory: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x' = (sigma' / sigma) x - (1 - sigma') (e^-h - 1) (x0 + (x0 - x0_last) h / 2 h_last), h the step in lambda.
 
         lambda = log((1 - sigma) / sigma) is half the log signal-to-noise ratio. As ``Solver.step`` says; the memory

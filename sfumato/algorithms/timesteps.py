@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.flow_matching import draw_sigma
 from sfumato.algorithms.noise import keyed_permutation, keyed_uniform
@@ -25,7 +26,7 @@ class Timesteps(Protocol):
         """L where the sampler makes so many steps. Raises ValueError when nothing can be drawn."""
         ...
 
-    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """Noise levels, float32 ``[B, L]`` on the CPU.
 
         Args:
@@ -71,7 +72,7 @@ class SamplerGrid:
         there = len(self.steps(num_steps))
         return min(self.num or there, there)
 
-    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``. Raises ValueError when no step is left."""
         steps = self.steps(len(sigmas) - 1)
         num = self.num_levels(len(sigmas) - 1)
@@ -109,7 +110,7 @@ class UniformTimesteps:
         del num_steps
         return self.num
 
-    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
         del sigmas
         uniform = self.low + (self.high - self.low) * _strata(self.num, seed, iteration, ids)
@@ -141,13 +142,13 @@ class LogitNormalTimesteps:
         del num_steps
         return self.num
 
-    def draw(self, sigmas: torch.Tensor, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
         del sigmas
         return draw_sigma(_strata(self.num, seed, iteration, ids), "logit_normal", self.mean, self.std, self.shift)
 
 
-def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> torch.Tensor:
+def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
     """float64 ``[B, num]``: the k-th is uniform in [k / num, (k + 1) / num)."""
     pieces = [k + keyed_uniform(seed, f"timestep {k}", iteration, ids) for k in range(num)]
     return torch.stack(pieces, dim=1) / num

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.checkpoint.envelope import (
     list_checkpoints,
@@ -37,7 +37,7 @@ class Exportable(Protocol):
     def trained(self) -> nn.Module:
         """What holds the trained parameters, as ``parallelize`` returned it."""
 
-    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes the folder.
 
         Args:
@@ -78,7 +78,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
             raise CheckpointError(problem)
 
 
-def _write(model: Exportable, folder: Path, weights: dict[str, torch.Tensor], merge: bool) -> None:
+def _write(model: Exportable, folder: Path, weights: dict[str, Tensor], merge: bool) -> None:
     model.save_export(folder, weights, merge)
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)  # safetensors writes files that only their owner can read

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -169,7 +170,7 @@ class Part(NamedTuple):
 
     shape: torch.Size
     """Of the whole tensor."""
-    tensor: torch.Tensor
+    tensor: Tensor
     """A view of what this rank holds."""
 
 
@@ -183,7 +184,7 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
-        self.tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self.tensors: dict[MetadataIndex, Tensor] = {}
         """What is written, by the time it is written."""
 
     def create_local_plan(self) -> SavePlan:
@@ -196,7 +197,7 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The tensor of an item."""
         return self.tensors[write_item.index]
 
@@ -206,7 +207,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__()
         self.parts = parts
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.parts[index].tensor
 
 
@@ -264,7 +265,7 @@ class Stored:
                 f"{' '.join(str(error).split())[:300]})"
             ) from error
 
-    def read_whole(self, keys: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def read_whole(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU.
 
         Args:
@@ -279,12 +280,12 @@ class Stored:
         return found
 
 
-def whole_part(key: str, tensor: torch.Tensor) -> Parts:
+def whole_part(key: str, tensor: Tensor) -> Parts:
     """A tensor that this rank holds as a whole."""
     return {MetadataIndex(key, (0,) * tensor.ndim): Part(tensor.shape, tensor)}
 
 
-def parts_of(key: str, shape: torch.Size, shard: torch.Tensor, boxes: list[Box]) -> Parts:
+def parts_of(key: str, shape: torch.Size, shard: Tensor, boxes: list[Box]) -> Parts:
     """This rank's shard of a tensor.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -28,9 +29,9 @@ class Staging:
     """Copies of tensors in CPU memory, in buffers that are used again from save to save."""
 
     def __init__(self) -> None:
-        self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+        self._buffers: dict[MetadataIndex, Tensor] = {}
 
-    def copy(self, tensors: dict[MetadataIndex, torch.Tensor]) -> dict[MetadataIndex, torch.Tensor]:
+    def copy(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copies tensors; the copies of the call before are overwritten."""
         copies = {}
         for index, each in tensors.items():

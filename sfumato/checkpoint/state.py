@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -83,7 +83,7 @@ class TrainState:
 class Section:
     """Tensors that are saved under one name, all cut as the parameters of a module, or whole on every rank."""
 
-    def __init__(self, name: str, tensors: dict[str, torch.Tensor], shards: Shards | None = None) -> None:
+    def __init__(self, name: str, tensors: dict[str, Tensor], shards: Shards | None = None) -> None:
         """``tensors`` are this rank's shards by parameter; without ``shards`` they are whole."""
         self.name, self.tensors, self.shards = name, tensors, shards
 
@@ -309,7 +309,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[P
     for name, parameter in shards.parameters.items():
         for field_name, value in optimizer.state.get(parameter, {}).items():
             key = f"optimizer/{name}/{field_name}"
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 numbers[f"{name}/{field_name}"] = value
                 continue
             shard = saved_piece(value)
@@ -361,7 +361,7 @@ def new_optimizer_state(
     return fields, parts
 
 
-def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and numbers of the generators of torch (CPU, and the GPU of this process), numpy and Python."""
     numpy_state = np.random.get_state(legacy=False)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state["state"]["key"].copy())}
@@ -375,7 +375,7 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
     return tensors, {"python": random.getstate(), "numpy": numbers}
 
 
-def restore_random(tensors: dict[str, torch.Tensor], values: dict[str, Any], device: torch.device) -> None:
+def restore_random(tensors: dict[str, Tensor], values: dict[str, Any], device: torch.device) -> None:
     """Puts the generators where ``random_state`` found them. Raises CheckpointError for what no generator has."""
     try:
         torch.set_rng_state(tensors["torch"])

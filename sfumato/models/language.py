@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
@@ -30,8 +30,8 @@ from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_wei
 WORTH_PICKING = 0.9
 """Share of learned tokens up to which logits are computed for these alone; picking them out costs a copy."""
 
-Tensors = dict[str, torch.Tensor]
-Loss = Callable[[TokenScores, Tensors, TextBatch], torch.Tensor]
+Tensors = dict[str, Tensor]
+Loss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
 """From the scores of a micro-batch, its tensors and the batch itself to its part of the loss, a scalar that is divided
 by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
 part of the tokens."""
@@ -169,14 +169,14 @@ class LanguageModel:
                 yield index, _scores(logits), shard_sequence(rows[index], self.mesh)
 
     @torch.no_grad()
-    def token_log_probs(self, batches: Sequence[TextBatch], reference: bool = False) -> list[torch.Tensor]:
+    def token_log_probs(self, batches: Sequence[TextBatch], reference: bool = False) -> list[Tensor]:
         """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
 
         Args:
             batches: as many on each rank.
             reference: with the adapters switched off.
         """
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, Tensor] = {}
         with self.without_adapter() if reference else nullcontext():
             for index, scores, row in self.score(self._numbered(batches)):
                 found[index] = self._join(scores.log_probs(row["labels"]), row.get("number"), batches[index])
@@ -185,16 +185,16 @@ class LanguageModel:
             found = {index: each.to(self.mesh.device) for part in parts for index, each in part.items()}
         return [found[index] for index in range(len(batches))]
 
-    def predictions(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
+    def predictions(self, batches: Sequence[TextBatch]) -> list[Tensor]:
         """The likeliest next token after each token of whole micro-batches, int64 ``[B, T]`` on the CPU."""
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, Tensor] = {}
         for index, scores, row in self.score(self._numbered(batches, every_token=True)):
             found[index] = self._join(scores.predictions(), row["number"], batches[index]).cpu()
         if self._pipeline is not None:
             found = {index: each for part in self.mesh.gather(found, over="pp") for index, each in part.items()}
         return [found[index] for index in range(len(batches))]
 
-    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes model and tokenizer as transformers loads them by itself, or adapters as peft does.
 
         Trained under bf16, whole weights are written in bf16, as the forward passes saw them. Biases that a balancer
@@ -248,7 +248,7 @@ class LanguageModel:
         """Moves the routing biases, if there are any, after the optimiser's step. Returns metrics."""
         return {} if self.balancer is None else self.balancer.update()
 
-    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sum of a tensor over the ranks that share a sequence; gradients go to each rank's own part."""
         return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"))
 
@@ -305,7 +305,7 @@ class LanguageModel:
             found.append(TextBatch(each.tensors | more, each.lengths, each.sample_ids))
         return found
 
-    def _join(self, part: torch.Tensor, columns: torch.Tensor | None, batch: TextBatch) -> torch.Tensor:
+    def _join(self, part: Tensor, columns: Tensor | None, batch: TextBatch) -> Tensor:
         """The whole ``[B, T]`` of the parts that the ranks of a sequence have."""
         if self.mesh.layout.cp == 1:
             return part
@@ -319,13 +319,13 @@ class _SequenceSum(torch.autograd.Function):
     """Every rank computes the same from the sum; the gradients of all ranks' parts are those of one loss."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         values = values.clone()
         dist.all_reduce(values, group=group)
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -335,7 +335,7 @@ def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None)
     return [batch.tensors | more for batch, more in zip(batches, fields, strict=True)]
 
 
-def _scores(logits: torch.Tensor) -> TokenScores:
+def _scores(logits: Tensor) -> TokenScores:
     return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.config.sections import LoraConfig
 from sfumato.errors import ConfigError
@@ -121,7 +121,7 @@ def start_magnitudes(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def merge_adapters(module: nn.Module, weights: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def merge_adapters(module: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The weights of the model without adapters that computes what the model with adapters does.
 
     Each is computed in float32 and cast to the dtype of the weight.
@@ -148,7 +148,7 @@ def merge_adapters(module: nn.Module, weights: dict[str, torch.Tensor] | None = 
     return merged
 
 
-def adapter_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def adapter_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters among whole weights, by names that peft reads.
 
     Magnitudes of DoRA are called ``lora_magnitude_vector.weight``, which peft reads like its own name without
@@ -166,7 +166,7 @@ def adapter_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> d
     return {f"base_model.model.{names[name]}": each.contiguous() for name, each in found.items()}
 
 
-def save_adapter(module: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path, base: str | None = None) -> None:
+def save_adapter(module: nn.Module, weights: Mapping[str, Tensor], folder: Path, base: str | None = None) -> None:
     """Writes the adapters of a transformers model as ``PeftModel.from_pretrained(base, folder)`` reads them.
 
     Args:
@@ -236,9 +236,7 @@ def _keys_of(layer: nn.Module) -> list[str]:
     return keys + [f"lora_magnitude_vector.{ADAPTER}.weight"] * bool(getattr(layer, "lora_magnitude_vector", None))
 
 
-def _merged(
-    layer: Any, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, magnitude: torch.Tensor | None = None
-) -> torch.Tensor:
+def _merged(layer: Any, weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor | None = None) -> Tensor:
     """Weight [out, in], or of experts [experts, out, in] or [experts, in, out], with its adapter."""
     if weight.ndim == 2:
         weight = torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])

@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -38,7 +38,7 @@ def register_packed_attention() -> str:
 class _Rows:
     """The documents of a batch of rows, worked out once for all layers."""
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
+    def __init__(self, position_ids: Tensor) -> None:
         width = position_ids.shape[1]
         starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
         bounds = [[*each.nonzero().flatten().tolist(), width] for each in starts]
@@ -58,15 +58,15 @@ _rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, S, D] to [B, S, H, Dv]."""
     name = type(module).__name__
     wrong = [each for each in REFUSED if kwargs.get(each) is not None]
@@ -93,7 +93,7 @@ def _attention(
     return compute(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of [B, H, S, D]. Values as wide as keys: with others torch keeps whole score matrices."""
     own, width = value.shape[-1], query.shape[-1]
     if own == width:
@@ -102,7 +102,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :own]
 
 
-def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
+def _in_turn(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: float) -> Tensor:
     """Each run of documents of one length is a batch. Returns [T, H, Dv]."""
     key, value = _repeated(key[None], value[None], len(query))
     sizes = [length * count for length, count in rows.runs]
@@ -117,7 +117,7 @@ def _in_turn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: 
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _Rows, scale: float) -> torch.Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: float) -> Tensor:
     """All documents in one call of a CUDA kernel. Returns [T, H, Dv]."""
     width, own = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     width += -width % 8
@@ -129,20 +129,20 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: _R
     return out[0][..., :own]
 
 
-def _has_flash(query: torch.Tensor) -> bool:
+def _has_flash(query: Tensor) -> bool:
     if query.device.type != "cuda" or torch.version.hip is not None:
         return False
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _repeated(key: torch.Tensor, value: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _repeated(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values with as many heads as queries: with fewer, torch's CPU kernel is not taken."""
     count = heads // key.shape[1]
     return (key, value) if count == 1 else (key.repeat_interleave(count, 1), value.repeat_interleave(count, 1))
 
 
-def _no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
     """transformers' mask function: there is no mask, documents follow from position ids."""
     if attention_mask is not None and not attention_mask.all():
         raise ConfigError("packed rows have no padding mask: padding stands at the end of rows, with labels -100")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.algorithms.flow_matching import flow_matching_loss
 from sfumato.config.load import read_yaml
@@ -87,7 +87,7 @@ def plan_language_model(
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
 
-    def run(module: nn.Module) -> torch.Tensor:
+    def run(module: nn.Module) -> Tensor:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
         head = module.get_output_embeddings()
@@ -183,7 +183,7 @@ def plan_diffusion_model(
     embeddings = model.embedding_shapes(*size)
     is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
-    def run(module: nn.Module) -> torch.Tensor:
+    def run(module: nn.Module) -> Tensor:
         shadow = with_denoiser(model, module)
         shadow.device, shadow.mesh = torch.device("cpu"), None
         tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
@@ -225,7 +225,7 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
     """
     vae = model.pipeline.vae.float().requires_grad_(True)
 
-    def run(module: nn.Module) -> torch.Tensor:
+    def run(module: nn.Module) -> Tensor:
         posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,8 +119,8 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, None]:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -141,7 +141,7 @@ class _StandIn(torch.autograd.Function):
     """Saves query, key, value, result and the log-sum-exp of the scores; of the numbers it computes none."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: bool) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: bool) -> Tensor:
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         if scores:
@@ -154,7 +154,7 @@ class _StandIn(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         raise NotImplementedError("it stands in for an attention in forward passes only")
 
 
@@ -167,7 +167,7 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
         self._seen = {_storage(each): None for each in module.parameters()}
-        self._given: dict[int, torch.Tensor] = {}
+        self._given: dict[int, Tensor] = {}
         self._block: int | None = None
         self._products = 0
         self._is_over = False
@@ -186,7 +186,7 @@ class _Counter(TorchDispatchMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._block, self._products = index, 0
             for each in tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor) and _storage(each) not in self._given:
+                if isinstance(each, Tensor) and _storage(each) not in self._given:
                     self._given[_storage(each)] = each  # kept, so that no other storage gets its address
                     self.found.blocks[index].full += each.untyped_storage().nbytes()
 
@@ -196,7 +196,7 @@ class _Counter(TorchDispatchMode):
 
         return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: Tensor) -> Tensor:
         """Called by autograd for each tensor that it saves."""
         plain = local(tensor.detach())
         if (storage := _storage(plain)) in self._seen:
@@ -215,11 +215,11 @@ class _Counter(TorchDispatchMode):
             self.found.before += num_bytes
         return plain
 
-    def block_left(self, index: int, made: list[torch.Tensor]) -> tuple[BlockBytes, list[bool]]:
+    def block_left(self, index: int, made: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
         """What a block has saved, and of which tensors that it returns it has saved the storage."""
         return replace(self.found.blocks[index]), [_storage(each) in self._seen for each in made]
 
-    def block_repeats(self, index: int, made: list[torch.Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
+    def block_repeats(self, index: int, made: list[Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
         """Counts for a block what an equal one has saved; what it was given is counted already."""
         block, (equal, are_saved) = self.found.blocks[index], left
         block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
@@ -240,11 +240,11 @@ class _Counter(TorchDispatchMode):
         if name in MATMUL:
             self._products += 1
         if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
-            self.keep(sum(each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor)))
+            self.keep(sum(each.nbytes for each in tree_leaves(result) if isinstance(each, Tensor)))
         return result
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return local(tensor.detach()).untyped_storage()._cdata
 
 
@@ -269,23 +269,23 @@ class _Kind:
         self.outputs: list[Any] = []
         self.nested, self.can_repeat = None, False
 
-    def remember(self, inputs: list[Any], output: Any) -> list[torch.Tensor]:
+    def remember(self, inputs: list[Any], output: Any) -> list[Tensor]:
         """Keeps what a block that ran has returned; gives its tensors."""
         self.runs += 1
         leaves, self.nested = tree_flatten(output)
-        places = {id(each): place for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)}
+        places = {id(each): place for place, each in enumerate(inputs) if isinstance(each, Tensor)}
         self.outputs = [places.get(id(each), each) for each in leaves]
-        given = {_storage(each) for each in inputs if isinstance(each, torch.Tensor)}
-        made = [each for each in self.outputs if isinstance(each, torch.Tensor)]
+        given = {_storage(each) for each in inputs if isinstance(each, Tensor)}
+        made = [each for each in self.outputs if isinstance(each, Tensor)]
         self.can_repeat = not any(_storage(each) in given for each in made)  # a view of an input
         return made
 
-    def again(self, inputs: list[Any]) -> tuple[Any, list[torch.Tensor]]:
+    def again(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
         """The same for a block that does not run: what it returns, and the tensors of it that are new."""
         leaves: list[Any] = []
-        made: list[torch.Tensor] = []
+        made: list[Tensor] = []
         for each in self.outputs:
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, Tensor):
                 new = torch.empty_like(each).requires_grad_(each.requires_grad)
                 made.append(
                     new.clone() if each.requires_grad else new
@@ -299,8 +299,8 @@ class _Kind:
 @contextmanager
 def run_some(
     blocks: Mapping[str, nn.Module],
-    ran: Callable[[int, list[torch.Tensor]], Any],
-    repeated: Callable[[int, list[torch.Tensor], Any], None],
+    ran: Callable[[int, list[Tensor]], Any],
+    repeated: Callable[[int, list[Tensor], Any], None],
 ) -> Iterator[None]:
     """Inside, a block is not run when ``RUNS`` blocks equal to it have, with inputs of the same kind.
 
@@ -357,6 +357,6 @@ def _settings(block: nn.Module) -> tuple[Any, ...]:
 
 def _look(value: Any) -> Any:
     """What matters of an input: of a tensor all but its numbers."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else id(value)

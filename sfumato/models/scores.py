@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.parallel.loss import IGNORED, token_log_probs, token_log_probs_and_entropy
@@ -16,11 +16,7 @@ class TokenScores:
     """
 
     def __init__(
-        self,
-        output: torch.Tensor,
-        shape: tuple[int, int],
-        kept: torch.Tensor | None = None,
-        head: nn.Linear | None = None,
+        self, output: Tensor, shape: tuple[int, int], kept: Tensor | None = None, head: nn.Linear | None = None
     ) -> None:
         """Made by ``LanguageModel``.
 
@@ -32,7 +28,7 @@ class TokenScores:
         """
         self._output, self._shape, self._kept, self._head = output, shape, kept, head
 
-    def log_probs(self, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    def log_probs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
         """``log p(label)`` of each token in nats.
 
         Args:
@@ -51,9 +47,7 @@ class TokenScores:
             found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
         return self._spread(found.view(picked.shape))
 
-    def log_probs_and_entropy(
-        self, labels: torch.Tensor, temperature: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probs_and_entropy(self, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """``log_probs``, and the entropy in nats of each token's distribution; 0 where the label is -100."""
         picked = self._pick(labels)
         if self._head is not None:
@@ -67,7 +61,7 @@ class TokenScores:
         return self._spread(found), self._spread(entropy)
 
     @torch.no_grad()
-    def predictions(self) -> torch.Tensor:
+    def predictions(self) -> Tensor:
         """The likeliest next token after each token, int64 ``[B, T]``; -100 where there is no output."""
         logits = self._output
         if self._head is None:
@@ -78,10 +72,10 @@ class TokenScores:
         best = [functional.linear(each, weight.to(each.dtype), self._head.bias).argmax(-1) for each in parts]
         return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
 
-    def _pick(self, labels: torch.Tensor) -> torch.Tensor:
+    def _pick(self, labels: Tensor) -> Tensor:
         return labels if self._kept is None else labels[:, self._kept]
 
-    def _spread(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    def _spread(self, values: Tensor, fill: int = 0) -> Tensor:
         """Values of the kept tokens at their places among all."""
         if self._kept is None:
             return values

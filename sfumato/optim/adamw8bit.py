@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -59,7 +60,7 @@ class AdamW8bit(torch.optim.Optimizer):
         update(piece, local(parameter.grad), state["step"], *averages, None, *settings, True, False)
 
 
-def compressed(known: torch.Tensor | None, piece: torch.Tensor, is_signed: bool) -> torch.Tensor:
+def compressed(known: Tensor | None, piece: Tensor, is_signed: bool) -> Tensor:
     """State of a piece as the optimiser keeps it.
 
     What was decompressed (a checkpoint) becomes the bits that it was made from: the table of values has 1 and -1, so

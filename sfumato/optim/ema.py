@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.algorithms.decay import Decay, WarmUp
 from sfumato.parallel.shards import local, trainable_parameters
@@ -67,12 +67,12 @@ class Ema:
         finally:
             self._copy(kept, self._weights())
 
-    def _weights(self) -> dict[str, torch.Tensor]:
+    def _weights(self) -> dict[str, Tensor]:
         return {name: local(each.detach()) for name, each in trainable_parameters(self.module).items()}
 
     @staticmethod
     @torch.no_grad()
-    def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         for name, value in source.items():
             target[name].copy_(value)
 

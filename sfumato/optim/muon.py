@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert import find_experts, has_experts
@@ -54,7 +54,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return found
 
 
-def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalised(matrices: Tensor) -> Tensor:
     """Newton-Schulz steps: singular values become about 1 (0.7 to 1.2).
 
     Args:
@@ -107,7 +107,7 @@ class Muon(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a step in every state
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """What AdamW sees of a group: of matrices nothing."""
         return False if group["orthogonal"] else super()._init_group(group, *lists)
 
@@ -137,7 +137,7 @@ class Muon(torch.optim.AdamW):
             piece.mul_(1 - group["lr"] * group["weight_decay"])
             piece.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
-    def _direction(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _direction(self, parameter: nn.Parameter) -> Tensor:
         """This rank's piece of the momentum one step ahead (Nesterov)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -146,7 +146,7 @@ class Muon(torch.optim.AdamW):
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
-    def _dtype(self, like: torch.Tensor) -> torch.dtype:
+    def _dtype(self, like: Tensor) -> torch.dtype:
         return self.compute_dtype or (torch.bfloat16 if like.is_cuda else torch.float32)
 
 
@@ -163,7 +163,7 @@ class Sharers:
         for size, axis in zip(self._sizes, axes, strict=True):
             self.rank = self.rank * size + self._mesh.get_local_rank(axis)
 
-    def gather(self, piece: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
+    def gather(self, piece: Tensor, like: nn.Parameter) -> Tensor:
         """The tensor, whole along these axes, of which this rank has the piece that it has of a parameter."""
         if not self.axes:
             return piece
@@ -175,7 +175,7 @@ class Sharers:
         kept = [Replicate() if axis in self.axes else each for axis, each in enumerate(like.placements)]
         return placed.redistribute(placements=kept).to_local()
 
-    def send(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+    def send(self, tensor: Tensor, owner: int) -> Tensor:
         """What the rank with that number has, on all of them: along one axis after the other."""
         place = []
         for size in reversed(self._sizes):
@@ -198,7 +198,7 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
     )
 
 
-def _piece(found: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _piece(found: Tensor, parameter: nn.Parameter) -> Tensor:
     """This rank's piece of what is whole, or cut like the parameter along some dimensions already."""
     for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
         if found.shape[dim] != size:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -96,14 +96,14 @@ def match_groups(names: list[str], config: TrainConfig) -> dict[str, int]:
     return found
 
 
-def saved_piece(value: torch.Tensor) -> torch.Tensor:
+def saved_piece(value: Tensor) -> Tensor:
     """This rank's piece of a tensor of optimiser state as a checkpoint holds it: a plain tensor.
 
     8-bit state is decompressed to float32. Compressed again, in the same piece, it gives the same bits; the optimiser
     does that by itself at its next step.
     """
     piece = local(value)
-    return piece if type(piece) is torch.Tensor else piece.dequantize()
+    return piece if type(piece) is Tensor else piece.dequantize()
 
 
 def _role(parameter: nn.Parameter, is_vector: bool, is_hidden: bool, entry: int | None, config: TrainConfig) -> Role:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sfumato.errors import ConfigError
@@ -78,19 +79,19 @@ class Tile(NamedTuple):
     repeat: int = 1
     """So many such tiles follow each other along the diagonal; they are computed as rows of a batch."""
 
-    def queries(self, block: torch.Tensor) -> torch.Tensor:
+    def queries(self, block: Tensor) -> Tensor:
         """Where the queries are in a block [B, H, S, ...]; it shares memory with the block."""
         return block[self.rows, :, self.query : self.query + self.num_queries * self.repeat]
 
-    def keys(self, block: torch.Tensor) -> torch.Tensor:
+    def keys(self, block: Tensor) -> Tensor:
         """The place of the keys; it shares memory with the block."""
         return block[self.rows, :, self.key : self.key + self.num_keys * self.repeat]
 
-    def fold(self, part: torch.Tensor) -> torch.Tensor:
+    def fold(self, part: Tensor) -> Tensor:
         """Makes repeats to rows."""
         return part if self.repeat == 1 else part.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
 
-    def unfold(self, part: torch.Tensor) -> torch.Tensor:
+    def unfold(self, part: Tensor) -> Tensor:
         """The reverse."""
         return part if self.repeat == 1 else part.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
 
@@ -190,13 +191,13 @@ def _squares(rows: slice, spans: list[range], run: range, place: int) -> Iterato
 
 
 def sequence_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     schedule: Schedule,
     scale: float | None = None,
-    key_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of this rank's queries over the keys and values of all ranks that share the sequence.
 
     All of these ranks must call it, and compute gradients: those of a rank's loss reach the keys and values of all.
@@ -242,14 +243,14 @@ def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:
         )
 
 
-def _repeat_heads(tensor: torch.Tensor, num_heads: int, ulysses_size: int) -> torch.Tensor:
+def _repeat_heads(tensor: Tensor, num_heads: int, ulysses_size: int) -> Tensor:
     """Repeats key heads just as often as every rank needs to get those of its query heads; mostly not at all."""
     share = num_heads // tensor.shape[1]
     repeat = share // math.gcd(share, num_heads // ulysses_size)
     return tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor
 
 
-def _with_bias(query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_bias(query: Tensor, key: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Adds a feature that is a bias of the scores of a key: it travels with the key, and any kernel understands it."""
     low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
     bias = torch.where(key_mask, 0.0, low).to(key.dtype)[:, None, :, None].expand(*key.shape[:-1], 1)
@@ -260,19 +261,17 @@ class _Trade(torch.autograd.Function):
     """Within a Ulysses group: from a part of the tokens with all heads to the block with a part of them, or back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup, back: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
         ctx.pieces, ctx.group, ctx.back = pieces, group, back
         return _to_part(tensor, pieces, group) if back else _to_block(tensor, pieces, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return (_to_block if ctx.back else _to_part)(grad, ctx.pieces, ctx.group), None, None, None
 
 
-def _to_block(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> torch.Tensor:
+def _to_block(tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> Tensor:
     """[B, H, S of this rank, D] to [B, H / ranks, S of all, D]."""
     rows, heads, _, width = tensor.shape
     lengths = [sum(each.length for each in pieces if each.rank == rank) for rank in range(group.size())]
@@ -281,7 +280,7 @@ def _to_block(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.Proce
     return torch.cat([parts[each.rank].narrow(2, each.start, each.length) for each in pieces], dim=2)
 
 
-def _to_part(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> torch.Tensor:
+def _to_part(tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> Tensor:
     """The reverse."""
     cut = zip(pieces, tensor.split([each.length for each in pieces], dim=2), strict=True)
     ordered = sorted(cut, key=lambda each: each[0].start)
@@ -289,9 +288,7 @@ def _to_part(tensor: torch.Tensor, pieces: tuple[Piece, ...], group: dist.Proces
     return torch.cat(_exchange(parts, [parts[group.rank()].shape] * len(parts), group), dim=1)
 
 
-def _exchange(
-    parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
-) -> list[torch.Tensor]:
+def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> list[Tensor]:
     """Sends a tensor to each rank of a group and returns what came from each, of given shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     received = parts[0].new_empty(sum(sizes))
@@ -299,11 +296,11 @@ def _exchange(
     return _unpack(received, shapes)
 
 
-def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.reshape(-1) for each in tensors])
 
 
-def _unpack(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     sizes = [math.prod(each) for each in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
@@ -312,9 +309,7 @@ class _RingAttention(torch.autograd.Function):
     """Attention of this ring rank's block of queries; keys and values, later their gradients, travel round the ring."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, schedule: Schedule, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
@@ -334,7 +329,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         schedule, grad = ctx.schedule, grad.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
@@ -359,7 +354,7 @@ class _RingAttention(torch.autograd.Function):
 class _Hop:
     """A tensor sent to the next ring rank while another comes from the one before."""
 
-    def __init__(self, sent: torch.Tensor, num_received: int, groups: SequenceGroups) -> None:
+    def __init__(self, sent: Tensor, num_received: int, groups: SequenceGroups) -> None:
         size, rank = groups.ring_size, groups.ring_rank
         self._sent, self._received = sent, sent  # kept alive until the transfer is over
         self._works: list[dist.Work] = []
@@ -369,16 +364,14 @@ class _Hop:
             receive = dist.P2POp(dist.irecv, self._received, group=groups.ring, group_peer=(rank - 1) % size)
             self._works = dist.batch_isend_irecv([send, receive])
 
-    def arrive(self) -> torch.Tensor:
+    def arrive(self) -> Tensor:
         """What came, when it has."""
         for work in self._works:
             work.wait()
         return self._received
 
 
-def _pass_round(
-    key: torch.Tensor, value: torch.Tensor, schedule: Schedule
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
+def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tuple[int, Tensor, Tensor, int]]:
     """Yields (ring rank, its keys, its values, how many numbers the next ones are); the next travel meanwhile."""
     groups, block = schedule.groups, _pack([key, value])
     for step in range(groups.ring_size):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.expert import find_experts, tokens_per_expert
@@ -18,7 +18,7 @@ from sfumato.parallel.shards import plain_name
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Names that transformers gives a bias of the choice; we register the first where a router has none."""
 
-SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "given": lambda logits: logits,
@@ -50,7 +50,7 @@ class ExpertBalancer:
         """
         self.mesh, self.rate = mesh, rate
         self._routers: dict[str, tuple[nn.Module, str]] = {}
-        self._counts: list[torch.Tensor] = []
+        self._counts: list[Tensor] = []
         for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
             num_experts = experts.num_experts
             key, router, bias = _router_beside(module, name, num_experts)
@@ -87,11 +87,11 @@ class ExpertBalancer:
             "experts/without_tokens": float((counts == 0).double().mean()),
         }
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The biases ``[experts]``, float32, by the names that they have in the plain module's state dict."""
         return {name: getattr(*router).clone() for name, router in self._routers.items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes over biases from ``state_dict``.
 
         Raises:
@@ -115,7 +115,7 @@ class _Rule:
     normalised: bool
     scale: float
 
-    def weights(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         weights = scores.gather(-1, chosen)
         return self.scale * (weights / weights.sum(-1, keepdim=True) if self.normalised else weights)
 
@@ -140,7 +140,7 @@ def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device:
     rule = _rule_of(name, router, num_experts)
     router.register_buffer(bias, torch.zeros(num_experts, device=device))
 
-    def choose(router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def choose(router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         del args
         logits, weights, chosen = output
         scores = SCORES[rule.scores](logits.float())
@@ -183,7 +183,7 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     raise refusal
 
 
-def _counter(counts: torch.Tensor) -> Callable[..., None]:
+def _counter(counts: Tensor) -> Callable[..., None]:
     """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
 
     def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -84,7 +84,7 @@ def check_dropout_is_whole(module: nn.Module) -> None:
             )
 
 
-def _is_cut_along_input(weight: torch.Tensor) -> bool:
+def _is_cut_along_input(weight: Tensor) -> bool:
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()
@@ -100,9 +100,7 @@ class DropoutKeys:
         self._active = False
 
     @contextmanager
-    def batch(
-        self, step: int, sample_ids: Sequence[int] | torch.Tensor, positions: torch.Tensor | None = None
-    ) -> Iterator[None]:
+    def batch(self, step: int, sample_ids: Sequence[int] | Tensor, positions: Tensor | None = None) -> Iterator[None]:
         """Inside, the model's dropout belongs to these samples. Holds the forward *and* the backward pass.
 
         Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. What is cut along the sequence needs ``positions``; then
@@ -148,10 +146,10 @@ class KeyedDropout(nn.Dropout):
     name: str
     features: int | None
     """Size of the last dimension where it is known: a smaller one has been cut."""
-    row_keys: torch.Tensor | None
-    positions: torch.Tensor | None
+    row_keys: Tensor | None
+    positions: Tensor | None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Drops elements and scales the others by ``1 / (1 - p)``; same shape and dtype."""
         if not self.training or self.p == 0:
             return input
@@ -159,7 +157,7 @@ class KeyedDropout(nn.Dropout):
         keep = keep_mask(self.row_keys.to(input.device), input.shape, self.p, self.positions)
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
-    def _check(self, input: torch.Tensor) -> None:
+    def _check(self, input: Tensor) -> None:
         shape, rows, positions = tuple(input.shape), self.row_keys, self.positions
         if rows is None:
             raise RuntimeError(
@@ -182,9 +180,7 @@ class KeyedDropout(nn.Dropout):
             )
 
 
-def keep_mask(
-    row_keys: torch.Tensor, shape: Sequence[int], p: float, positions: torch.Tensor | None = None
-) -> torch.Tensor:
+def keep_mask(row_keys: Tensor, shape: Sequence[int], p: float, positions: Tensor | None = None) -> Tensor:
     """Which elements stay.
 
     Args:
@@ -209,7 +205,7 @@ def keep_mask(
     return bits >= threshold
 
 
-def _mix(state: torch.Tensor) -> torch.Tensor:
+def _mix(state: Tensor) -> Tensor:
     """The finaliser of splitmix64; shifts are logical, which int64 has not."""
     state = (state ^ ((state >> 30) & (2**34 - 1))) * FIRST
     state = (state ^ ((state >> 27) & (2**37 - 1))) * SECOND

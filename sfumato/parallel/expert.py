@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -110,9 +110,7 @@ def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     )
 
 
-def exchanged_experts(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts' part of a layer, where each rank of ``ep`` has its own tokens and its own experts.
 
     Args:
@@ -148,9 +146,7 @@ def exchanged_experts(
     return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
 
 
-def grouped_experts(
-    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """``exchanged_experts`` in one process that has all experts; arguments and result are the same."""
     dtype = _compute_dtype(experts, hidden_states)
     order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
@@ -159,7 +155,7 @@ def grouped_experts(
     return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
 
 
-def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiplies each group of rows with its own matrix, in one kernel where torch has it, else one by one.
 
     Args:
@@ -175,12 +171,12 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
     return multiply_in_turn(rows, weight, counts)
 
 
-def multiply_in_turn(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def multiply_in_turn(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``grouped_matmul`` as a loop over groups."""
     return torch.cat([part @ each for part, each in zip(rows.split(counts.tolist()), weight.unbind(), strict=True)])
 
 
-def tokens_per_expert(sorted_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
     """How often each expert stands in sorted ids ``[n]``: ``[num_experts]``, int64. Nothing waits for the device."""
     ids = torch.arange(num_experts, device=sorted_ids.device)
     ends = torch.searchsorted(sorted_ids, ids, right=True)
@@ -231,12 +227,12 @@ def _switch(module: nn.Module, experts: dict[str, nn.Module], name: str, functio
             raise ConfigError(f"{key}: {type(each).__name__} cannot be switched to another experts implementation")
 
 
-def _compute_dtype(experts: nn.Module, hidden_states: torch.Tensor) -> torch.dtype:
+def _compute_dtype(experts: nn.Module, hidden_states: Tensor) -> torch.dtype:
     device = hidden_states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
 
 
-def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The stable order of ids ``[n]``, its inverse, and how often each id is there."""
     sorted_ids, order = ids.sort(stable=True)
     inverse = torch.empty_like(order)
@@ -244,7 +240,7 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
     return order, inverse, tokens_per_expert(sorted_ids, num_experts)
 
 
-def _compute(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _compute(experts: nn.Module, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs the experts on their rows, which are sorted by expert."""
     rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
@@ -252,9 +248,7 @@ def _compute(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor, dtype
     return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
-def _linear(
-    experts: nn.Module, name: str, rows: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _linear(experts: nn.Module, name: str, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     weight = local(getattr(experts, name)).to(dtype)
     rows = grouped_matmul(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts)
     if experts.has_bias:
@@ -263,7 +257,7 @@ def _linear(
     return rows
 
 
-def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Whether torch has a grouped kernel for this device, dtype and alignment."""
     compiling = torch.compiler.is_compiling()
     if not len(rows) or not hasattr(functional, "grouped_mm") or (compiling and rows.dtype != torch.bfloat16):
@@ -280,9 +274,7 @@ def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _combine(
-    rows: torch.Tensor, inverse: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def _combine(rows: Tensor, inverse: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
     """Weighted sum of each token's ``k`` results, which are sorted by expert."""
     num_tokens, k = top_k_weights.shape
     rows = _Rows.apply(rows, inverse, order, 1)
@@ -293,13 +285,13 @@ class _Rows(torch.autograd.Function):
     """Rows ``index // repeats``, each of ``repeats`` times; unlike torch's, its backward pass adds in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, repeats: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.shape, ctx.repeats = rows.shape, repeats
         return rows[index // repeats if repeats > 1 else index]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         gradient = gradient[inverse]
         if ctx.repeats > 1:
@@ -311,18 +303,16 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of rows; its backward pass is the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     arrived = rows.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local
@@ -16,14 +17,14 @@ NAMED = 3
 """Tensors that a message names; the others are counted."""
 
 
-def finite_rows(*tensors: torch.Tensor) -> torch.Tensor:
+def finite_rows(*tensors: Tensor) -> Tensor:
     """In which of B rows nothing is NaN or infinite: bool ``[B]`` of tensors ``[B, ...]``."""
     rows = [each.isfinite().flatten(1).all(dim=1) for each in tensors]
     return torch.stack(rows).all(dim=0)
 
 
 @torch.no_grad()
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors of which this rank's piece holds NaN or an infinite value.
 
     Args:

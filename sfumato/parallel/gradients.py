@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -77,7 +77,7 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
     return float(norm)
 
 
-def num_shards(parameter: torch.Tensor, mesh: Mesh, flat: bool = False) -> int:
+def num_shards(parameter: Tensor, mesh: Mesh, flat: bool = False) -> int:
     """Ranks of one pipeline stage that hold different pieces of a parameter.
 
     Args:
@@ -91,23 +91,23 @@ def num_shards(parameter: torch.Tensor, mesh: Mesh, flat: bool = False) -> int:
     return mesh.layout.fsdp if flat else 1
 
 
-def check_finite(loss: torch.Tensor, where: str) -> None:
+def check_finite(loss: Tensor, where: str) -> None:
     """Raises NonFiniteError when a loss is NaN or infinite. ``where`` names step, rank and samples."""
     if not torch.isfinite(loss.detach()).all():
         raise NonFiniteError(f"{where}: the loss is {float(loss.detach().sum())}. Nothing was updated")
 
 
-def _is_reduced(parameter: torch.Tensor) -> bool:
+def _is_reduced(parameter: Tensor) -> bool:
     """Whether FSDP has summed this parameter's gradient over the data already."""
     names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     return bool({"fsdp", "efsdp"} & set(names))
 
 
-def _sum_whole(gradients: list[torch.Tensor], mesh: Mesh) -> None:
+def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
     """Sums gradients of whole weights over all ranks that saw other data, in buckets."""
     if mesh.size_of("gradient") == 1 or not gradients:
         return
-    buckets: list[list[torch.Tensor]] = [[]]
+    buckets: list[list[Tensor]] = [[]]
     room = BUCKET_BYTES
     for each in gradients:
         if buckets[-1] and (each.nbytes > room or each.dtype != buckets[-1][0].dtype):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, kernel: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, kernel: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of [B, H, S, D] over [B, Hk, Sk, D] and [B, Hk, Sk, Dv] within one process; Hk divides H.
 
     Args:
@@ -37,13 +38,13 @@ def attend(
 
 
 def attend_backward(
-    grad: torch.Tensor,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    result: tuple[torch.Tensor, torch.Tensor],
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
     scale: float,
     causal: bool,
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (``inputs``) from one part of an attention.
 
     ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
@@ -79,7 +80,7 @@ def attend_backward(
     )
 
 
-def choose_kernel(query: torch.Tensor, value: torch.Tensor) -> str:
+def choose_kernel(query: Tensor, value: Tensor) -> str:
     """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
 
     math keeps whole score matrices and computes in float32; it runs everywhere and checks the others.
@@ -95,7 +96,7 @@ def choose_kernel(query: torch.Tensor, value: torch.Tensor) -> str:
     return "math"
 
 
-def _for_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str) -> tuple[torch.Tensor, ...]:
+def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple[Tensor, ...]:
     """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if kernel.startswith("cuda") else 0
@@ -106,7 +107,7 @@ def _for_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ker
     return query, key, value
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     scores = query @ key.mT * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -torch.inf) if causal else scores

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
@@ -21,7 +22,7 @@ IGNORED = -100
 """Label of a token that does not count."""
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
     """Sum of ``-log p(label)`` over tokens, computed in float32.
 
     Args:
@@ -38,14 +39,14 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: 
 
 
 def linear_cross_entropy_sum(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
 
     Arguments as in ``token_log_probs``.
@@ -57,15 +58,15 @@ def linear_cross_entropy_sum(
 
 
 def token_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Log-probability of each label under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
     Matrix products run in the dtype of ``hidden``, or that of autocast; softmax and sums in float32.
@@ -93,15 +94,15 @@ def token_log_probs(
 
 
 def token_log_probs_and_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
 
     Returns:
@@ -111,16 +112,16 @@ def token_log_probs_and_entropy(
 
 
 def _log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     temperature: float,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     chunk_tokens: int,
     ignore_index: int,
     group: dist.ProcessGroup | None,
     with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     weight = _gathered(weight, group)
     bias = None if bias is None else _gathered(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
@@ -142,7 +143,7 @@ def _log_probs(
     return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A plain tensor of a DTensor's whole rows, or of this rank's rows over ``group``."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -162,16 +163,16 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
         temperature: float,
         chunk_tokens: int,
         ignore_index: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         counts = labels != ignore_index
         rows = _own_rows(labels, weight.shape[0], group)
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
@@ -196,7 +197,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
         temperature, chunk_tokens, group, with_entropy = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -234,12 +235,12 @@ def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _own_rows(labels: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
     """Labels as rows of this rank's part of the weight; those of other ranks' parts lie outside of it."""
     if group is None:
         return labels
@@ -248,15 +249,13 @@ def _own_rows(labels: torch.Tensor, size: int, group: dist.ProcessGroup | None) 
     return labels - torch.cat(sizes)[: dist.get_rank(group)].sum()
 
 
-def _own(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Rows that can be looked up, and which of them are meant."""
     own = (rows >= 0) & (rows < size)
     return torch.where(own, rows, 0), own
 
 
-def _pick(
-    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _pick(logits: Tensor, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Each token's logit of its label; -inf where another rank has it."""
     if group is None:
         return logits.gather(-1, torch.where(counts, rows, 0)[:, None])[:, 0]
@@ -264,9 +263,7 @@ def _pick(
     return torch.where(own, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
 
 
-def _join(
-    lse: torch.Tensor, target: torch.Tensor, entropy: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _join(lse: Tensor, target: Tensor, entropy: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, label's logit and entropy over the vocabulary, from those of all ranks' parts."""
     largest = torch.stack([lse, target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -17,7 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
@@ -239,7 +239,7 @@ class ActivationOffload:
         if call.copies:
             self._under_way.append(_event_on(call.stream, call.device))
 
-    def moves(self, tensor: torch.Tensor, weights: set[int]) -> bool:
+    def moves(self, tensor: Tensor, weights: set[int]) -> bool:
         """Whether a saved plain tensor goes to CPU memory; ``weights`` are the block's weights' storages."""
         return (
             tensor.layout == torch.strided
@@ -249,9 +249,9 @@ class ActivationOffload:
             and not is_converted_weight(tensor)
         )
 
-    def _pack(self, call: _Call, tensor: torch.Tensor) -> Any:
+    def _pack(self, call: _Call, tensor: Tensor) -> Any:
         piece = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
-        if type(piece) not in (torch.Tensor, nn.Parameter) or not self.moves(piece, call.weights):
+        if type(piece) not in (Tensor, nn.Parameter) or not self.moves(piece, call.weights):
             return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
         if piece.device not in self._streams:
             self._streams[piece.device] = torch.get_device_module(piece.device).Stream()
@@ -271,7 +271,7 @@ class _Call:
         self.device: torch.device | None = None
         self._previous, self._awaited = previous, False
 
-    def copy_of(self, tensor: torch.Tensor, stream: Any) -> _HostCopy:
+    def copy_of(self, tensor: Tensor, stream: Any) -> _HostCopy:
         """The copy of a tensor; the same one if the tensor has not changed since it was made."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -306,9 +306,9 @@ class _Call:
 class _HostCopy:
     """A tensor in CPU memory that can come back."""
 
-    def __init__(self, tensor: torch.Tensor, stream: Any, call: _Call) -> None:
+    def __init__(self, tensor: Tensor, stream: Any, call: _Call) -> None:
         self.device, self.stream, self.call = tensor.device, stream, call
-        self._back: torch.Tensor | None = None
+        self._back: Tensor | None = None
         self._ready: Any = None
         backend = torch.get_device_module(self.device)
         stream.wait_stream(backend.current_stream(self.device))
@@ -326,7 +326,7 @@ class _HostCopy:
                 self._back.copy_(self._host, non_blocking=True)
             self._ready = _event_on(self.stream, self.device)
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """The tensor on its device, for the stream that computes."""
         self.call.bring_back()
         self.fetch()
@@ -337,8 +337,8 @@ class _HostCopy:
         return self._back
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
         return packed
     held, spec = packed
     if spec is None:
@@ -353,18 +353,18 @@ def _event_on(stream: Any, device: torch.device) -> Any:
     return event
 
 
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Weights of one module; fsdp1 keeps gathered ones as plain attributes."""
     for each in (*module._parameters.values(), *vars(module).values()):
-        if isinstance(each, torch.Tensor):
+        if isinstance(each, Tensor):
             yield each
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return local(tensor.detach()).untyped_storage()._cdata
 
 
-def is_converted_weight(tensor: torch.Tensor) -> bool:
+def is_converted_weight(tensor: Tensor) -> bool:
     """Whether autocast made this tensor from a leaf."""
     base = tensor._base if tensor._is_view() else tensor
     node = base.grad_fn

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -42,7 +42,7 @@ from sfumato.parallel.stages import (
     split_layers,
 )
 
-Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+Loss = Callable[[Tensor, Batch], Tensor]
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -103,7 +103,7 @@ class Pipeline:
         self._ranks = ranks_of_stages(config)
         self._made: tuple[tuple[int, ...], Any] | None = None
         self._loss: Loss | None = None
-        self._batches: list[dict[str, torch.Tensor]] = []
+        self._batches: list[dict[str, Tensor]] = []
         self._autocast: Callable[[], Any] = nullcontext
 
     @property
@@ -137,7 +137,7 @@ class Pipeline:
         if torch.is_autocast_enabled(kind):
             self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
         self._loss, self._batches = loss, batches
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
         try:
             with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
                 schedule.step(
@@ -156,7 +156,7 @@ class Pipeline:
         return values.tolist()
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor] | None:
+    def forward(self, micro_batches: Sequence[Batch]) -> list[Tensor] | None:
         """Logits of micro-batches, for evaluation; their number and shapes are free.
 
         Stages of one rank wait for each other, so that schedules with one stage in each rank are faster here.
@@ -205,7 +205,7 @@ class Pipeline:
     def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
         last = len(self._ranks) - 1
 
-        def handed_on(into: int) -> torch.Tensor:
+        def handed_on(into: int) -> Tensor:
             hidden = torch.empty(rows, length, self._hidden[0], dtype=self._hidden[1], device="meta")
             return hidden.requires_grad_(self._goes_back[into])
 
@@ -222,11 +222,11 @@ class Pipeline:
             group=self._mesh.group("pp"),
         )
 
-    def _part_of_loss(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _part_of_loss(self, logits: Tensor, index: Tensor) -> Tensor:
         with self._autocast():
             return self._loss(logits, self._batches[int(index)]).clone()  # torch detaches it in place
 
-    def _check_dtype(self, index: int, hidden: torch.Tensor) -> None:
+    def _check_dtype(self, index: int, hidden: Tensor) -> None:
         if hidden.dtype != self._hidden[1]:
             raise ConfigError(
                 f"stage {index} of the pipeline returns {hidden.dtype}, but the embedding gives {self._hidden[1]}: "
@@ -241,7 +241,7 @@ class _Stage(PipelineStage):
         super().__init__(*args, **kwargs)
         self._pipeline = pipeline
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._pipeline._autocast():
             output = super().forward_one_chunk(*args, **kwargs)
         if not self.is_last:
@@ -308,14 +308,14 @@ def build_pipeline(
 
 
 def _to_model(
-    module: nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, torch.Tensor], first: bool
+    module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor], first: bool
 ) -> tuple[tuple[()], dict[str, Any]]:
     """What a stage is given, as a transformers model is called."""
     del module
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 
 
-def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> torch.Tensor:
+def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
     """Logits, or hidden states where there is no head: these are a view, but torch detaches them in place."""
     del module, args
     return output.logits if last else output.logits.clone()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,7 +44,7 @@ SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 OFF = f"set {SIZES} to 1"
 
 
-def shard_sequence(batch: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """This rank's part of packed rows: a chunk near the head and its mirror image near the tail.
 
     Args:
@@ -128,7 +128,7 @@ class _Sequence:
             )
         self.checked = True
 
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, values: Tensor) -> list[Tensor]:
         """The tensor, of one shape, of every rank that shares the sequence."""
         found = [torch.empty_like(values) for _ in range(self.groups.size)]
         dist.all_gather(found, values.contiguous(), group=self.group)
@@ -187,7 +187,7 @@ class _LanguageSequence(_Sequence):
         if not self.checked:
             self.check()
 
-    def schedule(self, position_ids: torch.Tensor) -> Schedule:
+    def schedule(self, position_ids: Tensor) -> Schedule:
         """The layout that the position ids [B or 1, S] of all ranks mean; one exchange for all layers."""
         found = self._schedules.get(position_ids)
         if found is None:
@@ -195,7 +195,7 @@ class _LanguageSequence(_Sequence):
             self._schedules[position_ids] = found
         return found
 
-    def _documents(self, position_ids: torch.Tensor) -> list[list[int]]:
+    def _documents(self, position_ids: Tensor) -> list[list[int]]:
         """Lengths of documents by row. One begins where a position is not the one before plus 1."""
         lengths = [each[0] for each in self.gather_lengths(position_ids.shape[1])]
         chunks = head_tail_chunks(sum(lengths), self.groups.size)
@@ -214,15 +214,15 @@ class _LanguageSequence(_Sequence):
 
 def _language_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, S, D] to [B, S, H, D], all of this rank's tokens."""
     shared: _LanguageSequence | None = vars(module).get(ATTENTION)
     name = type(module).__name__
@@ -241,7 +241,7 @@ def _language_attention(
     return out.transpose(1, 2), None
 
 
-def _refuse_padding(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+def _refuse_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
     """transformers' mask function: there is no mask, documents follow from position ids."""
     if attention_mask is not None and not attention_mask.all():
         raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
@@ -306,10 +306,10 @@ class _DiffusionSequence(_Sequence):
         return bound.args, bound.kwargs
 
     def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: Any, output: Any) -> Any:
-        parts = [output] if isinstance(output, torch.Tensor) else list(output)
+        parts = [output] if isinstance(output, Tensor) else list(output)
         for index, cut in cuts.items():
             parts[index] = self._part(f"{name}.{index}", parts[index], cut.dim)
-        return parts[0] if isinstance(output, torch.Tensor) else tuple(parts)
+        return parts[0] if isinstance(output, Tensor) else tuple(parts)
 
     def _part(self, place: str, value: Any, dim: int) -> Any:
         """This rank's part of a tensor, or of each in a tuple or list. Its gradient is that of a slice."""
@@ -322,8 +322,8 @@ class _DiffusionSequence(_Sequence):
         base, extra = divmod(total, size)
         return value.narrow(dim, rank * base + min(rank, extra), base + (rank < extra)).contiguous()
 
-    def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-        if not isinstance(output, torch.Tensor):
+    def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
             raise ConfigError(f"{self.name}: {name} returns {type(output).__name__}; only a tensor can be joined")
         lengths = self.agree(name, output.shape[gather.dim])
         self._open = False
@@ -365,7 +365,7 @@ class _DiffusionSequence(_Sequence):
         if not self.checked and output is not None:
             self.check()
 
-    def _unwrapped_attention(self, call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _unwrapped_attention(self, call: int, *args: Any, **kwargs: Any) -> Tensor:
         if self._open:
             raise ConfigError(
                 f"{self.name} calls scaled_dot_product_attention outside of a processor while its sequence is cut, so "
@@ -378,15 +378,15 @@ class _DiffusionSequence(_Sequence):
         name: str,
         module: nn.Module,
         call: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What stands in for torch's function: the same arguments, with this rank's tokens."""
         where = f"{self.name}: {name}"
         if dropout_p or is_causal:
@@ -402,7 +402,7 @@ class _DiffusionSequence(_Sequence):
         self.called.add(module)
         return sequence_attention(query, key, value, self._schedules[whole], scale, mask)
 
-    def _key_mask(self, name: str, mask: torch.Tensor, num_keys: int) -> torch.Tensor:
+    def _key_mask(self, name: str, mask: Tensor, num_keys: int) -> Tensor:
         """[B or 1, Sk] of a mask that is the same for all queries and heads."""
         mask = mask[(None,) * (4 - mask.ndim)]
         same = all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True))
@@ -438,7 +438,7 @@ class _Join(torch.autograd.Function):
     """The whole sequence on every rank. Each computes the same loss from it and takes its own part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, lengths: list[int], shared: _Sequence) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, dim: int, lengths: list[int], shared: _Sequence) -> Tensor:
         ctx.dim, ctx.start, ctx.length = dim, sum(lengths[: shared.groups.rank]), part.shape[dim]
         moved = part.movedim(dim, 0)
         room = moved.new_zeros(max(lengths), *moved.shape[1:])
@@ -447,11 +447,11 @@ class _Join(torch.autograd.Function):
         return torch.cat([each[:length].movedim(0, dim) for each, length in parts], dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
-def _whole_attention(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _whole_attention(call: int, *args: Any, **kwargs: Any) -> Tensor:
     """torch's attention, past the guard: keys and values are whole on every rank."""
     with torch._C.DisableTorchFunction():
         return functional.scaled_dot_product_attention(*args, **kwargs)
@@ -460,7 +460,7 @@ def _whole_attention(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
 class _Redirect(TorchFunctionMode):
     """While active, calls of torch's attention go to another function, with the number of the call before the rest."""
 
-    def __init__(self, attention: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attention, self.num_calls = attention, 0
 
@@ -474,7 +474,7 @@ class _Redirect(TorchFunctionMode):
 class RedirectedProcessor:
     """Runs an attention module's own processor with another function in place of torch's attention."""
 
-    def __init__(self, processor: Any, attention: Callable[..., torch.Tensor], name: str) -> None:
+    def __init__(self, processor: Any, attention: Callable[..., Tensor], name: str) -> None:
         self.processor, self.attention, self.name = processor, attention, name
 
         def run(*args: Any, **kwargs: Any) -> Any:

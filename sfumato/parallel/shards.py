@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -51,12 +51,12 @@ def plain_name(name: str) -> str:
     return name
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's shard; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered from all ranks that hold a shard: every one of them must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -72,7 +72,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def shard_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a whole tensor: what ``local(like)`` has when ``whole(like)`` is that tensor.
 
     Args:
@@ -88,7 +88,7 @@ def shard_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def ranges_of(tensor: torch.Tensor) -> list[list[tuple[int, int]]]:
+def ranges_of(tensor: Tensor) -> list[list[tuple[int, int]]]:
     """Where this rank's shard lies in the whole tensor.
 
     Returns:
@@ -127,13 +127,13 @@ def _cut_twice_in_blocks(tensor: DTensor, dim: int) -> bool:
     return sum(blocks > 1 for blocks, _, _ in _cuts(tensor, dim)) > 1
 
 
-def _chunk(positions: torch.Tensor, count: int) -> list[torch.Tensor]:
+def _chunk(positions: Tensor, count: int) -> list[Tensor]:
     """Like torch.chunk, with empty shards at the end where it gives fewer."""
     shards = list(positions.chunk(count))
     return shards + [positions[:0]] * (count - len(shards))
 
 
-def _ranges(positions: torch.Tensor) -> list[tuple[int, int]]:
+def _ranges(positions: Tensor) -> list[tuple[int, int]]:
     """Increasing positions as ranges; one empty range for none."""
     if not len(positions):
         return [(0, 0)]
@@ -163,7 +163,7 @@ class Shards:
             numels = mesh.gather({name: each.numel() for name, each in self.parameters.items()}, over="fsdp")
             self.numels = {name: [each[name] for each in numels] for name in self.parameters}
 
-    def whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+    def whole(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor of which this rank has ``shard``; every rank must call it, in the same order.
 
         Args:
@@ -191,7 +191,7 @@ class Shards:
         parts = [each[:numel] for each, numel in zip(padded, self.numels[name], strict=True)]
         return torch.cat(parts).view(self.shapes[name])
 
-    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         """This rank's shard of a whole tensor, a plain tensor."""
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):

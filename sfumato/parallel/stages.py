@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Schedules with two stages in each rank."""
@@ -31,7 +31,7 @@ PADDING = {"labels": -100}
 class Absent(nn.Module):
     """Stands for a part that another stage has: hands on what it is given."""
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the hidden states, any shape."""
         del args, kwargs
         return hidden_states
@@ -90,7 +90,7 @@ def check_micro_batches(config: ParallelConfig, num: int) -> None:
         )
 
 
-def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, torch.Tensor]]:
+def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, Tensor]]:
     """Micro-batches of one shape: the most rows and the longest length of all, a multiple of ``multiple``.
 
     Args:

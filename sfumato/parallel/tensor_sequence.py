@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.tensor_styles import Ranks
@@ -50,14 +49,14 @@ class SequenceGroup(nn.Module):
         return _on_output(lambda each: keep(each.reshape(shape), 1, ranks), output)
 
 
-def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden states, a layer's first input, and the other inputs."""
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], args, {name: each for name, each in kwargs.items() if name != "hidden_states"}
 
 
-def _on_output(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+def _on_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -42,27 +42,27 @@ class Ranks:
         return cls(device_mesh.get_group().group_name, device_mesh.size(), device_mesh.get_local_rank())
 
 
-def copy(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def copy(tensor: Tensor, ranks: Ranks) -> Tensor:
     """The tensor, whole on every rank; its gradient is summed over ranks."""
     return _Copy.apply(tensor, ranks) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
-def reduce(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
     """The sum over ranks; the gradient, the same on every rank, goes to each."""
     return _Reduce.apply(tensor, ranks)
 
 
-def gather(tensor: torch.Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> torch.Tensor:
+def gather(tensor: Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> Tensor:
     """Joins the pieces of ``total`` elements along a dimension. ``parts``: gradients are summed over ranks."""
     return _Gather.apply(tensor, dim, total, ranks, parts)
 
 
-def cut(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def cut(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """This rank's piece of a tensor that is whole on every rank, filled up with zeros; the gradient is gathered."""
     return _Cut.apply(tensor, dim, ranks)
 
 
-def scatter(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """This rank's piece of the sum over ranks, filled up with zeros; the gradient is gathered."""
     return _Scatter.apply(tensor, dim, ranks)
 
@@ -122,19 +122,19 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
 
 
-def _all_reduce(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _all_reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", ranks.group))
 
 
-def _all_gather(tensor: torch.Tensor, dim: int, total: int, ranks: Ranks) -> torch.Tensor:
+def _all_gather(tensor: Tensor, dim: int, total: int, ranks: Ranks) -> Tensor:
     ops = torch.ops._c10d_functional
     padded = _pad(tensor, dim, _width(total, ranks)).movedim(dim, 0).contiguous()
     joined = ops.wait_tensor(ops.all_gather_into_tensor(padded, ranks.size, ranks.group))
     return joined.narrow(0, 0, total).movedim(0, dim).contiguous()
 
 
-def _reduce_scatter(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def _reduce_scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     ops = torch.ops._c10d_functional
     width = _width(tensor.shape[dim], ranks)
     padded = _pad(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
@@ -142,7 +142,7 @@ def _reduce_scatter(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tenso
     return piece.movedim(0, dim).contiguous()
 
 
-def _piece(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def _piece(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     total = tensor.shape[dim]
     width = _width(total, ranks)
     start = min(ranks.rank * width, total)
@@ -155,14 +155,14 @@ def _width(total: int, ranks: Ranks) -> int:
     return -(-total // ranks.size)
 
 
-def _pad(tensor: torch.Tensor, dim: int, width: int) -> torch.Tensor:
+def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
     missing = width - tensor.shape[dim]
     if not missing:
         return tensor
     return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim % tensor.ndim) + (0, missing))
 
 
-def blockwise_piece(tensor: torch.Tensor, dim: int, blocks: int, ranks: Ranks) -> torch.Tensor:
+def blockwise_piece(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
     """This rank's piece of each of several equal blocks, one after the other: of fused matrices."""
     return torch.cat([each.chunk(ranks.size, dim)[ranks.rank] for each in tensor.chunk(blocks, dim)], dim)
 
@@ -260,7 +260,7 @@ def make_colwise(
 class Colwise(nn.Linear):
     """A linear layer whose outputs are cut."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.tp_parts:
             input = copy(input, self.tp_ranks)
         output = nn.functional.linear(
@@ -268,7 +268,7 @@ class Colwise(nn.Linear):
         )
         return gather(output, -1, self.out_features, self.tp_ranks) if self.tp_joined else output
 
-    def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _rows(self, parameter: Tensor) -> Tensor:
         if self.tp_blocks == 1 or isinstance(parameter, DTensor):
             return local(parameter)
         return blockwise_piece(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
@@ -294,7 +294,7 @@ def make_rowwise(
 class Rowwise(nn.Linear):
     """A linear layer whose inputs are cut."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.tp_whole_input:
             input = cut(input, -1, self.tp_ranks)
         output = nn.functional.linear(input, local(self.weight))
@@ -315,7 +315,7 @@ def make_embedding_rowwise(layer: nn.Embedding, cutter: Cutter, where: str) -> N
 class EmbeddingRowwise(nn.Embedding):
     """An embedding whose vocabulary is cut."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = local(self.weight)
         start = min(self.tp_ranks.rank * _width(self.num_embeddings, self.tp_ranks), self.num_embeddings)
         missing = (input < start) | (input >= start + len(weight))
@@ -338,7 +338,7 @@ def make_embedding_colwise(layer: nn.Embedding, cutter: Cutter, where: str) -> N
 class EmbeddingColwise(nn.Embedding):
     """An embedding whose features are cut."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         with showing(self, weight=local(self.weight)):
             output = super().forward(input)
         return gather(output, -1, self.embedding_dim, self.tp_ranks)
@@ -353,7 +353,7 @@ def make_norm_across_heads(layer: nn.RMSNorm, cutter: Cutter, where: str) -> Non
 class NormAcrossHeads(nn.RMSNorm):
     """An RMS norm over features that are cut."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         values = input.float()
         # every rank's output depends on the sum, and so its gradient is summed over ranks too
         squares = copy(reduce(values.square().sum(-1, keepdim=True), self.tp_ranks), self.tp_ranks)
@@ -371,7 +371,7 @@ class Summed(nn.Module):
         ):
             return super().forward(*args, **kwargs)
 
-    def _of_rank(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _of_rank(self, parameter: Tensor) -> Tensor:
         return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
 
 
@@ -389,34 +389,34 @@ class Experts(Local):
     Gradients of the tokens and of their routing weights are summed too; the router stays whole.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(self._enter(each) for each in args)
         kwargs = {name: self._enter(each) for name, each in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
     def _enter(self, value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
         return copy(value, self.tp_ranks) if is_float else value
 
 
 class AllReduced(nn.Module):
     """A module whose output is summed."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
 
 class IdentityExpert(nn.Module):
     """An expert without weights: it is given its share, so that the sum over ranks is whole."""
 
-    def forward(self, input: torch.Tensor, *args: Any) -> Any:
+    def forward(self, input: Tensor, *args: Any) -> Any:
         return super().forward(input / self.tp_ranks.size, *args)
 
 
 class LatentKeyValue(nn.Module):
     """A latent projection whose last outputs go to this rank's heads directly: their gradients are summed."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
         latent, shared = output.split([output.shape[-1] - self.tp_rotary, self.tp_rotary], dim=-1)
         return torch.cat([latent, copy(shared, self.tp_ranks)], dim=-1)

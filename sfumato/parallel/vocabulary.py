@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sfumato.parallel.mesh import Mesh
 
 
-def vocab_parallel_cross_entropy(
-    local_logits: torch.Tensor, labels: torch.Tensor, mesh: Mesh, ignore_index: int = -100
-) -> torch.Tensor:
+def vocab_parallel_cross_entropy(local_logits: Tensor, labels: Tensor, mesh: Mesh, ignore_index: int = -100) -> Tensor:
     """Sum of cross entropies of logits that were never gathered.
 
     The head's style must be ``colwise`` in the plan, so that it returns this rank's part of the vocabulary. Pieces may
@@ -62,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
         return probabilities[:, : ctx.width].to(logits.dtype), None, None, None
 
 
-def _first_id(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _first_id(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The id in the whole vocabulary of this rank's first logit, on the device, without waiting for it."""
     size = torch.tensor([logits.shape[-1]], device=logits.device)
     sizes = size.new_empty(dist.get_world_size(group))

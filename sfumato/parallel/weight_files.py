@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sfumato.errors import ConfigError
@@ -46,7 +46,7 @@ class Source(Protocol):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         """The part within one slice (with start and stop) for each dimension."""
 
 
@@ -59,7 +59,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         if not box:
             return self.file.get_tensor(self.name)
         if any(each.start == each.stop for each in box):
@@ -71,7 +71,7 @@ class Stored:
 class Held:
     """A tensor in memory."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         return self.tensor[box]
 
 
@@ -93,7 +93,7 @@ class Stacked:
         self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
         self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         inner = box[: self.dim] + box[self.dim + 1 :]
         parts = [each.read(inner) for each in self.parts[box[self.dim]]]
         if not parts:
@@ -110,7 +110,7 @@ class Joined:
         self.ends = list(accumulate((each.shape[dim] for each in parts), initial=0))
         self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         wanted, found = box[self.dim], []
         for part, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
             first, last = max(wanted.start, start), min(wanted.stop, stop)
@@ -127,7 +127,7 @@ class Narrowed:
         self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
         self.shape = (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         moved = slice(box[self.dim].start + self.start, box[self.dim].stop + self.start)
         return self.whole.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
 
@@ -153,7 +153,7 @@ class Swapped:
         swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
         return tuple(swapped)
 
-    def read(self, box: Slices) -> torch.Tensor:
+    def read(self, box: Slices) -> Tensor:
         return self.whole.read(self._swap(box)).transpose(self.first, self.second)
 
 
@@ -162,7 +162,7 @@ def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
         raise ConfigError(f"tensors that are {how} have unequal shapes: {sorted(set(shapes))}")
 
 
-def read_piece(source: Source, like: torch.Tensor) -> torch.Tensor:
+def read_piece(source: Source, like: Tensor) -> Tensor:
     """What this rank holds of a tensor, reading nothing else.
 
     Args:
@@ -175,7 +175,7 @@ def read_piece(source: Source, like: torch.Tensor) -> torch.Tensor:
     return _read_ranges(source, ranges_of(like), ())
 
 
-def _read_ranges(source: Source, ranges: list[list[tuple[int, int]]], box: Slices) -> torch.Tensor:
+def _read_ranges(source: Source, ranges: list[list[tuple[int, int]]], box: Slices) -> Tensor:
     dim = len(box)
     if dim == len(ranges):
         return source.read(box)

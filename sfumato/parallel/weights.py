@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
@@ -101,7 +101,7 @@ def load_weights(
     refuse_not_finite(targets, files, mesh)
 
 
-def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh, from_rank0: bool = False) -> None:
+def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, from_rank0: bool = False) -> None:
     """Copies whole tensors into what this rank holds of a module's weights. Every rank must call it.
 
     Args:
@@ -148,7 +148,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mes
 
 def whole_weights(
     module: nn.Module, mesh: Mesh, only_trainable: bool = False, share: bool = False
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """A module's weights as the plain module would have them. Every rank must call it.
 
     They are gathered one at a time. A weight that is tied stands under the first of its names.
@@ -169,7 +169,7 @@ def whole_weights(
     mine |= {name: (tuple(each.shape), each.dtype) for name, each in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for number, specs in enumerate(mesh.gather(mine, over="pp") if len(ranks) > 1 else [mine]):
         for name, (shape, dtype) in specs.items():
             if number == stage:
@@ -196,7 +196,7 @@ def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]
 
 
 def refuse_not_finite(
-    loaded: nn.Module | Mapping[str, torch.Tensor], files: Path | Sequence[Path], mesh: Mesh | None = None
+    loaded: nn.Module | Mapping[str, Tensor], files: Path | Sequence[Path], mesh: Mesh | None = None
 ) -> None:
     """Looks at weights that were just loaded.
 
@@ -283,7 +283,7 @@ def initialise_on_meta(
     """
     _refuse_fsdp1(module)
     wanted = _over_stages(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), mesh)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     problems = []
     if mesh.is_first:
         with torch.random.fork_rng(devices=[]):
@@ -310,7 +310,7 @@ def make_real(module: nn.Module, device: torch.device) -> None:
             owner._parameters[key] = first._parameters[name]
 
 
-def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
+def _loadable(module: nn.Module) -> dict[str, Tensor]:
     """What files hold of a module, by the names there: parameters but adapters', and persistent buffers."""
     _refuse_fsdp1(module)
     buffers = persistent_buffers(module)
@@ -340,7 +340,7 @@ def _refuse_fsdp1(module: nn.Module) -> None:
         )
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that are saved with the weights, by the names of the plain module; whole on every rank."""
     return {
         plain_name(f"{prefix}.{name}" if prefix else name): each
@@ -457,6 +457,6 @@ def _from_first(source: Source | None, mesh: Mesh) -> Held:
 
 
 @torch.no_grad()
-def _copy(shard: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(shard: Tensor, target: Tensor) -> None:
     place = local(target.detach())
     place.copy_(shard.view(place.shape))

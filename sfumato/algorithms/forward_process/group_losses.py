@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples, distance, reward_probability
@@ -44,11 +45,11 @@ class CRD:
         if not self.beta > 0 or not self.advantage_clip > 0 or (self.temperature or 0) < 0:
             raise ValueError("beta and advantage_clip must be above 0, and temperature not below 0")
 
-    def implicit_reward(self, batch: NoisedSamples) -> torch.Tensor:
+    def implicit_reward(self, batch: NoisedSamples) -> Tensor:
         """r above: float32 ``[R]``, with gradients."""
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``."""
         q = reward_probability(advantages, self.advantage_clip)
         r = self.implicit_reward(batch)
@@ -57,11 +58,11 @@ class CRD:
         loss = torch.stack(directions).mean(dim=0) * self.advantage_clip / self.beta
         return loss, {"crd/implicit_reward": r.detach().sum()}
 
-    def _error(self, batch: NoisedSamples, velocity: torch.Tensor) -> torch.Tensor:
+    def _error(self, batch: NoisedSamples, velocity: Tensor) -> Tensor:
         squared = (velocity - batch.target) ** 2
         return mean_over_sample(squared / distance(velocity, batch.target) if self.adaptive else squared)
 
-    def _weights(self, q: torch.Tensor, cells: torch.Tensor) -> list[torch.Tensor]:
+    def _weights(self, q: Tensor, cells: Tensor) -> list[Tensor]:
         """Matrices ``[R, R]`` whose row i holds the weights of the mean that row i is centred by."""
         same = cells[:, None] == cells
         if self.temperature is None:
@@ -72,7 +73,7 @@ class CRD:
         good = torch.where(good.any(dim=1, keepdim=True), good, same)
         return [_softmax(q, good), _softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
 
-    def _fit(self, r: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _fit(self, r: Tensor, q: Tensor, weights: Tensor) -> Tensor:
         implicit, wanted = self.beta * (r - weights @ r.detach()), q - weights @ q
         if self.form == "bce":
             return torch.nn.functional.binary_cross_entropy_with_logits(
@@ -81,7 +82,7 @@ class CRD:
         return (implicit - wanted) ** 2
 
 
-def _softmax(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
     """Softmax of ``scores`` ``[R]`` over the allowed columns of each row, of which there must be one: ``[R, R]``."""
     return torch.softmax(scores.expand_as(allowed).masked_fill(~allowed, -torch.inf), dim=1)
 
@@ -116,7 +117,7 @@ class DGPO:
         """The reference; the old policy where there is a clip range."""
         return frozenset({"reference"} if self.clip_range is None else {"reference", "old"})
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``."""
         error = batch.error(batch.velocity)
         cells = batch.cells()
@@ -129,7 +130,7 @@ class DGPO:
         stats = {"dgpo/group_weight": weight.sum(), "dgpo/clipped": clipped.float().sum()}
         return loss, stats
 
-    def _clipped(self, batch: NoisedSamples, error: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    def _clipped(self, batch: NoisedSamples, error: Tensor, advantages: Tensor) -> Tensor:
         if self.clip_range is None:
             return torch.zeros_like(advantages, dtype=torch.bool)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
@@ -162,11 +163,11 @@ class DPO:
         if not self.beta > 0 or not 0 <= self.label_smoothing < 0.5:
             raise ValueError("beta must be above 0, and label_smoothing at least 0 and below 0.5")
 
-    def implicit_reward(self, batch: NoisedSamples) -> torch.Tensor:
+    def implicit_reward(self, batch: NoisedSamples) -> Tensor:
         """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
         return self.beta * self._gain(batch)
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
         cells = batch.cells()
@@ -181,7 +182,7 @@ class DPO:
             )
         winners, losers = pairs.nonzero(as_tuple=True)
 
-        def of_rows(of_pairs: torch.Tensor) -> torch.Tensor:
+        def of_rows(of_pairs: Tensor) -> Tensor:
             sums = torch.zeros_like(gain).index_add(0, winners, of_pairs).index_add(0, losers, of_pairs)
             return sums / partners.clamp(min=1)
 
@@ -190,5 +191,5 @@ class DPO:
         stats = {"dpo/margin": of_rows(margin).sum(), "dpo/accuracy": of_rows((margin > 0).to(margin)).sum()}
         return of_rows(losses), stats
 
-    def _gain(self, batch: NoisedSamples) -> torch.Tensor:
+    def _gain(self, batch: NoisedSamples) -> Tensor:
         return (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
 
-Loss: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
+Loss: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 SMALLEST_WEIGHT = 1e-5
 """Least distance that an error is divided by."""
@@ -23,54 +24,54 @@ SMALLEST_WEIGHT = 1e-5
 class NoisedSamples:
     """Final samples at noise levels, and what the policies predict there."""
 
-    x0: torch.Tensor
+    x0: Tensor
     """float32 ``[R, ...]``: the samples."""
-    noise: torch.Tensor
+    noise: Tensor
     """float32 ``[R, ...]``: eps."""
-    sigma: torch.Tensor
+    sigma: Tensor
     """float32 ``[R]`` in [0, 1]."""
-    velocity: torch.Tensor
+    velocity: Tensor
     """float32 ``[R, ...]``: the policy's prediction, with gradients."""
-    group_ids: torch.Tensor
+    group_ids: Tensor
     """int64 ``[R]``: rows of one prompt."""
-    levels: torch.Tensor
+    levels: Tensor
     """int64 ``[R]``: which of its sample's noise levels a row is; 0 where there is one."""
-    old_velocity: torch.Tensor | None = None
+    old_velocity: Tensor | None = None
     """float32 ``[R, ...]``: the old policy's, where ``needs`` names ``old``."""
-    reference_velocity: torch.Tensor | None = None
+    reference_velocity: Tensor | None = None
     """float32 ``[R, ...]``: the reference's, where ``needs`` names ``reference``."""
-    ema_velocity: torch.Tensor | None = None
+    ema_velocity: Tensor | None = None
     """float32 ``[R, ...]``: the averaged policy's, where ``needs`` names ``ema``."""
-    error_weight: torch.Tensor | None = None
+    error_weight: Tensor | None = None
     """float32 ``[R]``: factor of squared errors where the network predicts something else; None is 1."""
 
     @property
-    def target(self) -> torch.Tensor:
+    def target(self) -> Tensor:
         """u = eps - x0, float32 ``[R, ...]``."""
         return self.noise - self.x0
 
     @property
-    def noisy(self) -> torch.Tensor:
+    def noisy(self) -> Tensor:
         """x_sigma = (1 - sigma) x0 + sigma eps, float32 ``[R, ...]``."""
         return add_noise(self.x0, self.noise, self.sigma)
 
-    def velocity_of(self, policy: Literal["old", "reference", "ema"]) -> torch.Tensor:
+    def velocity_of(self, policy: Literal["old", "reference", "ema"]) -> Tensor:
         """Another policy's prediction, without gradients. Raises ValueError where it is missing."""
         velocity = getattr(self, f"{policy}_velocity")
         if velocity is None:
             raise ValueError(f"this objective needs the velocity of the {policy} policy")
         return velocity.detach()
 
-    def predicted_x0(self, velocity: torch.Tensor) -> torch.Tensor:
+    def predicted_x0(self, velocity: Tensor) -> Tensor:
         """x_sigma - sigma v, float32 ``[R, ...]``."""
         return self.noisy - per_sample(self.sigma, velocity) * velocity
 
-    def error(self, velocity: torch.Tensor) -> torch.Tensor:
+    def error(self, velocity: Tensor) -> Tensor:
         """mean((v - u)^2) of each row, times its weight: float32 ``[R]``."""
         error = mean_over_sample((velocity - self.target) ** 2)
         return error if self.error_weight is None else error * self.error_weight
 
-    def cells(self) -> torch.Tensor:
+    def cells(self) -> Tensor:
         """int64 ``[R]`` from 0: rows with the same number are one group at one noise level."""
         return torch.unique(torch.stack([self.group_ids, self.levels]), dim=1, return_inverse=True)[1]
 
@@ -88,12 +89,12 @@ class ForwardProcessObjective(Protocol):
         """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
         ...
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""
         ...
 
 
-def reward_probability(advantages: torch.Tensor, clip: float, mode: AdvantageMode = "all") -> torch.Tensor:
+def reward_probability(advantages: Tensor, clip: float, mode: AdvantageMode = "all") -> Tensor:
     """clamp(A / 2 clip + 1/2, 0, 1): how good a sample is, in [0, 1], as DiffusionNFT has it.
 
     Args:
@@ -117,7 +118,7 @@ def reward_probability(advantages: torch.Tensor, clip: float, mode: AdvantageMod
     return (advantages / clip / 2 + 0.5).clamp(0, 1)
 
 
-def distance(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def distance(prediction: Tensor, target: Tensor) -> Tensor:
     """mean |prediction - target| of each row, at least 1e-5 and without gradients: ``[R, 1, ...]``."""
     with torch.no_grad():
         mean = mean_over_sample((prediction.double() - target.double()).abs())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import AdvantageMode, Loss, NoisedSamples, distance, reward_probability
@@ -36,7 +37,7 @@ class NFT:
         if not self.beta > 0 or not self.advantage_clip > 0:
             raise ValueError("beta and advantage_clip must be above 0")
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``."""
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
         old, beta = batch.velocity_of("old"), self.beta
@@ -52,7 +53,7 @@ class NFT:
         return loss, stats
 
     @staticmethod
-    def _error(batch: NoisedSamples, velocity: torch.Tensor) -> torch.Tensor:
+    def _error(batch: NoisedSamples, velocity: Tensor) -> Tensor:
         x0 = batch.predicted_x0(velocity)
         return mean_over_sample((x0 - batch.x0) ** 2 / distance(x0, batch.x0))
 
@@ -95,7 +96,7 @@ class AWM:
         """The old policy; the averaged one where it has a factor."""
         return frozenset({"old", "ema"} if self.ema_coef > 0 else {"old"})
 
-    def log_prob(self, batch: NoisedSamples, velocity: torch.Tensor) -> torch.Tensor:
+    def log_prob(self, batch: NoisedSamples, velocity: Tensor) -> Tensor:
         """float32 ``[R]`` of the samples under a policy that predicts ``velocity``."""
         error, t = batch.error(velocity), batch.sigma
         if self.weighting == "huber":
@@ -104,7 +105,7 @@ class AWM:
             return -((error + _TINY) ** self.power - _TINY**self.power) * t / self.power
         return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t**2}[self.weighting]
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``."""
         new = self.log_prob(batch, batch.velocity)
         old = new.detach() if batch.old_velocity is None else self.log_prob(batch, batch.velocity_of("old"))
@@ -140,7 +141,7 @@ class RewardWeighted:
         """Not without a temperature, and otherwise any."""
         return False if self.temperature is None else None
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a negative weight, which has no lower bound."""
         weight = advantages if self.temperature is None else torch.exp(advantages / self.temperature)
         if bool((weight < 0).any()):
@@ -160,11 +161,11 @@ class BestOfN:
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
 
-    def loss(self, batch: NoisedSamples, advantages: torch.Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
         """As ``ForwardProcessObjective.loss``."""
         return _weighted(batch, (advantages > 0).to(batch.x0))
 
 
-def _weighted(batch: NoisedSamples, weight: torch.Tensor) -> Loss:
+def _weighted(batch: NoisedSamples, weight: Tensor) -> Loss:
     error = batch.error(batch.velocity)
     return weight * error, {"sample/error": error.detach().sum(), "sample/weight": weight.sum()}

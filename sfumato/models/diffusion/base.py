@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
@@ -100,10 +100,10 @@ class DiffusionModel(FrozenParts):
         """
 
     @abstractmethod
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
 
-    def start(self, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The first latents of a trajectory from standard normal ``noise`` ``[B, *latent_shape]``.
 
         Args:
@@ -112,11 +112,11 @@ class DiffusionModel(FrozenParts):
         """
         return noise
 
-    def training_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+    def training_sigma(self, sigma: Tensor) -> Tensor:
         """Noise levels for training, of drawn numbers ``[B]`` in [0, 1]: of a schedule where a model has its own."""
         return sigma
 
-    def loss_weight(self, sigma: torch.Tensor) -> torch.Tensor:
+    def loss_weight(self, sigma: Tensor) -> Tensor:
         """Weight of a sample's squared error of the velocity ``[B]``: not 1 for a network that predicts noise."""
         return torch.ones_like(sigma)
 
@@ -134,13 +134,11 @@ class DiffusionModel(FrozenParts):
         """The denoiser takes the guidance scale as an input, ``embeddings["guidance"]``; there is no second branch."""
         return False
 
-    def guide(
-        self, unconditional: torch.Tensor, conditional: torch.Tensor, scale: float | torch.Tensor
-    ) -> torch.Tensor:
+    def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance of two velocities ``[B, *latent_shape]``, float32."""
         return unconditional + scale * (conditional - unconditional)
 
-    def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
         """The guidance scale of each row, where it differs between noise levels ``[B]``."""
         return scale
 
@@ -149,7 +147,7 @@ class DiffusionModel(FrozenParts):
         raise ConfigError(f"rollout.guidance_scale_2: this {self.pipeline_class} has no second transformer: remove it")
 
     @abstractmethod
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
 
     @property
@@ -236,8 +234,8 @@ class DiffusionModel(FrozenParts):
         setattr(self.pipeline, self.denoiser_name, denoiser)
 
     def predict_velocity(
-        self, latents: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
-    ) -> torch.Tensor:
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
+    ) -> Tensor:
         """The velocity eps - x0, with classifier-free guidance in one forward pass of 2B rows.
 
         Args:
@@ -299,7 +297,7 @@ class DiffusionModel(FrozenParts):
         finally:
             self.denoiser.enable_adapters()
 
-    def save_export(self, folder: Path, weights: dict[str, torch.Tensor], merge: bool = False) -> None:
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes the LoRA adapter if there is one, else, or with ``merge``, the whole pipeline.
 
         Args:
@@ -312,7 +310,7 @@ class DiffusionModel(FrozenParts):
         else:
             self.save_pipeline(folder, weights)
 
-    def save_pipeline(self, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    def save_pipeline(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
 
         Adapters are merged into the weights.
@@ -348,7 +346,7 @@ class DiffusionModel(FrozenParts):
             index[name] = original.get(name, [None, None])
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it."""
         from peft.utils import get_peft_model_state_dict
 

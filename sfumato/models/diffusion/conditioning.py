@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sfumato.algorithms.rows import Rows, by_row
 from sfumato.parallel.mesh import Mesh
@@ -22,9 +23,9 @@ from sfumato.parallel.mesh import Mesh
 class Conditioning(Rows):
     """What a denoiser is conditioned on: tensors with one row per sample."""
 
-    tensors: dict[str, torch.Tensor] = by_row()
+    tensors: dict[str, Tensor] = by_row()
     """Tensors ``[B, ...]`` by the names of the model family."""
-    negative: dict[str, torch.Tensor] | None = None
+    negative: dict[str, Tensor] | None = None
     """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows."""
     own_negative: bool = False
     """The negative has ``[B, ...]``, one row per sample: what belongs to a sample's image."""
@@ -40,7 +41,7 @@ class Conditioning(Rows):
         """Every row ``times`` times in a row."""
         return self.change(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
-    def without_prompt(self, dropped: torch.Tensor) -> Conditioning:
+    def without_prompt(self, dropped: Tensor) -> Conditioning:
         """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
         assert self.negative is not None
         tensors = {}
@@ -55,14 +56,14 @@ class Conditioning(Rows):
             lambda tensor: torch.nan_to_num(tensor, 0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
         )
 
-    def branch(self, number: int) -> dict[str, torch.Tensor]:
+    def branch(self, number: int) -> dict[str, Tensor]:
         """Rows of one guidance branch, ``[B, ...]``: 0 is the unconditional one."""
         assert self.negative is not None
         if number == 1:
             return self.tensors
         return {name: self.negative[name].to(each.dtype).expand_as(each) for name, each in self.tensors.items()}
 
-    def with_negative(self) -> dict[str, torch.Tensor]:
+    def with_negative(self) -> dict[str, Tensor]:
         """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
         assert self.negative is not None
         return {name: torch.cat([each, self.tensors[name]]) for name, each in self.branch(0).items()}
@@ -80,18 +81,18 @@ def image_digest(image: np.ndarray | None) -> str:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
         ctx.rank = mesh.rank_in("cfg")
         branches = [torch.empty_like(mine) for _ in range(mesh.layout.cfg)]
         dist.all_gather(branches, mine.contiguous(), group=mesh.group("cfg"))
         return tuple(branches)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[ctx.rank], None
 
 
-def exchange_branches(mine: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
+def exchange_branches(mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     """Both branches' velocities on both ranks.
 
     Each rank goes on to compute the same loss from both and gets the gradient of its own branch; parameters' gradients
@@ -107,7 +108,7 @@ def exchange_branches(mine: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...
     return _Exchange.apply(mine, mesh)
 
 
-def share_gradient(output: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def share_gradient(output: Tensor, mesh: Mesh) -> Tensor:
     """The output itself where both ranks computed the same, without guidance; each keeps half of the gradient."""
     part = 1 / mesh.layout.cfg
     return output * part + output.detach() * (1 - part)

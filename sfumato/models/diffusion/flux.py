@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
@@ -107,7 +108,7 @@ class Flux(DiffusionModel):
 
     prompt_tokenizer = "tokenizer_2"
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` of T5 and ``pooled`` ``[B, P]`` of CLIP, as the pipeline computes them."""
         prompt_embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
@@ -123,13 +124,13 @@ class Flux(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
 
     @property
@@ -143,7 +144,7 @@ class Flux(DiffusionModel):
     def embeds_guidance(self) -> bool:
         return bool(self.denoiser.config.guidance_embeds)
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
         dtype, device = self.input_dtype, latents.device
         tokens, ids = pack(latents), grid_ids(latents, 0)
@@ -176,14 +177,14 @@ class FluxKontext(Flux):
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
     takes_image: ClassVar[bool] = True
 
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, with ``image_latents`` ``[1, C, H, W]``."""
         self.latent_shape(*image.shape[:2])
         pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
         return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels)}
 
 
-def grid_ids(latents: torch.Tensor, image: int) -> torch.Tensor:
+def grid_ids(latents: Tensor, image: int) -> Tensor:
     """Places of an image's tokens: float32 ``[T, 3]`` of the number of the image, row and column."""
     rows, columns = (
         torch.arange(latents.shape[dim] // PATCH, device=latents.device, dtype=torch.float32) for dim in (-2, -1)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.errors import DataError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning, image_digests
@@ -63,16 +63,16 @@ class FrozenParts(ABC):
         """Is told of prompts that are cut."""
         self._cut: set[int] = set()
         """Hashes of prompts that were cut."""
-        self._prompts: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        self._prompts: dict[tuple[str, str], dict[str, Tensor]] = {}
         """Remembered embeddings by prompt and digest of its image, empty without one."""
         for component in self.components.values():
             component.requires_grad_(False).eval()
 
     @abstractmethod
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
 
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``denoise`` takes for one prompt and its image: tensors ``[1, ...]``; only where ``takes_image``.
 
         Args:
@@ -85,11 +85,11 @@ class FrozenParts(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no image")
 
     @abstractmethod
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         """What ``encode_pixels`` returns; the autoencoder is on ``device``."""
 
     @abstractmethod
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         """What ``decode`` rounds: pixels of any floating dtype, about [-1, 1]; the autoencoder is on ``device``."""
 
     @property
@@ -114,7 +114,7 @@ class FrozenParts(ABC):
             for each in moved:
                 each.to(self.idle_device)
 
-    def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
         """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
 
         Args:
@@ -123,7 +123,7 @@ class FrozenParts(ABC):
         with self.at_work(*self.autoencoder_names):
             return self.pixels_to_latents(pixels)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode(self, latents: Tensor) -> Tensor:
         """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``.
 
         What is decoded at a time always has the size that belongs to the shape of a latent, so that a picture does not
@@ -137,7 +137,7 @@ class FrozenParts(ABC):
             raise NonFiniteError(f"{int((~is_finite).sum())} of {len(pixels)} decoded pictures are not finite")
         return pixels
 
-    def decode_marked(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_marked(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """What ``decode`` returns, and which pictures were finite before they were rounded: bool ``[B]``.
 
         uint8 has no NaN: rounding makes it a black pixel like any other.
@@ -178,7 +178,7 @@ class FrozenParts(ABC):
         self._remember(prompts, images, with_negative)
         digests = image_digests(prompts, images)
 
-        def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, torch.Tensor]:
+        def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, Tensor]:
             rows = [self._prompts[key] for key in zip(texts, digests, strict=True)]
             return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
 
@@ -256,7 +256,7 @@ class FrozenParts(ABC):
                 f"has {num_tokens}: {shown!r}"
             )
 
-    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, torch.Tensor]) -> None:
+    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
         for row, key in enumerate(keys):
             self._prompts[key] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
 
@@ -285,7 +285,7 @@ class FrozenParts(ABC):
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
         return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
 
-    def example_embeddings(self, height: int, width: int) -> dict[str, torch.Tensor]:
+    def example_embeddings(self, height: int, width: int) -> dict[str, Tensor]:
         """Some conditioning of one row; where the encoders were freed, one that is remembered.
 
         Args:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 PATCH = 2
 """Latent pixels along each side of a token."""
@@ -35,7 +36,7 @@ def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int
 
 
 @torch.no_grad()
-def encode_kl(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+def encode_kl(vae: Any, pixels: Tensor) -> Tensor:
     """uint8 pixels ``[B, 3, H, W]`` to float32 latents of an AutoencoderKL, the mode of the posterior, scaled."""
     normalized = pixels.to(vae.device, vae.dtype) / 127.5 - 1
     latents = vae.encode(normalized).latent_dist.mode().float()
@@ -43,19 +44,19 @@ def encode_kl(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def decode_kl(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def decode_kl(vae: Any, latents: Tensor) -> Tensor:
     """The way back: latents ``[B, C, H, W]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
     unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
     return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
 
 
-def pack(latents: torch.Tensor) -> torch.Tensor:
+def pack(latents: Tensor) -> Tensor:
     """Latents ``[B, C, H, W]`` as tokens ``[B, H/2 * W/2, 4C]``, row by row, as FLUX and Qwen-Image take them."""
     tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # [B, C, H/2, 2, W/2, 2]
     return tokens.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     """Tokens ``[B, H/2 * W/2, 4C]`` as latents ``[B, C, H, W]``."""
     patches = tokens.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (height // PATCH, width // PATCH))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
@@ -66,7 +67,7 @@ def num_tokens(latent_shape: Sequence[int]) -> int:
     return (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
 
 
-def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
     """The schedule of the FLUX, Qwen-Image and Z-Image pipelines: 1, 1 - 1/n, ... 1/n, shifted; then 0.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
@@ -112,7 +113,7 @@ class QwenImage(DiffusionModel):
         """With what follows a prompt in the template; what comes before it is dropped."""
         return prompt + self.pipeline.prompt_template_encode.partition("{}")[2]
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.
 
         Prompts are encoded one by one: in a batch they would be padded to the longest, which changes the bits.
@@ -145,7 +146,7 @@ class QwenImage(DiffusionModel):
         return self.pipeline.vae_scale_factor * PATCH
 
     @torch.no_grad()
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae
         normalized = pixels.to(vae.device, vae.dtype)[:, :, None] / 127.5 - 1  # a video of one frame
         latents = vae.encode(normalized).latent_dist.mode()[:, :, 0].float()
@@ -153,13 +154,13 @@ class QwenImage(DiffusionModel):
         return (latents - mean) / std
 
     @torch.no_grad()
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         mean, std = self._statistics(latents)
         unscaled = (latents.float() * std + mean).to(vae.dtype)
         return vae.decode(unscaled[:, :, None], return_dict=False)[0][:, :, 0]
 
-    def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the autoencoder's channels: ``[C, 1, 1]`` each."""
         settings = self.pipeline.vae.config
         mean, std = (
@@ -168,7 +169,7 @@ class QwenImage(DiffusionModel):
         )
         return mean, std
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
 
     @property
@@ -178,16 +179,14 @@ class QwenImage(DiffusionModel):
     def shift_at(self, latent_shape: Sequence[int]) -> float:
         return flow_shift(self.pipeline.scheduler, latent_shape)
 
-    def guide(
-        self, unconditional: torch.Tensor, conditional: torch.Tensor, scale: float | torch.Tensor
-    ) -> torch.Tensor:
+    def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""
         height, width = conditional.shape[-2:]
         guided = pack(super().guide(unconditional, conditional, scale))
         norms = [each.norm(dim=-1, keepdim=True) for each in (pack(conditional), guided)]
         return unpack(guided * (norms[0] / norms[1].clamp_min(SMALLEST_NORM)), height, width)
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
         images = [latents]
         if "image_latents" in embeddings:
@@ -213,7 +212,7 @@ class QwenImageEdit(QwenImage):
     pipeline_class: ClassVar[str] = "QwenImageEditPipeline"
     takes_image: ClassVar[bool] = True
 
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, of prompt and image, with ``image_latents`` ``[1, C, H, W]``.
 
         ``max_sequence_length`` is that of the prompt and its frame; the tokens of the image are added to it.
@@ -266,7 +265,7 @@ class QwenImageEditPlus(QwenImageEdit):
         return self.pipeline.image_processor.resize(image, height, width)
 
 
-def padded(embeds: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
+def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
     """Embeddings ``[1, T, D]`` as ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
     return {
         "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),

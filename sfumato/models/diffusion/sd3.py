@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.base import DiffusionModel
@@ -103,7 +104,7 @@ class StableDiffusion3(DiffusionModel):
         clip = self.prompt_tokenizer == "tokenizer"
         return self.pipeline.tokenizer.model_max_length if clip else self.max_sequence_length
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
         pipeline = self.pipeline
         if self.max_sequence_length == 0 and pipeline.text_encoder_3 is not None:
@@ -128,13 +129,13 @@ class StableDiffusion3(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         if scheduler.config.use_dynamic_shifting:
             from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
@@ -157,7 +158,7 @@ class StableDiffusion3(DiffusionModel):
     def shift(self) -> float:
         return float(self.pipeline.scheduler.config.shift)
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
         return self.denoiser(
             hidden_states=latents,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
@@ -124,7 +125,7 @@ class StableDiffusion(DiffusionModel):
         """What CLIP reads."""
         return self.pipeline.tokenizer.model_max_length
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]``, as the pipeline itself computes them."""
         return {"prompt_embeds": self.pipeline.encode_prompt(prompts, self.device, 1, False)[0]}
 
@@ -141,19 +142,19 @@ class StableDiffusion(DiffusionModel):
         return 2 * self.pipeline.vae_scale_factor
 
     @torch.no_grad()
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae
         latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
         mean, scale = self._latent_scale(latents)
         return (latents - mean) * scale
 
     @torch.no_grad()
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         mean, scale = self._latent_scale(latents)
         return vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0]
 
-    def _latent_scale(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _latent_scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
         config = self.pipeline.vae.config
         mean = getattr(config, "latents_mean", None) or [0.0]
@@ -183,7 +184,7 @@ class StableDiffusion(DiffusionModel):
             )
         return scheduler
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """s of DDIM's timesteps as the pipeline's scheduler spaces them, then 0.
 
         Under ``set_alpha_to_one`` false diffusers' DDIM stops at the noise of the first timestep (s = 0.028 in Stable
@@ -195,18 +196,18 @@ class StableDiffusion(DiffusionModel):
         scheduler.set_timesteps(num_steps)
         return torch.cat([self.levels[scheduler.timesteps], torch.zeros(1, dtype=torch.float64)]).to(torch.float32)
 
-    def start(self, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """Pure noise of variance 1 on the variance-preserving path, as the pipeline starts."""
         return noise * torch.sqrt((1 - sigma) ** 2 + sigma**2)
 
-    def training_sigma(self, sigma: torch.Tensor) -> torch.Tensor:
+    def training_sigma(self, sigma: Tensor) -> Tensor:
         """s of the timestep at this fraction of the schedule, so that a uniform density is that of the training."""
         levels = self.levels.to(sigma.device)
         place = sigma.double() * (len(levels) - 1)
         lower = place.floor().long().clamp(0, len(levels) - 2)
         return torch.lerp(levels[lower], levels[lower + 1], place - lower).to(torch.float32)
 
-    def loss_weight(self, sigma: torch.Tensor) -> torch.Tensor:
+    def loss_weight(self, sigma: Tensor) -> Tensor:
         """Turns the squared error of the velocity into that of the network's own prediction, which it was trained by.
 
         (1 - s)^2 for noise and (1 - s)^2 + s^2 for v.
@@ -218,7 +219,7 @@ class StableDiffusion(DiffusionModel):
     def shift(self) -> float:
         return 1.0
 
-    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+    def timestep(self, sigma: Tensor) -> Tensor:
         """The timestep, between two if need be, whose noise level is ``sigma``; the nearest one outside of them."""
         levels = self.levels.to(sigma.device)
         upper = torch.searchsorted(levels, sigma.double().contiguous()).clamp(1, len(levels) - 1)
@@ -232,7 +233,7 @@ class StableDiffusion(DiffusionModel):
         """float32, in which latents change their scale; the UNet then gets them in the dtype of its weights."""
         return torch.float32
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity, float32. Beyond the largest noise level of the schedule the network is asked as if at it."""
         sigma = sigma.to(latents.device, torch.float32)
         s = sigma.reshape(-1, 1, 1, 1)
@@ -249,9 +250,7 @@ class StableDiffusion(DiffusionModel):
             return predicted / norm + (2 * s - 1) * x / norm**2
         return (predicted - x) / (1 - s.clamp(max=self.largest))
 
-    def _added_conditions(
-        self, latents: torch.Tensor, embeddings: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor] | None:
+    def _added_conditions(self, latents: Tensor, embeddings: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """What else the UNet is conditioned on, by its names."""
         return None
 
@@ -292,7 +291,7 @@ class StableDiffusionXL(StableDiffusion):
             **settings,
         }
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``.
 
         Zeros for the empty prompt where the pipeline says ``force_zeros_for_empty_prompt``, as it guides away from.
@@ -306,16 +305,14 @@ class StableDiffusionXL(StableDiffusion):
             pooled = torch.where(given[:, None], pooled, 0)
         return {"prompt_embeds": embeds, "pooled": pooled}
 
-    def _added_conditions(
-        self, latents: torch.Tensor, embeddings: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor] | None:
+    def _added_conditions(self, latents: Tensor, embeddings: dict[str, Tensor]) -> dict[str, Tensor] | None:
         factor = self.pipeline.vae_scale_factor
         size = [latents.shape[-2] * factor, latents.shape[-1] * factor]
         times = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)  # original, crop, target
         return {"text_embeds": embeddings["pooled"].float(), "time_ids": times.expand(len(latents), -1)}
 
 
-def noise_levels(scheduler: Any) -> torch.Tensor:
+def noise_levels(scheduler: Any) -> Tensor:
     """s = c / (a + c) of each timestep of a variance-preserving schedule: float64, ascending."""
     kept = scheduler.alphas_cumprod.double()
     signal, noise = kept.sqrt(), (1 - kept).sqrt()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
@@ -148,7 +148,7 @@ class Wan(DiffusionModel):
         """Not that of the first parameter: diffusers keeps some in float32."""
         return self._network.patch_embedding.weight.dtype
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]``, zero behind the prompt's end, as the pipeline itself computes them."""
         from diffusers import WanPipeline
 
@@ -178,7 +178,7 @@ class Wan(DiffusionModel):
         return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
 
     @torch.no_grad()
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae
         video = pixels[:, :, None] if pixels.ndim == 4 else pixels
         latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
@@ -186,20 +186,20 @@ class Wan(DiffusionModel):
         return (latents - mean) / std
 
     @torch.no_grad()
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         mean, std = self._latent_statistics(latents)
         video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
         return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
 
-    def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel, ``[C, 1, 1, 1]``."""
         config = self.pipeline.vae.config
         both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
         mean, std = both[:, :, None, None, None]
         return mean, std
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(num_steps)
@@ -216,17 +216,17 @@ class Wan(DiffusionModel):
             super().set_second_guidance(scale)
         self.guidance_scale_2 = scale
 
-    def guidance_at(self, scale: float, sigma: torch.Tensor) -> float | torch.Tensor:
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
         pair = self.denoiser
         if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
             return scale
         scales = torch.where(self._timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
         return scales.reshape(-1, 1, 1, 1, 1)
 
-    def _timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+    def _timestep(self, sigma: Tensor) -> Tensor:
         return sigma * self.pipeline.scheduler.config.num_train_timesteps
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.denoiser(
             hidden_states=latents,
             timestep=self._timestep(sigma.to(latents.device)),
@@ -254,7 +254,7 @@ class Wan(DiffusionModel):
                 "the sample: set it to 0"
             )
 
-    def save_adapter(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the adapter; that of a second transformer goes to ``transformer_2`` below, a file of its own.
 
         diffusers reads that with ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
@@ -293,7 +293,7 @@ class WanImageToVideo(Wan):
                 inferred["added_kv_proj_dim"] = heads * width
         return inferred
 
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, torch.Tensor]:
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and what CLIP sees in it.
 
         The frame is followed by ``frames - 1`` grey ones before it is encoded, except with ``expand_timesteps``.
@@ -317,7 +317,7 @@ class WanImageToVideo(Wan):
         found["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
         return found
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
         timestep = self._timestep(sigma.to(latents.device))
@@ -359,7 +359,7 @@ class WanImageToVideo(Wan):
             found["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
         return found
 
-    def _token_timesteps(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    def _token_timesteps(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The timestep of each token ``[B, S]``: 0 in the first frame."""
         _, patch_height, patch_width = self._network.config.patch_size
         in_frame = (latents.shape[3] // patch_height) * (latents.shape[4] // patch_width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.parallel.mesh import Mesh
@@ -63,9 +63,9 @@ class WanPair(nn.Module):
         for each in self.children():
             each.enable_adapters()
 
-    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, **rows: Any) -> tuple[torch.Tensor]:
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
         """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""
-        rows = {name: each for name, each in rows.items() if isinstance(each, torch.Tensor)}
+        rows = {name: each for name, each in rows.items() if isinstance(each, Tensor)}
         if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: nothing is known
             return self.transformer(hidden_states, timestep, **rows, return_dict=False)
         high = (timestep >= self.boundary).cpu()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.models.diffusion import plans
@@ -80,7 +81,7 @@ class ZImage(DiffusionModel):
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
 
-    def embed_prompts(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``."""
         length = self.max_sequence_length
         rows, _ = self.pipeline.encode_prompt(
@@ -106,13 +107,13 @@ class ZImage(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def pixels_to_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         return encode_kl(self.pipeline.vae, pixels)
 
-    def latents_to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
         return decode_kl(self.pipeline.vae, latents)
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> torch.Tensor:
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
 
     @property
@@ -122,7 +123,7 @@ class ZImage(DiffusionModel):
     def shift_at(self, latent_shape: Sequence[int]) -> float:
         return flow_shift(self.pipeline.scheduler, latent_shape)
 
-    def denoise(self, latents: torch.Tensor, sigma: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         lengths = token_counts(embeddings["prompt_mask"])
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
         outputs = self.denoiser(
@@ -135,7 +136,7 @@ class ZImage(DiffusionModel):
         return -torch.stack(outputs)[:, :, 0]
 
 
-def token_counts(mask: torch.Tensor) -> list[int]:
+def token_counts(mask: Tensor) -> list[int]:
     """Tokens of each prompt, of a mask ``[B, T]``; all T where tensors have no values (memory and FLOP counts)."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return [mask.shape[1]] * len(mask)
