@@ -21,8 +21,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local
 
 EXCHANGED = "sfumato_exchanged"
-GROUPED = "sfumato_grouped"
-"""Names under which transformers finds our functions of an experts module."""
+"""Name under which transformers finds our function of an experts module."""
 
 
 def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]:
@@ -54,23 +53,6 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
         for name, parameter in list(each.named_parameters()):
             each.register_parameter(name, _cut(parameter, ranks))
     _switch(module, experts, EXCHANGED, torch.compiler.disable(exchanged_experts))
-    return experts
-
-
-def apply_grouped_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """Lets whole experts of one process multiply in groups, in the dtype of autocast.
-
-    Args:
-        module: as for ``apply_expert_parallel``; its parameters stay as they are.
-
-    Returns:
-        The experts modules by name.
-
-    Raises:
-        ConfigError: when there are no experts.
-    """
-    experts = find_experts(module, "grouped experts are for mixture-of-experts models")
-    _switch(module, experts, GROUPED, grouped_experts)
     return experts
 
 
@@ -143,15 +125,6 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
     rows = _Exchange.apply(rows, received, sent, group)
-    return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
-
-
-def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """``exchanged_experts`` in one process that has all experts; arguments and result are the same."""
-    dtype = _compute_dtype(experts, hidden_states)
-    order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
-    rows = _Rows.apply(hidden_states.to(dtype), order, inverse, top_k_index.shape[-1])
-    rows = _compute(experts, rows, counts, dtype)
     return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
 
 

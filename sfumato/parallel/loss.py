@@ -90,7 +90,8 @@ def token_log_probs(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    return _log_probs(hidden, weight, labels, temperature, bias, chunk_tokens, ignore_index, group, False)[0]
+    settings = (temperature, bias, chunk_tokens, ignore_index, group)
+    return token_log_probs_and_entropy(hidden, weight, labels, *settings, with_entropy=False)[0]
 
 
 def token_log_probs_and_entropy(
@@ -102,26 +103,13 @@ def token_log_probs_and_entropy(
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
 
     Returns:
-        float32 ``[...]`` twice; both are 0 where the label is ``ignore_index``.
+        float32 ``[...]`` twice, the second empty without entropy; both are 0 where the label is ``ignore_index``.
     """
-    return _log_probs(hidden, weight, labels, temperature, bias, chunk_tokens, ignore_index, group, True)
-
-
-def _log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    bias: Tensor | None,
-    chunk_tokens: int,
-    ignore_index: int,
-    group: dist.ProcessGroup | None,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
     weight = _gathered(weight, group)
     bias = None if bias is None else _gathered(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:

@@ -405,7 +405,7 @@ class Meaning:
 
 
 STYLES: dict[str, Meaning] = {
-    # Linear layers and bare parameters. Of a head that is cut logits stay cut, see sfumato.parallel.vocabulary.
+    # Linear layers and bare parameters. Of a head that is cut logits stay cut; ``token_log_probs`` takes such a head.
     "colwise": Meaning("outputs", leaves_sums=True),
     "packed_colwise": Meaning("outputs", blocks=2, leaves_sums=True),
     "colwise_gather_output": Meaning("outputs", is_whole=True),

@@ -13,7 +13,6 @@ from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.expert import (
     apply_expert_parallel,
-    apply_grouped_experts,
     expert_placement,
     find_experts,
     grouped_matmul,
@@ -196,20 +195,6 @@ def test_groups_equal_a_loop(counts, dtype, size):
         torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("kind", ["moe", *OTHERS])
-def test_grouped_experts_equal_those_of_transformers(kind):
-    with mock.patch.dict(CASES, OTHERS):
-        plain, grouped = build(kind), build(kind)
-    apply_grouped_experts(grouped)
-    assert grouped.config._experts_implementation != plain.config._experts_implementation
-    losses = [cases.language_loss(each, packed_row(0), ALONE)[0] for each in (plain, grouped)]
-    torch.testing.assert_close(*losses)
-    for each in losses:
-        each.backward()
-    for name, each in plain.named_parameters():
-        torch.testing.assert_close(grouped.get_parameter(name).grad, each.grad, rtol=1e-4, atol=1e-4, msg=name)
-
-
 def balance(kind: str, **config: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Three updates of the biases alone, with a forward pass in between that must not count."""
     mesh, parsed = make_mesh(**config)
@@ -312,7 +297,6 @@ def test_errors_name_the_remedy():
     dense, three = build("dense"), Mesh(Layout(dp_shard=3, ep=3), torch.device("cpu"))
     for call in (
         lambda: apply_expert_parallel(dense, three),
-        lambda: apply_grouped_experts(dense),
         lambda: ExpertBalancer(dense, ALONE, 0.1),
     ):
         with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):

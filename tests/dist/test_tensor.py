@@ -12,10 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement, match_plan
-from sfumato.parallel.vocabulary import vocab_parallel_cross_entropy
 from tests.dist.cases import CASES, Case, Outcome, build, difference, language_loss, make_mesh, packed_row, train
 
 TOLERANCE = 1e-5
@@ -62,12 +60,6 @@ def present(plan: ParallelPlan, **changes: str) -> ParallelPlan:
     return dataclasses.replace(plan, tensor=styles | changes)
 
 
-def cut_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
-    logits = module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
-    assert logits.shape[-1] < 67 or mesh.size_of("tp") == 1
-    return vocab_parallel_cross_entropy(logits, row["labels"], mesh), int((row["labels"] != -100).sum())
-
-
 def model(build: Any, loss: Any = language_loss, **changes: str) -> Case:
     return Case(build, lambda module: present(language_plan(module), **changes), packed_row, loss, ("q_proj",), "loss")
 
@@ -77,7 +69,6 @@ MODELS = {
     "gathered": model(functools.partial(causal, "Phi3")),
     "latent": model(latent_attention),
     "shared": model(shared_expert),
-    "cut_logits": model(functools.partial(causal, "Qwen3"), cut_loss, lm_head="colwise"),
     "biased": model(functools.partial(causal, "Llama", mlp_bias=True)),
 }
 """Language models with other styles; their vocabulary of 67 divides by no number of ranks."""
@@ -145,31 +136,6 @@ def test_meta_weights_are_cut_like_others(ranks):
     assert moe["model.layers.1.mlp.gate.weight"] == ((8, 32), None, None)
     flux = ranks.run(2, functools.partial(layouts, "flux"))[0]
     assert flux["single_transformer_blocks.0.proj_out.weight"][::2] == ((32, 160), (32, 80))
-
-
-def losses(vocabulary: int) -> tuple[float, torch.Tensor, float, torch.Tensor]:
-    """Loss and gradient of a cut vocabulary and of a whole one."""
-    mesh, _ = make_mesh(tensor_parallel_size=4, **DDP)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 9, vocabulary, generator=generator) * 20
-    labels = torch.randint(0, vocabulary, (2, 9), generator=generator)
-    labels[0, :4] = -1
-    logits.requires_grad_()
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
-    (expected * 0.3).backward()
-    width = -(-vocabulary // 4)
-    mine = slice(mesh.rank * width, (mesh.rank + 1) * width)
-    piece = logits.detach()[..., mine].requires_grad_()
-    loss = vocab_parallel_cross_entropy(piece, labels, mesh, ignore_index=-1)
-    (loss * 0.3).backward()
-    return float(loss), piece.grad, float(expected), logits.grad[..., mine]
-
-
-@pytest.mark.parametrize("vocabulary", [64, 67, 5])
-def test_cross_entropy_of_a_cut_vocabulary(vocabulary, ranks):
-    for loss, gradient, expected, whole in ranks.run(4, functools.partial(losses, vocabulary)):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-7)
 
 
 def refusals() -> dict[str, str]:

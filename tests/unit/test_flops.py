@@ -15,7 +15,6 @@ from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.flops import FlopCount, causal_pairs, denoiser_flops
 from sfumato.models.lora import add_lora
-from sfumato.parallel.expert import apply_grouped_experts
 from tests.tiny import write_tiny_pipeline
 
 LENGTH = 24
@@ -64,15 +63,13 @@ def all_pairs(count: FlopCount, length: int) -> int:
     return sum(count.attention.values()) * length**2
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "ours"])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrices_and_attention_are_those_that_torch_counts(kind: str, experts: str) -> None:
     model = build(kind)
     if "num_experts_per_tok" not in KINDS[kind]:
         if experts != "eager":
             pytest.skip("no experts")
-    elif experts == "ours":
-        apply_grouped_experts(model)
     else:
         model.set_experts_implementation(experts)
     count = FlopCount(model)

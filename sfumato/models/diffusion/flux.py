@@ -6,7 +6,6 @@ no unconditional branch. schnell takes no scale; guidance other than 1 then runs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,18 +13,7 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import (
-    PATCH,
-    check_size,
-    decode_kl,
-    encode_kl,
-    flow_shift,
-    flow_sigmas,
-    num_tokens,
-    pack,
-    unpack,
-)
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, num_tokens, pack, unpack
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -33,25 +21,19 @@ from sfumato.models.diffusion.scratch import (
     build_t5_encoder,
     build_t5_tokenizer,
     section_of,
+    start_at_zero,
     unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
 
 
-class Flux(DiffusionModel):
+class Flux(KLLatents, FlowTokens):
     """FLUX.1 dev and schnell."""
 
     pipeline_class: ClassVar[str] = "FluxPipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.FLUX
     lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_flux.py
-        "attn.to_k",
-        "attn.to_q",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *plans.JOINT_TARGETS,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
@@ -94,8 +76,7 @@ class Flux(DiffusionModel):
                 "pooled_projection_dim": clip.config.hidden_size,
             }
             transformer = diffusers.FluxTransformer2DModel(**{**inferred, **denoiser})
-            torch.nn.init.zeros_(transformer.proj_out.weight)
-            torch.nn.init.zeros_(transformer.proj_out.bias)
+            start_at_zero(transformer.proj_out)
         return getattr(diffusers, cls.pipeline_class)(
             transformer=transformer,
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**scheduler),
@@ -119,26 +100,6 @@ class Flux(DiffusionModel):
         factor = self.pipeline.vae_scale_factor
         check_size(height, width, factor * PATCH, frames)
         return (self.pipeline.vae.config.latent_channels, height // factor, width // factor)
-
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * PATCH
-
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        return encode_kl(self.pipeline.vae, pixels)
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        return decode_kl(self.pipeline.vae, latents)
-
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
-
-    @property
-    def shift(self) -> float:
-        return flow_shift(self.pipeline.scheduler)
-
-    def shift_at(self, latent_shape: Sequence[int]) -> float:
-        return flow_shift(self.pipeline.scheduler, latent_shape)
 
     @property
     def embeds_guidance(self) -> bool:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.models.diffusion.base import DiffusionModel
+
 PATCH = 2
 """Latent pixels along each side of a token."""
 
@@ -33,21 +35,6 @@ def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int
         raise ValueError(f"height {height} and width {width} must be multiples of {unit} pixels")
     if longest is not None and max(height, width) > longest:
         raise ValueError(f"height {height} and width {width} may be {longest} pixels at most: it has no more positions")
-
-
-@torch.no_grad()
-def encode_kl(vae: Any, pixels: Tensor) -> Tensor:
-    """uint8 pixels ``[B, 3, H, W]`` to float32 latents of an AutoencoderKL, the mode of the posterior, scaled."""
-    normalized = pixels.to(vae.device, vae.dtype) / 127.5 - 1
-    latents = vae.encode(normalized).latent_dist.mode().float()
-    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
-
-
-@torch.no_grad()
-def decode_kl(vae: Any, latents: Tensor) -> Tensor:
-    """The way back: latents ``[B, C, H, W]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
-    unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
-    return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -110,3 +97,39 @@ def _mu(scheduler: Any, tokens: int) -> float:
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
     settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
     return float(calculate_shift(tokens, **settings))
+
+
+class KLLatents(DiffusionModel):
+    """Families whose latents are those of an AutoencoderKL."""
+
+    @torch.no_grad()
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``, the mode of the posterior, scaled."""
+        vae = self.pipeline.vae
+        latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+    @torch.no_grad()
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        """The way back: latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
+        vae = self.pipeline.vae
+        unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
+        return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
+
+
+class FlowTokens(DiffusionModel):
+    """Families with the schedule of FLUX, whose tokens are patches of 2 x 2 latent pixels."""
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * PATCH
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
+
+    @property
+    def shift(self) -> float:
+        return flow_shift(self.pipeline.scheduler)
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        return flow_shift(self.pipeline.scheduler, latent_shape)

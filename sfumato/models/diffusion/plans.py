@@ -6,21 +6,26 @@ from dataclasses import replace
 
 from sfumato.parallel.plan import Gather, ParallelPlan, Split
 
+JOINT_TARGETS = tuple(
+    f"attn.{name}"
+    for name in ("to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+)
+"""Linear layers of a joint attention of text and image, which get adapters."""
+
+
+def _joint_attention(may_lack: str = "") -> dict[str, str]:
+    """Styles of a joint attention of text and image; not every model has what is marked by ``may_lack``."""
+    styles = dict.fromkeys(("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"), "colwise")
+    norms = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    styles |= dict.fromkeys(norms, f"replicated_with_grad_allreduce{may_lack}")
+    styles |= {"to_out.0": "rowwise", "to_add_out": f"rowwise{may_lack}"}
+    return {f"transformer_blocks.*.attn.{name}": style for name, style in styles.items()}
+
+
 SD3 = ParallelPlan(
     blocks=("JointTransformerBlock",),
     tensor={
-        "transformer_blocks.*.attn.to_q": "colwise",
-        "transformer_blocks.*.attn.to_k": "colwise",
-        "transformer_blocks.*.attn.to_v": "colwise",
-        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn.to_out.0": "rowwise",
-        "transformer_blocks.*.attn.add_q_proj": "colwise",
-        "transformer_blocks.*.attn.add_k_proj": "colwise",
-        "transformer_blocks.*.attn.add_v_proj": "colwise",
-        "transformer_blocks.*.attn.norm_added_q": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn.norm_added_k": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn.to_add_out": "rowwise?",  # not in the last block
+        **_joint_attention(may_lack="?"),  # norms, and in the last block the output of the text
         "transformer_blocks.*.attn2.to_q": "colwise?",  # dual attention: Stable Diffusion 3.5 medium
         "transformer_blocks.*.attn2.to_k": "colwise?",
         "transformer_blocks.*.attn2.to_v": "colwise?",
@@ -42,18 +47,7 @@ SD3 = ParallelPlan(
 FLUX = ParallelPlan(
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     tensor={
-        "transformer_blocks.*.attn.to_q": "colwise",
-        "transformer_blocks.*.attn.to_k": "colwise",
-        "transformer_blocks.*.attn.to_v": "colwise",
-        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_out.0": "rowwise",
-        "transformer_blocks.*.attn.add_q_proj": "colwise",
-        "transformer_blocks.*.attn.add_k_proj": "colwise",
-        "transformer_blocks.*.attn.add_v_proj": "colwise",
-        "transformer_blocks.*.attn.norm_added_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_added_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_add_out": "rowwise",
+        **_joint_attention(),
         "transformer_blocks.*.ff.net.0.proj": "colwise",
         "transformer_blocks.*.ff.net.2": "rowwise",
         "transformer_blocks.*.ff_context.net.0.proj": "colwise",
@@ -78,18 +72,7 @@ FLUX = ParallelPlan(
 QWEN_IMAGE = ParallelPlan(
     blocks=("QwenImageTransformerBlock",),
     tensor={
-        "transformer_blocks.*.attn.to_q": "colwise",
-        "transformer_blocks.*.attn.to_k": "colwise",
-        "transformer_blocks.*.attn.to_v": "colwise",
-        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_out.0": "rowwise",
-        "transformer_blocks.*.attn.add_q_proj": "colwise",
-        "transformer_blocks.*.attn.add_k_proj": "colwise",
-        "transformer_blocks.*.attn.add_v_proj": "colwise",
-        "transformer_blocks.*.attn.norm_added_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_added_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_add_out": "rowwise",
+        **_joint_attention(),
         "transformer_blocks.*.img_mlp.net.0.proj": "colwise",
         "transformer_blocks.*.img_mlp.net.2": "rowwise",
         "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",

@@ -15,22 +15,14 @@ from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import (
-    PATCH,
-    check_size,
-    flow_shift,
-    flow_sigmas,
-    num_tokens,
-    pack,
-    unpack,
-)
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, check_size, num_tokens, pack, unpack
 from sfumato.models.diffusion.scratch import (
     build_qwen_autoencoder,
     build_qwen_tokenizer,
     build_qwen_vl_encoder,
     build_qwen_vl_processor,
     section_of,
+    start_at_zero,
     unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
@@ -39,20 +31,13 @@ SMALLEST_NORM = 1e-12
 """Of a token, which may be zero in a model that is made from scratch."""
 
 
-class QwenImage(DiffusionModel):
+class QwenImage(FlowTokens):
     """Qwen-Image."""
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.QWEN_IMAGE
     lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_qwenimage_edit_plus.py
-        "attn.to_k",
-        "attn.to_q",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *plans.JOINT_TARGETS,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
@@ -101,8 +86,7 @@ class QwenImage(DiffusionModel):
                 "joint_attention_dim": encoder.config.text_config.hidden_size,
             }
             transformer = diffusers.QwenImageTransformer2DModel(**{**inferred, **denoiser})
-            torch.nn.init.zeros_(transformer.proj_out.weight)
-            torch.nn.init.zeros_(transformer.proj_out.bias)
+            start_at_zero(transformer.proj_out)
         parts |= {"transformer": transformer, "vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
         parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**scheduler)
         if cls.takes_image:
@@ -141,10 +125,6 @@ class QwenImage(DiffusionModel):
         check_size(height, width, factor * PATCH, frames)
         return (self.pipeline.vae.config.z_dim, height // factor, width // factor)
 
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * PATCH
-
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         vae = self.pipeline.vae
@@ -168,16 +148,6 @@ class QwenImage(DiffusionModel):
             for each in (settings.latents_mean, settings.latents_std)
         )
         return mean, std
-
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
-
-    @property
-    def shift(self) -> float:
-        return flow_shift(self.pipeline.scheduler)
-
-    def shift_at(self, latent_shape: Sequence[int]) -> float:
-        return flow_shift(self.pipeline.scheduler, latent_shape)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""

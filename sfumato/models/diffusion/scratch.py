@@ -48,6 +48,13 @@ def section_of(
     return section
 
 
+def start_at_zero(*layers: torch.nn.Module) -> None:
+    """Zeroes the weights and biases of output layers, so that a new network begins by predicting zero."""
+    for layer in layers:
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+
+
 def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any:
     """A CLIPTokenizer over bytes: every character is a token, besides the whole words that are given.
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import check_size, decode_kl, encode_kl
+from sfumato.models.diffusion.latents import KLLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -19,27 +18,19 @@ from sfumato.models.diffusion.scratch import (
     build_t5_encoder,
     build_t5_tokenizer,
     section_of,
+    start_at_zero,
     unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
 
 
-class StableDiffusion3(DiffusionModel):
+class StableDiffusion3(KLLatents):
     """The SD3 family."""
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.SD3
     shortest_prompt: ClassVar[int] = 0
-    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_sd3.py
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_k",
-        "attn.to_out.0",
-        "attn.to_q",
-        "attn.to_v",
-    )
+    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS  # flow_grpo scripts/train_sd3.py
     caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -77,7 +68,12 @@ class StableDiffusion3(DiffusionModel):
             pooled = sum(encoder.config.projection_dim for encoder in encoders)
             settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **denoiser_settings}
             transformer = SD3Transformer2DModel(**settings)
-            start_at_zero(transformer)
+            modulations = [
+                module
+                for name, module in transformer.named_modules()
+                if isinstance(module, torch.nn.Linear) and ".norm" in f".{name}" and name.endswith("linear")
+            ]
+            start_at_zero(transformer.proj_out, *modulations)  # adaLN-Zero, as DiT does (arXiv 2212.09748)
             vae = build_autoencoder(**vae_settings)
             t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
             t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)
@@ -129,12 +125,6 @@ class StableDiffusion3(DiffusionModel):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        return encode_kl(self.pipeline.vae, pixels)
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        return decode_kl(self.pipeline.vae, latents)
-
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         if scheduler.config.use_dynamic_shifting:
@@ -167,13 +157,3 @@ class StableDiffusion3(DiffusionModel):
             pooled_projections=embeddings["pooled"].to(dtype),
             return_dict=False,
         )[0]
-
-
-def start_at_zero(transformer: torch.nn.Module) -> None:
-    """Zeroes the output projection and the adaLN modulations, as DiT does (arXiv 2212.09748, adaLN-Zero)."""
-    torch.nn.init.zeros_(transformer.proj_out.weight)
-    torch.nn.init.zeros_(transformer.proj_out.bias)
-    for name, module in transformer.named_modules():
-        if isinstance(module, torch.nn.Linear) and ".norm" in f".{name}" and name.endswith("linear"):
-            torch.nn.init.zeros_(module.weight)
-            torch.nn.init.zeros_(module.bias)

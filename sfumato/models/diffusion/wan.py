@@ -28,6 +28,7 @@ from sfumato.models.diffusion.scratch import (
     build_umt5_encoder,
     build_wan_autoencoder,
     section_of,
+    start_at_zero,
     unknown_keys,
 )
 from sfumato.models.diffusion.wan_pair import WanPair
@@ -381,6 +382,5 @@ def _build_transformer(settings: dict[str, Any]) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     transformer = WanTransformer3DModel(**settings)
-    nn.init.zeros_(transformer.proj_out.weight)
-    nn.init.zeros_(transformer.proj_out.bias)
+    start_at_zero(transformer.proj_out)
     return transformer

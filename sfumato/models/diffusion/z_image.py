@@ -14,19 +14,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import PATCH, check_size, decode_kl, encode_kl, flow_shift, flow_sigmas
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_qwen3_encoder,
     build_qwen_tokenizer,
     section_of,
+    start_at_zero,
     unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
 
 
-class ZImage(DiffusionModel):
+class ZImage(KLLatents, FlowTokens):
     """Z-Image and Z-Image-Turbo."""
 
     pipeline_class: ClassVar[str] = "ZImagePipeline"
@@ -63,9 +63,7 @@ class ZImage(DiffusionModel):
             vae = build_autoencoder(**vae_settings)
             inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}
             transformer = ZImageTransformer2DModel(**{**inferred, **denoiser})
-            for layer in transformer.all_final_layer.values():
-                torch.nn.init.zeros_(layer.linear.weight)
-                torch.nn.init.zeros_(layer.linear.bias)
+            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))
         return ZImagePipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
@@ -102,26 +100,6 @@ class ZImage(DiffusionModel):
         factor, unit = self.pipeline.vae_scale_factor, self.probe_size
         check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
         return (self.denoiser.config.in_channels, height // factor, width // factor)
-
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * PATCH
-
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        return encode_kl(self.pipeline.vae, pixels)
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        return decode_kl(self.pipeline.vae, latents)
-
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
-
-    @property
-    def shift(self) -> float:
-        return flow_shift(self.pipeline.scheduler)
-
-    def shift_at(self, latent_shape: Sequence[int]) -> float:
-        return flow_shift(self.pipeline.scheduler, latent_shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         lengths = token_counts(embeddings["prompt_mask"])
