@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.objectives import Loss, Ratio, SampledSteps, masked
+from sfumato.algorithms.objectives import Ratio, RowLosses, SampledSteps, masked
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Reinforce:
         """log p - log p_old of R denoising steps, whose gradient is that of log p."""
         return Ratio(old.log_ratio(new))
 
-    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> RowLosses:
         """The loss ``[R]`` and sums over rows for the log; rows where the mask is false are left out."""
         log_ratio = masked(ratio.log_ratio, mask)
         return -self.scale * advantages * log_ratio, {"reinforce/log_ratio": log_ratio.detach().sum()}

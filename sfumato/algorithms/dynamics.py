@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def in_float32(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of any shapes and dtypes as float32."""
+    return [tensor.to(torch.float32) for tensor in tensors]
+
+
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """``[B]`` as float32 ``[B, 1, ...]``, to broadcast against ``like`` ``[B, ...]``."""
     return values.to(torch.float32).reshape(-1, *[1] * (like.ndim - 1))
@@ -119,9 +124,9 @@ class EulerODE:
     ) -> GaussianStep:
         """Arguments as in ``FlowSDE.step``; the returned step has std 0, and its log-probability is not a number."""
         del sigma_max
-        v, x = velocity.to(torch.float32), latents.to(torch.float32)
-        dt = per_sample(sigma_next.to(torch.float32) - sigma.to(torch.float32), x)
-        zero = torch.zeros_like(sigma, dtype=torch.float32)
+        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
+        dt = per_sample(sigma_next - sigma, x)
+        zero = torch.zeros_like(sigma)
         nan = torch.full_like(zero, float("nan"))
         return GaussianStep(x + v * dt, std=zero, diffusion=zero, weight=nan, log_norm=nan, velocity=v)
 
@@ -158,8 +163,7 @@ class FlowSDE:
 
 def reverse_sde_step(velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, s: Tensor) -> GaussianStep:
     """The step of ``FlowSDE.step`` for any diffusion coefficient ``s``, float32 ``[B]``."""
-    v, x = velocity.to(torch.float32), latents.to(torch.float32)
-    sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
+    v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
     dt = sigma_next - sigma
     s_, sigma_, dt_ = per_sample(s, x), per_sample(sigma, x), per_sample(dt, x)
     mean = x * (1 + s_**2 / (2 * sigma_) * dt_) + v * (1 + s_**2 * (1 - sigma_) / (2 * sigma_)) * dt_
@@ -203,9 +207,8 @@ class DanceSDE:
         Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
         """
         del sigma_max
-        v, x = velocity.to(torch.float32), latents.to(torch.float32)
-        sigma = sigma.to(torch.float32)
-        dt = sigma_next.to(torch.float32) - sigma
+        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
+        dt = sigma_next - sigma
         sigma_, dt_ = per_sample(sigma, x), per_sample(dt, x)
         x0 = x - sigma_ * v
         mean = x + v * dt_ + 0.5 * self.noise_level**2 * dt_ * (x - x0 * (1 - sigma_)) / sigma_**2
@@ -234,8 +237,7 @@ class DDIM:
         x1 = x + (1 - sigma) v. Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
         """
         del sigma_max
-        v, x = velocity.to(torch.float32), latents.to(torch.float32)
-        sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
+        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
         shrunk = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
         rho = self.eta * sigma_next * torch.sqrt(1 - shrunk**2)
         sigma_, next_ = per_sample(sigma, x), per_sample(sigma_next, x)
@@ -267,8 +269,7 @@ class CPS:
         x0 = x - sigma v and x1 = x + (1 - sigma) v. Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
         """
         del sigma_max
-        v, x = velocity.to(torch.float32), latents.to(torch.float32)
-        sigma, sigma_next = sigma.to(torch.float32), sigma_next.to(torch.float32)
+        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
         s = sigma_next * math.sin(self.noise_level * math.pi / 2)
         sigma_ = per_sample(sigma, x)
         x0, x1 = x - sigma_ * v, x + v * (1 - sigma_)

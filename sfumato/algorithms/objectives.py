@@ -44,7 +44,7 @@ class SampledSteps:
         return self.means
 
 
-Loss: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
+RowLosses: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RatioObjective(Protocol):
         """Of R denoising steps, in the exact form of the dynamics that ``loss`` takes."""
         ...
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics.
 
         Args:
@@ -85,7 +85,7 @@ class RatioObjective(Protocol):
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, mask: Tensor | None = None
-) -> Loss:
+) -> RowLosses:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7).
 
     Args:
@@ -150,7 +150,7 @@ class ClippedRatio:
         """log p_new - log p_old of R denoising steps."""
         return Ratio(old.log_ratio(new))
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
         """As ``RatioObjective.loss``."""
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return clipped_surrogate(ratio.log_ratio, advantages, self.clip_range, high, mask)
@@ -173,7 +173,7 @@ class Guard(ClippedRatio):
         """Recentred, of R denoising steps. Raises ValueError when the old means were not kept."""
         return Ratio(new.recentred_log_ratio(old.old_means(), old.next_latents), divisor=old.step_sizes)
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
         """As ``RatioObjective.loss``."""
         loss, stats = super().loss(ratio, advantages, mask)
         return loss if ratio.divisor is None else loss / ratio.divisor, stats
@@ -209,7 +209,7 @@ class DPPO:
             kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
         return Ratio(old.log_ratio(new), kl)
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> Loss:
+    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
         """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
         if ratio.kl is None:
             raise ValueError("dppo needs the KL divergence from the old policy of each decision")

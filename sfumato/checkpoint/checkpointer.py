@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.checkpoint.identity import own_checkpoints
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig
@@ -70,7 +70,7 @@ class Checkpointer:
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)
-        if changed := load_state(state, Stored(folder), self.mesh):
+        if changed := load_state(state, StoredCheckpoint(folder), self.mesh):
             self.run.say(changed)
         if bad := self._not_finite(state):
             raise CheckpointError(

@@ -17,7 +17,7 @@ from sfumato.checkpoint.envelope import (
     restore_folder,
     verify_checkpoint,
 )
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import disk_error
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.load import load_config
@@ -111,7 +111,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     run, folder = _find(checkpoint, passed_over)
     restore_folder(run / "hf_ckpt")
     model = _build(run)
-    averaged = load_trained(model.trained, Stored(folder), mesh := Mesh(Layout(), torch.device("cpu")))
+    averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
     export_model(model, None, out, mesh, merge)
     what = f"{'averaged' if averaged else 'trained'} weights of {folder}"
     return "\n".join([*passed_over, f"{out}: {what}"])

@@ -1,6 +1,6 @@
 """What each rank holds of the tensors of a checkpoint, and torch's distributed checkpoint files of them.
 
-torch's planners are given the boxes of shards (``sfumato.parallel.shards``) instead of the DTensors that they
+torch's planners are given the chunks of shards (``sfumato.parallel.shards``) instead of the DTensors that they
 understand only in part. The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads
 them. What describes a checkpoint may be from elsewhere: nothing of it is run, and it is held to its files.
 """
@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from sfumato.checkpoint.envelope import VALUES
 from sfumato.config.paths import file_problem
 from sfumato.errors import CheckpointError
-from sfumato.parallel.shards import Box
+from sfumato.parallel.shards import Chunk
 
 METADATA = ".metadata"
-"""torch's file that says which box of which tensor stands where."""
+"""torch's file that says which chunk of which tensor stands where."""
 
 MOST_BYTES = 2**30
 """Size of the largest file of either kind that is read."""
@@ -136,7 +136,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
-    """Whether a box lies in one of the files."""
+    """Whether a chunk lies in one of the files."""
     if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
         raise TypeError(f"a place of {type(index).__name__} is {type(info).__name__}")
     if info.relative_path not in sizes:
@@ -148,7 +148,7 @@ def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
 
 
 def _check_tensor(key: Any, each: Any, num_bytes: int) -> None:
-    """Whether the boxes of a tensor make up the whole, and there are bytes for it."""
+    """Whether the chunks of a tensor make up the whole, and there are bytes for it."""
     if not isinstance(key, str) or not isinstance(each, TensorStorageMetadata):
         raise TypeError(f"{key!r} is {type(each).__name__}")
     size, dtype = tuple(each.size), each.properties.dtype
@@ -156,17 +156,17 @@ def _check_tensor(key: Any, each: Any, num_bytes: int) -> None:
         raise TypeError(f"{key} has dtype {dtype} and shape {size}")
     if math.prod(size) * dtype.itemsize > num_bytes:
         raise ValueError(f"{key} of shape {size} is larger than all files together")
-    boxes = {(tuple(box.offsets), tuple(box.sizes)) for box in each.chunks}
-    for offsets, lengths in boxes:
+    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in each.chunks}
+    for offsets, lengths in chunks:
         inside = zip(offsets, lengths, size, strict=True)
         if any(not 0 <= offset <= offset + length <= whole for offset, length, whole in inside):
-            raise ValueError(f"a box of {key} lies outside of its shape {size}")
-    if len(boxes) != len(each.chunks) or sum(math.prod(lengths) for _, lengths in boxes) != math.prod(size):
-        raise ValueError(f"the boxes of {key} do not make up its shape {size}")
+            raise ValueError(f"a chunk of {key} lies outside of its shape {size}")
+    if len(chunks) != len(each.chunks) or sum(math.prod(lengths) for _, lengths in chunks) != math.prod(size):
+        raise ValueError(f"the chunks of {key} do not make up its shape {size}")
 
 
-class Part(NamedTuple):
-    """One box of a tensor."""
+class TensorPart(NamedTuple):
+    """One chunk of a tensor."""
 
     shape: torch.Size
     """Of the whole tensor."""
@@ -174,14 +174,14 @@ class Part(NamedTuple):
     """A view of what this rank holds."""
 
 
-Parts = dict[MetadataIndex, Part]
-"""Boxes by the tensor's name and their offsets in it."""
+TensorParts = dict[MetadataIndex, TensorPart]
+"""Chunks by the tensor's name and their offsets in it."""
 
 
 class SavePlanner(DefaultSavePlanner):
     """Writes parts. Of those that several ranks hold one rank is chosen to write."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TensorParts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
         self.tensors: dict[MetadataIndex, Tensor] = {}
@@ -203,7 +203,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TensorParts) -> None:
         super().__init__()
         self.parts = parts
 
@@ -211,7 +211,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.parts[index].tensor
 
 
-class Stored:
+class StoredCheckpoint:
     """What a checkpoint holds. Nothing in it is run."""
 
     def __init__(self, folder: Path) -> None:
@@ -243,18 +243,18 @@ class Stored:
         return [*tensors, *self.values["optimizer"]]
 
     @torch.no_grad()
-    def read(self, parts: Parts) -> None:
+    def read(self, parts: TensorParts) -> None:
         """Fills parts; the checkpoint must have their tensors, with the same shapes and dtypes.
 
         Raises:
             CheckpointError: when the files do not hold what the metadata says.
         """
-        boxes: dict[str, list[ChunkStorageMetadata]] = {}
+        wanted: dict[str, list[ChunkStorageMetadata]] = {}
         for index, part in parts.items():
-            boxes.setdefault(index.fqn, []).append(ChunkStorageMetadata(offsets=index.offset, sizes=part.tensor.shape))
+            wanted.setdefault(index.fqn, []).append(ChunkStorageMetadata(offsets=index.offset, sizes=part.tensor.shape))
         items = [
             item
-            for key, chunks in boxes.items()
+            for key, chunks in wanted.items()
             for item in create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
         ]
         try:
@@ -280,18 +280,18 @@ class Stored:
         return found
 
 
-def whole_part(key: str, tensor: Tensor) -> Parts:
+def whole_part(key: str, tensor: Tensor) -> TensorParts:
     """A tensor that this rank holds as a whole."""
-    return {MetadataIndex(key, (0,) * tensor.ndim): Part(tensor.shape, tensor)}
+    return {MetadataIndex(key, (0,) * tensor.ndim): TensorPart(tensor.shape, tensor)}
 
 
-def parts_of(key: str, shape: torch.Size, shard: Tensor, boxes: list[Box]) -> Parts:
+def parts_of(key: str, shape: torch.Size, shard: Tensor, chunks: list[Chunk]) -> TensorParts:
     """This rank's shard of a tensor.
 
     Args:
         key: the tensor's name.
         shape: of the whole.
         shard: a plain tensor.
-        boxes: from ``boxes_of``.
+        chunks: from ``chunks_of``.
     """
-    return {MetadataIndex(key, each.offsets): Part(shape, shard[each.place].view(each.sizes)) for each in boxes}
+    return {MetadataIndex(key, each.offsets): TensorPart(shape, shard[each.place].view(each.sizes)) for each in chunks}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.identity import KEY as IDENTITY
 from sfumato.checkpoint.identity import Identity, compare_identity
-from sfumato.checkpoint.parts import Parts, Stored, parts_of, whole_part
+from sfumato.checkpoint.parts import StoredCheckpoint, TensorParts, parts_of, whole_part
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
-from sfumato.optim.optimizer import saved_piece
+from sfumato.optim.optimizer import saved_shard
 from sfumato.parallel.balance import ExpertBalancer
+from sfumato.parallel.finite import NAMED, listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, boxes_of, local
+from sfumato.parallel.shards import Shards, all_parameters, chunks_of, local
 
 OPTIONAL = {
     "ema": "moving average (train.ema_decay)",
@@ -36,10 +37,6 @@ OPTIONAL = {
 
 DISPENSABLE = "previous_policy"
 """The policy before the last update, which only a sampler that lags behind wants (rollout.async_strategy)."""
-
-NAMED = 3
-"""Tensors of each kind that an error names; the others are counted."""
-
 
 Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Whole shapes and dtypes of tensors by name."""
@@ -80,7 +77,7 @@ class TrainState:
     """The run that saves it."""
 
 
-class Section:
+class SavedTensors:
     """Tensors that are saved under one name, all cut as the parameters of a module, or whole on every rank."""
 
     def __init__(self, name: str, tensors: dict[str, Tensor], shards: Shards | None = None) -> None:
@@ -91,15 +88,15 @@ class Section:
         """Of the whole tensor."""
         return self.tensors[name].shape if self.shards is None else self.shards.shapes[name]
 
-    def parts(self) -> Parts:
+    def parts(self) -> TensorParts:
         """What this rank holds."""
-        found: Parts = {}
+        found: TensorParts = {}
         for name, each in self.tensors.items():
             key = f"{self.name}/{name}"
             if self.shards is None:
                 found |= whole_part(key, each)
             else:
-                found |= parts_of(key, self.shape(name), each, boxes_of(self.shards, name))
+                found |= parts_of(key, self.shape(name), each, chunks_of(self.shards, name))
         return found
 
     def specs(self) -> Specs:
@@ -107,7 +104,7 @@ class Section:
         return {f"{self.name}/{name}": (self.shape(name), each.dtype) for name, each in self.tensors.items()}
 
 
-def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]:
+def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str, Any]]:
     """What this rank holds of a state's tensors, and everything else, of what JSON can hold. Every rank must call it.
 
     The tensors are views: they change when training goes on.
@@ -119,7 +116,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
     random_tensors, random_values = random_state(mesh.device)
     optimizer_parts, numbers = optimizer_state(state.optimizer, shards)
     parts = optimizer_parts
-    for each in (*_sections(state, shards, mesh), Section("random", random_tensors if mesh.is_first else {})):
+    for each in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
         parts |= each.parts()
     return parts, {
         "step": state.step,
@@ -135,7 +132,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[Parts, dict[str, Any]]
     }
 
 
-def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> str:
+def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     """Puts a saved state in place, whatever the ranks and the parallelism that saved it. Every rank must call it.
 
     Args:
@@ -178,7 +175,7 @@ def load_state(state: TrainState, stored: Stored, mesh: Mesh) -> str:
     return changed
 
 
-def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:
+def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> bool:
     """Puts the trained weights of a checkpoint into a module: their moving average, if there is one.
 
     Returns:
@@ -190,13 +187,13 @@ def load_trained(module: nn.Module, stored: Stored, mesh: Mesh) -> bool:
     shards = Shards(module, mesh)
     averaged = any(key.startswith("ema/") for key in stored.tensors)
     name = "ema" if averaged else "model"
-    section = Section(name, {key: local(each.detach()) for key, each in shards.parameters.items()}, shards)
+    section = SavedTensors(name, {key: local(each.detach()) for key, each in shards.parameters.items()}, shards)
     there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare(stored, there, section.specs(), model_name(module))
     stored.read(section.parts())
     if any(key.startswith("balancer/") for key in stored.tensors):
         balancer = ExpertBalancer(module, mesh, 0.0)
-        biases = Section("balancer", balancer.state_dict())
+        biases = SavedTensors("balancer", balancer.state_dict())
         stored.read(biases.parts())
         balancer.load_state_dict(biases.tensors)
     return averaged
@@ -213,22 +210,22 @@ def model_name(module: nn.Module) -> str:
     return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
-def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[Section]:
+def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
     """All tensors but the optimiser's and the random generators'."""
-    found = [Section("model", {name: local(each.detach()) for name, each in shards.parameters.items()}, shards)]
+    found = [SavedTensors("model", {name: local(each.detach()) for name, each in shards.parameters.items()}, shards)]
     if state.ema is not None:
-        found.append(Section("ema", state.ema.averages, shards))
-    found += [Section(f"{name}_policy", each.averages, shards) for name, each in state.policies.items()]
+        found.append(SavedTensors("ema", state.ema.averages, shards))
+    found += [SavedTensors(f"{name}_policy", each.averages, shards) for name, each in state.policies.items()]
     if state.reference is not None:
         frozen = Shards(state.reference, mesh, all_parameters(state.reference))
         weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}
-        found.append(Section("reference", weights, frozen))
+        found.append(SavedTensors("reference", weights, frozen))
     if state.balancer is not None:
-        found.append(Section("balancer", state.balancer.state_dict()))
+        found.append(SavedTensors("balancer", state.balancer.state_dict()))
     return found
 
 
-def _check_fit(state: TrainState, sections: list[Section], stored: Stored, mesh: Mesh) -> None:
+def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCheckpoint, mesh: Mesh) -> None:
     mine = {key: spec for each in sections for key, spec in each.specs().items()}
     wanted = {key: spec for stage in mesh.gather(mine, over="pp") for key, spec in stage.items()}
     elsewhere = {"optimizer", "random", DISPENSABLE} - {each.name for each in sections}
@@ -242,7 +239,7 @@ def _check_fit(state: TrainState, sections: list[Section], stored: Stored, mesh:
     compare(stored, there, wanted, model_name(state.model), [f"optimizer/{key}" for key in unknown])
 
 
-def compare(stored: Stored, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()) -> None:
+def compare(stored: StoredCheckpoint, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()) -> None:
     """Whether the tensors of a checkpoint are those that are wanted.
 
     Args:
@@ -257,9 +254,9 @@ def compare(stored: Stored, there: Specs, wanted: Specs, model: str, unknown: Se
     """
     problems = []
     if missing := wanted.keys() - there.keys():
-        problems.append(f"it has no {_some(missing)}")
+        problems.append(f"it has no {listed([repr(key) for key in sorted(missing)])}")
     if extra := {*(there.keys() - wanted.keys()), *unknown}:
-        problems.append(f"this configuration does not train {_some(extra)}")
+        problems.append(f"this configuration does not train {listed([repr(key) for key in sorted(extra)])}")
     for key in sorted(wanted.keys() & there.keys()):
         (shape, dtype), (wanted_shape, wanted_dtype) = there[key], wanted[key]
         if shape != wanted_shape:
@@ -270,15 +267,8 @@ def compare(stored: Stored, there: Specs, wanted: Specs, model: str, unknown: Se
         saved = stored.values["model"]
         kinds = f" (a {saved}, here a {model})" if saved != model else ""
         more = f"; and {len(problems) - 2 * NAMED} more" if len(problems) > 2 * NAMED else ""
-        listed = "; ".join(problems[: 2 * NAMED])
-        raise CheckpointError(f"{stored.folder} is of another model or configuration{kinds}: {listed}{more}")
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few names, and how many more."""
-    quoted = [repr(each) for each in sorted(names)]
-    more = f" and {len(quoted) - NAMED} more" if len(quoted) > NAMED else ""
-    return ", ".join(quoted[:NAMED]) + more
+        first = "; ".join(problems[: 2 * NAMED])
+        raise CheckpointError(f"{stored.folder} is of another model or configuration{kinds}: {first}{more}")
 
 
 def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
@@ -295,7 +285,7 @@ def _is_whole(shards: Shards, name: str) -> bool:
     return shards.group is None and local(shards.parameters[name]).shape == shards.shapes[name]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[Parts, dict[str, Any]]:
+def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[TensorParts, dict[str, Any]]:
     """What this rank holds of the tensors, and numbers by ``parameter/field``.
 
     Rates and betas are not state: the configuration has them.
@@ -303,18 +293,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[P
     Raises:
         ConfigError: when a tensor has neither its parameter's shape nor a parameter that is whole on each rank.
     """
-    parts: Parts = {}
+    parts: TensorParts = {}
     numbers: dict[str, Any] = {}
-    boxes = cache(lambda name: boxes_of(shards, name))
+    chunks = cache(lambda name: chunks_of(shards, name))
     for name, parameter in shards.parameters.items():
         for field_name, value in optimizer.state.get(parameter, {}).items():
             key = f"optimizer/{name}/{field_name}"
             if not isinstance(value, Tensor):
                 numbers[f"{name}/{field_name}"] = value
                 continue
-            shard = saved_piece(value)
+            shard = saved_shard(value)
             if shard.ndim and shard.shape == local(parameter).shape:
-                parts |= parts_of(key, shards.shapes[name], shard, boxes(name))
+                parts |= parts_of(key, shards.shapes[name], shard, chunks(name))
             elif shard.ndim == 0 or _is_whole(shards, name):
                 parts |= whole_part(key, shard)
             else:
@@ -326,16 +316,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[P
 
 
 def new_optimizer_state(
-    optimizer: torch.optim.Optimizer, shards: Shards, stored: Stored
-) -> tuple[dict[nn.Parameter, dict[str, Any]], Parts]:
+    optimizer: torch.optim.Optimizer, shards: Shards, stored: StoredCheckpoint
+) -> tuple[dict[nn.Parameter, dict[str, Any]], TensorParts]:
     """The state that an optimiser is to have, its tensors still empty, and the parts to be read into them.
 
     Raises:
         CheckpointError: when a tensor that is not of its parameter's shape belongs to a parameter that is cut here.
     """
     fields: dict[nn.Parameter, dict[str, Any]] = {}
-    parts: Parts = {}
-    boxes = cache(lambda name: boxes_of(shards, name))
+    parts: TensorParts = {}
+    chunks = cache(lambda name: chunks_of(shards, name))
     on_device = {
         id(each): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for each in g["params"]
     }
@@ -350,7 +340,7 @@ def new_optimizer_state(
             shape, dtype = stored.tensors[f"optimizer/{key}"]
             if shape == shards.shapes[name]:
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                parts |= parts_of(f"optimizer/{key}", shape, local(value), boxes(name))
+                parts |= parts_of(f"optimizer/{key}", shape, local(value), chunks(name))
             elif shape and not _is_whole(shards, name):
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:

@@ -31,7 +31,7 @@ WORTH_PICKING = 0.9
 """Share of learned tokens up to which logits are computed for these alone; picking them out costs a copy."""
 
 Tensors = dict[str, Tensor]
-Loss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
+TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
 """From the scores of a micro-batch, its tensors and the batch itself to its part of the loss, a scalar that is divided
 by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
 part of the tokens."""
@@ -111,13 +111,13 @@ class LanguageModel:
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
 
     def forward_backward(
-        self, batches: Sequence[TextBatch], loss: Loss, step: int = 0, fields: Sequence[Tensors] | None = None
+        self, batches: Sequence[TextBatch], loss: TokenLoss, step: int = 0, fields: Sequence[Tensors] | None = None
     ) -> list[float]:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Args:
             batches: this rank's micro-batches of a step, as many as on the other ranks.
-            loss: see ``Loss``.
+            loss: see ``TokenLoss``.
             step: the optimiser's step, to which dropout belongs.
             fields: more tensors ``[B, T]`` for each batch, which the loss finds beside those of the batch.
 

@@ -1,7 +1,7 @@
 """Prediction of the memory of each rank before a run, without any weights.
 
 Weights, gradients and optimiser state are those of the real engine: the model is put, on meta, on a mesh whose other
-ranks do not exist, and its pieces are measured. Activations are counted by a forward pass on tensors without memory
+ranks do not exist, and its shards are measured. Activations are counted by a forward pass on tensors without memory
 (``saved_bytes``). What is left out: the CUDA context (about 0.5 to 1 GiB), fragmentation, buffers of kernels and NCCL.
 """
 
@@ -77,7 +77,7 @@ class RankMemory:
 
 
 def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[RankMemory]:
-    """Predicts the memory of the first rank of each pipeline stage, which has the largest pieces of its stage.
+    """Predicts the memory of the first rank of each pipeline stage, which has the largest shards of its stage.
 
     Args:
         planned: the model.
@@ -135,7 +135,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
     plain = _nothing_else(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
     if train.data_parallel_mode == "fsdp1":
-        plain["data_parallel_mode"] = "ddp"  # its flat pieces cannot be made on meta: counted below
+        plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below
     config = train.model_copy(update=plain)
     if mesh.layout.pp > 1:
         module = build_pipeline(module, mesh, config, planned.plan, planned.dtype).module
@@ -145,9 +145,9 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     ranks = mesh.layout.fsdp if fsdp and train.data_parallel_mode == "fsdp1" else 1
 
     parameters = list(module.parameters())
-    trained = sum(_pieces(each, ranks) for each in parameters if each.requires_grad)
-    copied = sum(_pieces(each, ranks) for each in parameters) if planned.reference is not None else 0
-    weights = sum(_pieces(each, ranks) * each.itemsize for each in parameters)
+    trained = sum(_shard_numel(each, ranks) for each in parameters if each.requires_grad)
+    copied = sum(_shard_numel(each, ranks) for each in parameters) if planned.reference is not None else 0
+    weights = sum(_shard_numel(each, ranks) * each.itemsize for each in parameters)
     sizes = {
         "weights": weights + sum(each.nbytes for each in module.buffers()),
         "gradients": trained * FULL_PRECISION,
@@ -162,8 +162,8 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
         memory.parts |= _gathered(module, blocks, planned, train, mesh, ranks)
 
 
-def _pieces(parameter: nn.Parameter, ranks: int) -> int:
-    """Elements of this rank's piece; ``ranks`` share it once more (fsdp1)."""
+def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
+    """Elements of this rank's shard; ``ranks`` share it once more (fsdp1)."""
     return math.ceil(local(parameter).numel() / ranks)
 
 
@@ -171,7 +171,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) ->
     total = 0
     for group in optimizer.param_groups:
         for each in group["params"]:
-            count = _pieces(each, ranks)
+            count = _shard_numel(each, ranks)
             if group.get("orthogonal"):
                 total += count * FULL_PRECISION
             elif kind == "adamw8bit" and count >= QUANTISED_FROM:
@@ -184,7 +184,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) ->
 def _gathered(
     module: nn.Module, blocks: list[str], planned: Planned, train: TrainConfig, mesh: Mesh, ranks: int
 ) -> dict[str, int]:
-    """What fsdp has out beside the pieces: gathered weights, and gradients before they are summed over ranks."""
+    """What fsdp has out beside the shards: gathered weights, and gradients before they are summed over ranks."""
     units: dict[str, tuple[int, int]] = {}
     for name, each in module.named_parameters():
         whole = _whole_numel(each, ranks, mesh)
@@ -209,7 +209,7 @@ def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
     """Elements of a parameter when fsdp has gathered it; tensor and expert parallelism still share it."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     shards = math.prod(mesh.size_of(name) for name in names or () if name in ("fsdp", "efsdp"))
-    return _pieces(parameter, ranks) * shards * ranks
+    return _shard_numel(parameter, ranks) * shards * ranks
 
 
 def _add_activations(

@@ -16,12 +16,10 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.kernels import check_attention
 
 ATTENTION = "sfumato_packed"
 """Name in transformers' registries."""
-
-REFUSED = ("softcap", "s_aux", "position_bias")
-"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
 
 OTHERS = "set model.attention to sdpa"
 
@@ -68,17 +66,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, S, D] to [B, S, H, Dv]."""
-    name = type(module).__name__
-    wrong = [each for each in REFUSED if kwargs.get(each) is not None]
-    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
-    wrong += ["is_causal=False"] * (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True))
-    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
-    window = kwargs.get("sliding_window")
-    wrong += ["sliding_window"] * (window is not None and window < query.shape[2])
-    if wrong:
-        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to the attention of packed rows: {OTHERS}")
-    if position_ids is None or position_ids.ndim != 2:
-        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {OTHERS}")
+    what = "the attention of packed rows"
+    check_attention(module, query, key, attention_mask, dropout, position_ids, kwargs, what, OTHERS, True)
     rows = _rows.get(position_ids)
     if rows is None:
         rows = _rows[position_ids] = _Rows(position_ids)

@@ -23,7 +23,7 @@ class AdamW8bit(torch.optim.Optimizer):
     """AdamW whose two averages take 8 bits and a share of a scale for each element.
 
     torchao's own optimiser of the name is not used: its rates are tensors, which schedules here do not set, and its
-    negative numbers do not survive being decompressed and compressed. State is that of this rank's pieces, so a piece
+    negative numbers do not survive being decompressed and compressed. State is that of this rank's shards, so a shard
     that begins and ends with a block (rows of a multiple of 256 elements) has the same bits however many ranks there
     are.
     """
@@ -36,7 +36,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on this rank's pieces; on a GPU it is compiled, once for each shape."""
+        """One step on this rank's shards; on a GPU it is compiled, once for each shape."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -48,35 +48,35 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def _step_of(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        state, piece = self.state[parameter], local(parameter.detach())
+        state, shard = self.state[parameter], local(parameter.detach())
         state.setdefault("step", torch.tensor(0.0))
         for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            state[key] = compressed(state.get(key), piece, is_signed)
+            state[key] = compressed(state.get(key), shard, is_signed)
         state["step"] += 1
         averages = state["exp_avg"], state["exp_avg_sq"]
         settings = torch.tensor(group["lr"]), *group["betas"], group["weight_decay"], group["eps"]
-        update = _compiled if piece.is_cuda else single_param_adam
+        update = _compiled if shard.is_cuda else single_param_adam
         # no third average (amsgrad); decoupled decay; no stochastic rounding
-        update(piece, local(parameter.grad), state["step"], *averages, None, *settings, True, False)
+        update(shard, local(parameter.grad), state["step"], *averages, None, *settings, True, False)
 
 
-def compressed(known: Tensor | None, piece: Tensor, is_signed: bool) -> Tensor:
-    """State of a piece as the optimiser keeps it.
+def compressed(known: Tensor | None, shard: Tensor, is_signed: bool) -> Tensor:
+    """State of a shard as the optimiser keeps it.
 
     What was decompressed (a checkpoint) becomes the bits that it was made from: the table of values has 1 and -1, so
     that the largest element of a block is its scale exactly.
 
     Args:
-        known: state so far, compressed or float32, of the piece or a DTensor of which this is it; None is zero.
-        piece: this rank's piece of the parameter.
+        known: state so far, compressed or float32, of the shard or a DTensor of which this is it; None is zero.
+        shard: this rank's shard of the parameter.
         is_signed: whether values can be negative.
     """
     if isinstance(known, OptimState8bit):
         return known
-    values = torch.zeros_like(piece) if known is None else local(known)
-    if piece.numel() < SMALLEST or piece.numel() % BLOCK:
+    values = torch.zeros_like(shard) if known is None else local(known)
+    if shard.numel() < SMALLEST or shard.numel() % BLOCK:
         return values
-    state = OptimState8bit.zeros(piece.shape, is_signed, BLOCK, piece.device, dtype=piece.dtype)
+    state = OptimState8bit.zeros(shard.shape, is_signed, BLOCK, shard.device, dtype=shard.dtype)
     if is_signed:
         state.qmap[0] = -1.0
     return state.copy_(values)

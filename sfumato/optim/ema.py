@@ -38,7 +38,7 @@ class Ema:
         """Optimiser steps that were reported."""
         self.module = module
         self.averages = {name: each.clone() for name, each in self._weights().items()}
-        """This rank's piece of each."""
+        """This rank's shard of each."""
 
     @torch.no_grad()
     def update(self) -> None:

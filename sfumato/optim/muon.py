@@ -130,15 +130,15 @@ class Muon(torch.optim.AdamW):
             if owner == sharers.rank:
                 mine = orthogonalised(gathered.to(self._dtype(gathered)))
         for owner, (each, shape) in enumerate(zip(parameters, shapes, strict=True)):
-            piece = local(each)
+            shard = local(each)
             is_mine = owner == sharers.rank
-            found = mine if is_mine else torch.empty(shape, dtype=self._dtype(piece), device=piece.device)
-            found = _piece(sharers.send(found, owner), each)
-            piece.mul_(1 - group["lr"] * group["weight_decay"])
-            piece.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
+            found = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
+            found = _shard(sharers.send(found, owner), each)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's piece of the momentum one step ahead (Nesterov)."""
+        """This rank's shard of the momentum one step ahead (Nesterov)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -163,12 +163,12 @@ class Sharers:
         for size, axis in zip(self._sizes, axes, strict=True):
             self.rank = self.rank * size + self._mesh.get_local_rank(axis)
 
-    def gather(self, piece: Tensor, like: nn.Parameter) -> Tensor:
-        """The tensor, whole along these axes, of which this rank has the piece that it has of a parameter."""
+    def gather(self, shard: Tensor, like: nn.Parameter) -> Tensor:
+        """The tensor, whole along these axes, of which this rank has the shard that it has of a parameter."""
         if not self.axes:
-            return piece
+            return shard
         placed = DTensor.from_local(
-            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
         if len(self.axes) == like.device_mesh.ndim:
             return whole(placed)
@@ -198,8 +198,8 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
     )
 
 
-def _piece(found: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's piece of what is whole, or cut like the parameter along some dimensions already."""
+def _shard(found: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of what is whole, or cut like the parameter along some dimensions already."""
     for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
         if found.shape[dim] != size:
             found = torch.cat([found.narrow(dim, start, stop - start) for start, stop in ranges], dim)

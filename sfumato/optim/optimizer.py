@@ -26,7 +26,7 @@ NAMED = 5
 
 
 @dataclass(frozen=True)
-class Role:
+class ParameterGroup:
     """What the parameters of one group have in common; the order of its fields is that of the groups."""
 
     is_scaled: bool
@@ -63,19 +63,19 @@ def build_optimizer(
     _check_choices(module, config, taken, hidden, mesh)
 
     shapes = whole_shapes(module)
-    grouped: dict[Role, list[nn.Parameter]] = {}
+    grouped: dict[ParameterGroup, list[nn.Parameter]] = {}
     for name, each in parameters.items():
-        role = _role(each, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
-        grouped.setdefault(role, []).append(each)
-    roles = sorted(grouped, key=lambda role: (role.is_scaled, role.is_vector))
+        group = _group_of(each, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
+        grouped.setdefault(group, []).append(each)
+    order = sorted(grouped, key=lambda group: (group.is_scaled, group.is_vector))
     groups = [
         {
-            "params": grouped[role],
-            "lr": config.lr * role.lr_scale,
-            "weight_decay": role.weight_decay,
-            "orthogonal": role.is_hidden,
+            "params": grouped[group],
+            "lr": config.lr * group.lr_scale,
+            "weight_decay": group.weight_decay,
+            "orthogonal": group.is_hidden,
         }
-        for role in roles
+        for group in order
     ]
     optimizer = _make(groups or [{"params": []}], config, any(each.is_cuda for each in parameters.values()))
 
@@ -96,24 +96,26 @@ def match_groups(names: list[str], config: TrainConfig) -> dict[str, int]:
     return found
 
 
-def saved_piece(value: Tensor) -> Tensor:
-    """This rank's piece of a tensor of optimiser state as a checkpoint holds it: a plain tensor.
+def saved_shard(value: Tensor) -> Tensor:
+    """This rank's shard of a tensor of optimiser state as a checkpoint holds it: a plain tensor.
 
-    8-bit state is decompressed to float32. Compressed again, in the same piece, it gives the same bits; the optimiser
+    8-bit state is decompressed to float32. Compressed again, in the same shard, it gives the same bits; the optimiser
     does that by itself at its next step.
     """
-    piece = local(value)
-    return piece if type(piece) is Tensor else piece.dequantize()
+    shard = local(value)
+    return shard if type(shard) is Tensor else shard.dequantize()
 
 
-def _role(parameter: nn.Parameter, is_vector: bool, is_hidden: bool, entry: int | None, config: TrainConfig) -> Role:
+def _group_of(
+    parameter: nn.Parameter, is_vector: bool, is_hidden: bool, entry: int | None, config: TrainConfig
+) -> ParameterGroup:
     decay = 0.0 if is_vector else config.weight_decay
     lr_scale = 1.0
     if entry is not None:
         chosen = config.param_groups[entry]
         lr_scale, decay = chosen.lr_scale, decay if chosen.weight_decay is None else chosen.weight_decay
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return Role(lr_scale != 1.0, is_vector, is_hidden, lr_scale, decay, mesh)
+    return ParameterGroup(lr_scale != 1.0, is_vector, is_hidden, lr_scale, decay, mesh)
 
 
 def _check_choices(
@@ -140,7 +142,7 @@ def _check_choices(
         return
     if isinstance(module, FullyShardedDataParallel):
         raise ConfigError(
-            "train.optimizer muon needs whole matrices, which the flat pieces of train.data_parallel_mode fsdp1 do not "
+            "train.optimizer muon needs whole matrices, which the flat shards of train.data_parallel_mode fsdp1 do not "
             "tell: take fsdp2"
         )
     if not has_hidden:

@@ -58,7 +58,7 @@ class SequenceGroups:
         return range(ring_rank * self.ulysses_size, (ring_rank + 1) * self.ulysses_size)
 
 
-class Piece(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens that lie together in the part of one rank of the Ulysses group."""
 
     rank: int
@@ -101,9 +101,9 @@ class Schedule:
     """Where tokens lie and what is computed, for one shape of attention. Built once, used by all layers."""
 
     groups: SequenceGroups
-    query_pieces: tuple[Piece, ...]
+    query_order: tuple[TokenRun, ...]
     """Make of the parts of the Ulysses group the query block of this ring rank."""
-    key_pieces: tuple[Piece, ...]
+    key_order: tuple[TokenRun, ...]
     key_lengths: tuple[int, ...]
     """Tokens in the key block of each ring rank."""
     tiles: tuple[tuple[Tile, ...], ...]
@@ -117,7 +117,7 @@ def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_leng
     """
     own = groups.members(groups.ring_rank)
     queries, keys = (
-        tuple(Piece(index, 0, lengths[rank]) for index, rank in enumerate(own))
+        tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(own))
         for lengths in (query_lengths, key_lengths)
     )
     num = sum(each.length for each in queries)
@@ -134,12 +134,12 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
     chunks = head_tail_chunks(sum(documents[0]), groups.size)
     parts = [[(chunks[each], chunks[-1 - each]) for each in groups.members(rank)] for rank in range(groups.ring_size)]
     own = list(enumerate(parts[groups.ring_rank]))
-    pieces = [Piece(index, 0, len(head)) for index, (head, _) in own]
-    pieces += [Piece(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
+    runs = [TokenRun(index, 0, len(head)) for index, (head, _) in own]
+    runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
     # the heads of a block's members are neighbours, and so are their tails, in reverse order
     blocks = [(range(each[0][0].start, each[-1][0].stop), range(each[-1][1].start, each[0][1].stop)) for each in parts]
     tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
-    return Schedule(groups, tuple(pieces), tuple(pieces), tuple(sum(map(len, each)) for each in blocks), tuple(tiles))
+    return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, each)) for each in blocks), tuple(tiles))
 
 
 def head_tail_chunks(total: int, size: int) -> list[range]:
@@ -227,11 +227,11 @@ def sequence_attention(
     if groups.ulysses_size == 1:
         return _RingAttention.apply(query, key, value, schedule, scale)
     key, value = (_repeat_heads(each, query.shape[1], groups.ulysses_size) for each in (key, value))
-    query = _Trade.apply(query, schedule.query_pieces, groups.ulysses, False)
-    key = _Trade.apply(key, schedule.key_pieces, groups.ulysses, False)
-    value = _Trade.apply(value, schedule.key_pieces, groups.ulysses, False)
+    query = _Trade.apply(query, schedule.query_order, groups.ulysses, False)
+    key = _Trade.apply(key, schedule.key_order, groups.ulysses, False)
+    value = _Trade.apply(value, schedule.key_order, groups.ulysses, False)
     out = _RingAttention.apply(query, key, value, schedule, scale)
-    return _Trade.apply(out, schedule.query_pieces, groups.ulysses, True)
+    return _Trade.apply(out, schedule.query_order, groups.ulysses, True)
 
 
 def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:
@@ -261,28 +261,28 @@ class _Trade(torch.autograd.Function):
     """Within a Ulysses group: from a part of the tokens with all heads to the block with a part of them, or back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
-        ctx.pieces, ctx.group, ctx.back = pieces, group, back
-        return _to_part(tensor, pieces, group) if back else _to_block(tensor, pieces, group)
+    def forward(ctx: Any, tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
+        ctx.runs, ctx.group, ctx.back = runs, group, back
+        return _to_part(tensor, runs, group) if back else _to_block(tensor, runs, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return (_to_block if ctx.back else _to_part)(grad, ctx.pieces, ctx.group), None, None, None
+        return (_to_block if ctx.back else _to_part)(grad, ctx.runs, ctx.group), None, None, None
 
 
-def _to_block(tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> Tensor:
+def _to_block(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
     """[B, H, S of this rank, D] to [B, H / ranks, S of all, D]."""
     rows, heads, _, width = tensor.shape
-    lengths = [sum(each.length for each in pieces if each.rank == rank) for rank in range(group.size())]
+    lengths = [sum(each.length for each in runs if each.rank == rank) for rank in range(group.size())]
     shapes = [(rows, heads // len(lengths), length, width) for length in lengths]
     parts = _exchange(tensor.chunk(len(lengths), dim=1), shapes, group)
-    return torch.cat([parts[each.rank].narrow(2, each.start, each.length) for each in pieces], dim=2)
+    return torch.cat([parts[each.rank].narrow(2, each.start, each.length) for each in runs], dim=2)
 
 
-def _to_part(tensor: Tensor, pieces: tuple[Piece, ...], group: dist.ProcessGroup) -> Tensor:
+def _to_part(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
     """The reverse."""
-    cut = zip(pieces, tensor.split([each.length for each in pieces], dim=2), strict=True)
+    cut = zip(runs, tensor.split([each.length for each in runs], dim=2), strict=True)
     ordered = sorted(cut, key=lambda each: each[0].start)
     parts = [torch.cat([part for each, part in ordered if each.rank == rank], dim=2) for rank in range(group.size())]
     return torch.cat(_exchange(parts, [parts[group.rank()].shape] * len(parts), group), dim=1)

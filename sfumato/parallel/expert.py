@@ -185,8 +185,8 @@ def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
 
 def _cut(parameter: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
     """A parameter as a DTensor with this rank's experts; the others' memory is freed."""
-    piece = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
-    return nn.Parameter(DTensor.from_local(piece, ranks, [Shard(0)], run_check=False), parameter.requires_grad)
+    shard = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
+    return nn.Parameter(DTensor.from_local(shard, ranks, [Shard(0)], run_check=False), parameter.requires_grad)
 
 
 def _switch(module: nn.Module, experts: dict[str, nn.Module], name: str, function: Callable[..., Any]) -> None:

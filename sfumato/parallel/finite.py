@@ -5,7 +5,7 @@ A weight costs one read of its memory; a device is waited for once for all weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,20 +25,20 @@ def finite_rows(*tensors: Tensor) -> Tensor:
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors of which this rank's piece holds NaN or an infinite value.
+    """Names of the tensors of which this rank's shard holds NaN or an infinite value.
 
     Args:
         tensors: plain tensors or DTensors of any dtypes and devices; those on meta, and numbers that are no floats,
             are passed over.
     """
-    pieces = {name: local(each.detach()) for name, each in tensors.items()}
+    shards = {name: local(each.detach()) for name, each in tensors.items()}
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    for name, each in pieces.items():
+    for name, each in shards.items():
         is_float = each.is_floating_point() and each.dtype.itemsize > 1  # quantised to a byte has scales of its own
         if is_float and not each.is_meta and each.numel():
             groups.setdefault((each.device, each.dtype), []).append(name)
     extremes = {  # NaN is both the smallest and the largest, and several times as quick to find so as with isfinite
-        group: torch.stack([extreme for name in names for extreme in torch.aminmax(pieces[name])])
+        group: torch.stack([extreme for name in names for extreme in torch.aminmax(shards[name])])
         for group, names in groups.items()
     }
     return [
@@ -54,6 +54,6 @@ def together(names: Iterable[str], mesh: Mesh) -> list[str]:
     return list(dict.fromkeys(name for some in mesh.gather(list(names), over="world") for name in some))
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str], named: int = NAMED, separator: str = ", ") -> str:
     """The first few names, and how many more."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return separator.join(names[:named]) + (f" and {len(names) - named} more" if len(names) > named else "")

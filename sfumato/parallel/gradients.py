@@ -78,12 +78,12 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
 
 
 def num_shards(parameter: Tensor, mesh: Mesh, flat: bool = False) -> int:
-    """Ranks of one pipeline stage that hold different pieces of a parameter.
+    """Ranks of one pipeline stage that hold different shards of a parameter.
 
     Args:
         parameter: a parameter.
         mesh: the ranks.
-        flat: whether it belongs to fsdp1, whose parameters are plain pieces.
+        flat: whether it belongs to fsdp1, whose parameters are plain shards.
     """
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+
+from sfumato.errors import ConfigError
+
+CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
+"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
 
 
 def attend(
@@ -111,3 +119,44 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     scores = query @ key.mT * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -torch.inf) if causal else scores
+
+
+def check_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    position_ids: Tensor | None,
+    settings: Mapping[str, Any],
+    known_by: str,
+    remedy: str,
+    knows_wide_windows: bool = False,
+) -> None:
+    """Whether a call of transformers' attention function is causal attention of packed documents and nothing else.
+
+    Args:
+        module: whose attention it is.
+        query: ``[B, H, S, D]``.
+        key: ``[B, Hk, Sk, D]``.
+        mask, dropout, position_ids: as transformers gives them; position ids must be ``[B, S]``.
+        settings: the other arguments.
+        known_by: what does not know the rest, for the message.
+        remedy: what to do then.
+        knows_wide_windows: a window that holds all tokens is none.
+
+    Raises:
+        ConfigError: for what changes the scores otherwise.
+    """
+    name = type(module).__name__
+    wrong = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
+    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (mask is not None)
+    wrong += ["is_causal=False"] * (settings.get("is_causal") is False or not getattr(module, "is_causal", True))
+    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+    window = settings.get("sliding_window")
+    is_wide = knows_wide_windows and window is not None and window >= query.shape[2]
+    wrong += ["sliding_window"] * (window is not None and not is_wide)
+    if wrong:
+        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to {known_by}: {remedy}")
+    if position_ids is None or position_ids.ndim != 2:
+        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")

@@ -250,13 +250,13 @@ class ActivationOffload:
         )
 
     def _pack(self, call: _Call, tensor: Tensor) -> Any:
-        piece = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
-        if type(piece) not in (Tensor, nn.Parameter) or not self.moves(piece, call.weights):
+        shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
+        if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
             return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
-        if piece.device not in self._streams:
-            self._streams[piece.device] = torch.get_device_module(piece.device).Stream()
-        held = call.copy_of(piece.detach(), self._streams[piece.device])
-        if piece is tensor:
+        if shard.device not in self._streams:
+            self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
+        held = call.copy_of(shard.detach(), self._streams[shard.device])
+        if shard is tensor:
             return held, None
         return held, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 

@@ -77,7 +77,7 @@ def parallelize(
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
 
 
-Batch = TypeVar("Batch")
+MicroBatch = TypeVar("MicroBatch")
 
 
 def shard_data_parallel(
@@ -114,7 +114,7 @@ def shard_data_parallel(
     return module
 
 
-def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
+def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
     """Yields micro-batches; only the backward pass of the last reduces gradients over ranks.
 
     With ``enable_reduce_every_micro_batch`` all reduce them, and only the last sums them over copies (HSDP). Each
@@ -132,7 +132,7 @@ def accumulate(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
 
 
 def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
-    """Gives every rank the trainable parameters of the first among the ranks that hold the same piece."""
+    """Gives every rank the trainable parameters of the first among the ranks that hold the same shard."""
     for parameter in trainable_parameters(module).values():
         if parameter.is_meta:
             continue  # load_weights gives every rank the same
@@ -206,5 +206,5 @@ def _wrap_fsdp1(
         device_id=mesh.device,
         use_orig_params=True,
     )
-    wrapped.whole_shapes = shapes  # its parameters are flat pieces
+    wrapped.whole_shapes = shapes  # its parameters are flat shards
     return wrapped

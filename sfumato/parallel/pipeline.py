@@ -42,7 +42,7 @@ from sfumato.parallel.stages import (
     split_layers,
 )
 
-Loss = Callable[[Tensor, Batch], Tensor]
+LogitsLoss = Callable[[Tensor, Batch], Tensor]
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -102,7 +102,7 @@ class Pipeline:
         self._mesh, self._config, self._multiple = mesh, config, length_multiple
         self._ranks = ranks_of_stages(config)
         self._made: tuple[tuple[int, ...], Any] | None = None
-        self._loss: Loss | None = None
+        self._loss: LogitsLoss | None = None
         self._batches: list[dict[str, Tensor]] = []
         self._autocast: Callable[[], Any] = nullcontext
 
@@ -111,7 +111,7 @@ class Pipeline:
         """Whether this rank has the last stage, which makes logits and losses."""
         return len(self._ranks) - 1 in self._stages
 
-    def train_step(self, micro_batches: Sequence[Batch], loss: Loss) -> list[float]:
+    def train_step(self, micro_batches: Sequence[Batch], loss: LogitsLoss) -> list[float]:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Rows of all micro-batches are padded to one length. Autocast that is on applies to forward passes and losses.

@@ -31,14 +31,12 @@ from sfumato.parallel.attention import (
     head_tail_chunks,
     sequence_attention,
 )
+from sfumato.parallel.kernels import check_attention
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, reads_whole
 
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of what a model's attention modules share."""
-
-REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
 
 SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 OFF = f"set {SIZES} to 1"
@@ -228,14 +226,7 @@ def _language_attention(
     name = type(module).__name__
     if shared is None:
         raise ConfigError(f"{name} is not in a block of its model's plan ({ATTENTION}): add its block to the plan")
-    wrong = [each for each in REFUSED if kwargs.get(each) is not None]
-    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
-    wrong += ["is_causal=False"] * (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True))
-    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
-    if wrong:
-        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to sequence parallelism: {OFF}")
-    if position_ids is None or position_ids.ndim != 2:
-        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {OFF}")
+    check_attention(module, query, key, attention_mask, dropout, position_ids, kwargs, "sequence parallelism", OFF)
     shared.called.add(module)
     out = sequence_attention(query, key, value, shared.schedule(position_ids), scaling)
     return out.transpose(1, 2), None

@@ -1,6 +1,6 @@
 """Tensors that lie in shards on many ranks: this rank's shard, where it lies in the whole, and the whole.
 
-A shard is one or more boxes of the whole: contiguous index ranges in every dimension. They are known for every
+A shard is one or more chunks of the whole: contiguous index ranges in every dimension. They are known for every
 parallelism (weights that are cut twice, fused matrices that are cut in blocks, experts, fsdp1's ranges of flattened
 weights), also where DTensor has no placement for it. What belongs to a parameter (averages, optimiser state, a weight
 on its way) lies as the parameter does.
@@ -203,7 +203,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """Where a part of this rank's shard lies."""
 
     offsets: tuple[int, ...]
@@ -213,14 +213,14 @@ class Box:
     """In the shard."""
 
 
-def boxes_of(shards: Shards, name: str) -> list[Box]:
-    """The boxes of this rank's shard of a parameter, and of what has its shape; none if it holds nothing."""
+def chunks_of(shards: Shards, name: str) -> list[Chunk]:
+    """The chunks of this rank's shard of a parameter, and of what has its shape; none if it holds nothing."""
     shape = shards.shapes[name]
     if shards.group is not None:  # fsdp1: a range of the flattened tensor
         start = sum(shards.numels[name][: shards.rank])
         found, position = [], 0
-        for offsets, sizes in boxes_of_range(shape, start, start + shards.numels[name][shards.rank]):
-            found.append(Box(offsets, sizes, (slice(position, position + prod(sizes)),)))
+        for offsets, sizes in chunks_of_range(shape, start, start + shards.numels[name][shards.rank]):
+            found.append(Chunk(offsets, sizes, (slice(position, position + prod(sizes)),)))
             position += prod(sizes)
         return found
     along = []
@@ -230,15 +230,15 @@ def boxes_of(shards: Shards, name: str) -> list[Box]:
             spans.append((start, stop - start, slice(position, position + stop - start)))
             position += stop - start
         along.append(spans)
-    boxes = [
-        Box(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
+    chunks = [
+        Chunk(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
         for spans in product(*along)
     ]
-    return [each for each in boxes if 0 not in each.sizes or 0 in shape]
+    return [each for each in chunks if 0 not in each.sizes or 0 in shape]
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that make up a range of a flattened tensor, in order.
+def chunks_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the chunks that make up a range of a flattened tensor, in order.
 
     Args:
         shape: of the whole tensor.
@@ -259,11 +259,11 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tu
             start += num_rows * row
         else:
             end = min(stop, (index + 1) * row)
-            for offsets, sizes in boxes_of_range(shape[1:], offset, end - index * row):
+            for offsets, sizes in chunks_of_range(shape[1:], offset, end - index * row):
                 yield (index, *offsets), (1, *sizes)
             start = end
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is the whole."""
-    return Box((0,) * len(shape), tuple(shape), tuple(slice(0, size) for size in shape))
+def whole_chunk(shape: Sequence[int]) -> Chunk:
+    """The chunk that is the whole."""
+    return Chunk((0,) * len(shape), tuple(shape), tuple(slice(0, size) for size in shape))

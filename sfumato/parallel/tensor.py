@@ -122,7 +122,7 @@ def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
         return None
     if parameter.shape[1] % ranks:
         raise ConfigError(
-            f"a weight of shape {tuple(parameter.shape)} lies in uneven or several pieces on {size} tensor-parallel "
+            f"a weight of shape {tuple(parameter.shape)} lies in uneven or several shards on {size} tensor-parallel "
             f"ranks, so that fsdp2 must cut its dimension 1, which its {ranks} ranks do not divide "
             f"({parameter.shape[1]} / {ranks} = {parameter.shape[1] / ranks:g}): change train.tensor_parallel_size or "
             "train.data_parallel_replicate_size"
@@ -211,7 +211,7 @@ def _apply(module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bo
         style: its style.
         cutter: cuts the weights.
         parts: whether it stands in a partial group.
-        inside: whether it stands in a block, where pieces must be equal.
+        inside: whether it stands in a block, where shards must be equal.
     """
     if _is_parameter(module, name):
         _cut_parameter(module, name, style, cutter)

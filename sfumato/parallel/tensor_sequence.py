@@ -11,7 +11,7 @@ from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.tensor_styles import Ranks
 
 
-class Sequence:
+class SharedSequence:
     """The sequence that the model is working on, and what ranks do with their parts of it."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ def share_sequence(
     module: nn.Module, blocks: Mapping[str, nn.Module], groups: dict[str, bool], handled: set[nn.Module], ranks: Ranks
 ) -> None:
     """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
-    sequence = Sequence(ranks)
+    sequence = SharedSequence(ranks)
     for name, block in blocks.items():
         for child, each in block.named_children():
             is_partial = groups.get(f"{name}.{child}")

@@ -1,7 +1,7 @@
-"""What a layer does under tensor parallelism: the piece of its weights that a rank keeps, and what ranks exchange.
+"""What a layer does under tensor parallelism: the shard of its weights that a rank keeps, and what ranks exchange.
 
 Weights are DTensors on the mesh axis ``tp``, so that sharding and checkpoints know where they lie. The layers compute
-with this rank's plain piece: between them there are plain tensors only, of any length, and compiled code.
+with this rank's plain shard: between them there are plain tensors only, of any length, and compiled code.
 
 Inside a layer group that starts with cut outputs and ends with cut inputs (Megatron-LM, arXiv 1909.08053) there are
 two conventions. Usually what enters is whole on every rank and its gradient is summed where it enters. In a *partial*
@@ -53,17 +53,17 @@ def reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gather(tensor: Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> Tensor:
-    """Joins the pieces of ``total`` elements along a dimension. ``parts``: gradients are summed over ranks."""
+    """Joins the shards of ``total`` elements along a dimension. ``parts``: gradients are summed over ranks."""
     return _Gather.apply(tensor, dim, total, ranks, parts)
 
 
 def cut(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """This rank's piece of a tensor that is whole on every rank, filled up with zeros; the gradient is gathered."""
+    """This rank's shard of a tensor that is whole on every rank, filled up with zeros; the gradient is gathered."""
     return _Cut.apply(tensor, dim, ranks)
 
 
 def scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """This rank's piece of the sum over ranks, filled up with zeros; the gradient is gathered."""
+    """This rank's shard of the sum over ranks, filled up with zeros; the gradient is gathered."""
     return _Scatter.apply(tensor, dim, ranks)
 
 
@@ -96,7 +96,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        take = _reduce_scatter if ctx.parts else _piece
+        take = _reduce_scatter if ctx.parts else _shard
         return take(gradient, ctx.dim, ctx.ranks).narrow(ctx.dim, 0, ctx.width), None, None, None, None
 
 
@@ -104,7 +104,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, ranks):
         ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
-        return _piece(tensor, dim, ranks)
+        return _shard(tensor, dim, ranks)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -138,20 +138,20 @@ def _reduce_scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     ops = torch.ops._c10d_functional
     width = _width(tensor.shape[dim], ranks)
     padded = _pad(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
-    piece = ops.wait_tensor(ops.reduce_scatter_tensor(padded, "sum", ranks.size, ranks.group))
-    return piece.movedim(0, dim).contiguous()
+    shard = ops.wait_tensor(ops.reduce_scatter_tensor(padded, "sum", ranks.size, ranks.group))
+    return shard.movedim(0, dim).contiguous()
 
 
-def _piece(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _shard(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     total = tensor.shape[dim]
     width = _width(total, ranks)
     start = min(ranks.rank * width, total)
-    piece = tensor.narrow(dim, start, min(width, total - start))
-    return _pad(piece, dim, width).clone(memory_format=torch.contiguous_format)
+    shard = tensor.narrow(dim, start, min(width, total - start))
+    return _pad(shard, dim, width).clone(memory_format=torch.contiguous_format)
 
 
 def _width(total: int, ranks: Ranks) -> int:
-    """Elements of each rank's piece; the last pieces may be shorter."""
+    """Elements of each rank's shard; the last shards may be shorter."""
     return -(-total // ranks.size)
 
 
@@ -162,13 +162,13 @@ def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
     return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim % tensor.ndim) + (0, missing))
 
 
-def blockwise_piece(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
-    """This rank's piece of each of several equal blocks, one after the other: of fused matrices."""
+def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
+    """This rank's shard of each of several equal blocks, one after the other: of fused matrices."""
     return torch.cat([each.chunk(ranks.size, dim)[ranks.rank] for each in tensor.chunk(blocks, dim)], dim)
 
 
 class Cutter:
-    """Makes parameters DTensors of which this rank keeps a piece. One for a model: it knows tied weights."""
+    """Makes parameters DTensors of which this rank keeps a shard. One for a model: it knows tied weights."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self.device_mesh, self.ranks = device_mesh, Ranks.of(device_mesh)
@@ -188,7 +188,7 @@ class Cutter:
             dim: dimension to cut.
             where: name of the module, for errors.
             blocks: equal blocks of a fused matrix, each of which is cut.
-            even: whether all pieces must be of one size.
+            even: whether all shards must be of one size.
 
         Raises:
             ConfigError: when the dimension does not divide, or a tied weight is to be cut in two ways.
@@ -200,7 +200,7 @@ class Cutter:
         size, parts = parameter.shape[dim], blocks * self.ranks.size
         if (even or blocks > 1) and size % parts:
             raise ConfigError(
-                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {parts} equal pieces "
+                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {parts} equal shards "
                 f"({size} / {parts} = {size / parts:g}): lower train.tensor_parallel_size {self.ranks.size}"
             )
         placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
@@ -218,10 +218,10 @@ class Cutter:
         if isinstance(placement, Shard):
             tensor = distribute_tensor(parameter.data, self.device_mesh, [placement], src_data_rank=None)
         else:
-            piece = blockwise_piece(parameter.data, placement.dim, placement.split_factor, self.ranks)
+            shard = blockwise_shard(parameter.data, placement.dim, placement.split_factor, self.ranks)
             shape, stride = parameter.shape, parameter.contiguous().stride()
             tensor = DTensor.from_local(
-                piece, self.device_mesh, [placement], run_check=False, shape=shape, stride=stride
+                shard, self.device_mesh, [placement], run_check=False, shape=shape, stride=stride
             )
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
@@ -245,7 +245,7 @@ def make_colwise(
         cutter: cuts the weights.
         where: its name, for errors.
         parts: whether it stands in a partial group.
-        even: whether all pieces must be of one size.
+        even: whether all shards must be of one size.
         joined: whether the outputs are gathered again.
         blocks: equal blocks of the outputs, each of which is cut.
         adapter: whether it is the second matrix of a LoRA adapter.
@@ -271,7 +271,7 @@ class Colwise(nn.Linear):
     def _rows(self, parameter: Tensor) -> Tensor:
         if self.tp_blocks == 1 or isinstance(parameter, DTensor):
             return local(parameter)
-        return blockwise_piece(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
+        return blockwise_shard(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
 
 
 def make_rowwise(
@@ -284,7 +284,7 @@ def make_rowwise(
         cutter: cuts the weights.
         where: its name, for errors.
         parts: whether it stands in a partial group, at whose end the sum is made.
-        whole_input: whether it is given whole inputs and takes its piece of them.
+        whole_input: whether it is given whole inputs and takes its shard of them.
         blocks: equal blocks of the inputs, each of which is cut.
     """
     cutter.cut(layer, "weight", 1, where, blocks)
@@ -322,7 +322,7 @@ class EmbeddingRowwise(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
-        if not len(weight):  # more ranks than pieces
+        if not len(weight):  # more ranks than shards
             weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         with showing(self, weight=weight, padding_idx=padding):
             output = super().forward((input - start).masked_fill(missing, 0))
@@ -376,7 +376,7 @@ class Summed(nn.Module):
 
 
 class Local(nn.Module):
-    """A module that computes with this rank's pieces of its own parameters."""
+    """A module that computes with this rank's shards of its own parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with showing(self, **{name: local(each) for name, each in self._parameters.items() if each is not None}):
@@ -384,7 +384,7 @@ class Local(nn.Module):
 
 
 class Experts(Local):
-    """Experts that compute with their pieces; what comes out is summed.
+    """Experts that compute with their shards; what comes out is summed.
 
     Gradients of the tokens and of their routing weights are summed too; the router stays whole.
     """

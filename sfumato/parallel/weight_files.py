@@ -40,18 +40,18 @@ DTYPES = {
 Slices = tuple[slice, ...]
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor of which a part can be had without the rest."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Slices) -> Tensor:
+    def read(self, slices: Slices) -> Tensor:
         """The part within one slice (with start and stop) for each dimension."""
 
 
 @dataclass
-class Stored:
+class FileTensor:
     """A tensor in a safetensors file."""
 
     file: Any
@@ -59,12 +59,12 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Slices) -> Tensor:
-        if not box:
+    def read(self, slices: Slices) -> Tensor:
+        if not slices:
             return self.file.get_tensor(self.name)
-        if any(each.start == each.stop for each in box):
-            return torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
-        return self.file.get_slice(self.name)[box]
+        if any(each.start == each.stop for each in slices):
+            return torch.empty([each.stop - each.start for each in slices], dtype=self.dtype)
+        return self.file.get_slice(self.name)[slices]
 
 
 @dataclass
@@ -81,58 +81,58 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def read(self, box: Slices) -> Tensor:
-        return self.tensor[box]
+    def read(self, slices: Slices) -> Tensor:
+        return self.tensor[slices]
 
 
 class Stacked:
     """Tensors of one shape along a new dimension."""
 
-    def __init__(self, parts: Sequence[Source], dim: int) -> None:
+    def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([each.shape for each in parts], "stacked")
         self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
         self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
 
-    def read(self, box: Slices) -> Tensor:
-        inner = box[: self.dim] + box[self.dim + 1 :]
-        parts = [each.read(inner) for each in self.parts[box[self.dim]]]
+    def read(self, slices: Slices) -> Tensor:
+        inner = slices[: self.dim] + slices[self.dim + 1 :]
+        parts = [each.read(inner) for each in self.parts[slices[self.dim]]]
         if not parts:
-            return torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
+            return torch.empty([each.stop - each.start for each in slices], dtype=self.dtype)
         return torch.stack(parts, self.dim)
 
 
 class Joined:
     """Tensors one after another along a dimension."""
 
-    def __init__(self, parts: Sequence[Source], dim: int) -> None:
+    def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([each.shape[:dim] + each.shape[dim + 1 :] for each in parts], "joined")
         self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
         self.ends = list(accumulate((each.shape[dim] for each in parts), initial=0))
         self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
 
-    def read(self, box: Slices) -> Tensor:
-        wanted, found = box[self.dim], []
+    def read(self, slices: Slices) -> Tensor:
+        wanted, found = slices[self.dim], []
         for part, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
             first, last = max(wanted.start, start), min(wanted.stop, stop)
             if first < last or not found:
                 inside = slice(first - start, last - start) if first < last else slice(0, 0)
-                found.append(part.read((*box[: self.dim], inside, *box[self.dim + 1 :])))
+                found.append(part.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
         return torch.cat(found, self.dim)
 
 
 class Narrowed:
     """A range of a tensor along a dimension."""
 
-    def __init__(self, whole: Source, dim: int, start: int, stop: int) -> None:
+    def __init__(self, whole: TensorSource, dim: int, start: int, stop: int) -> None:
         self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
         self.shape = (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
 
-    def read(self, box: Slices) -> Tensor:
-        moved = slice(box[self.dim].start + self.start, box[self.dim].stop + self.start)
-        return self.whole.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
+    def read(self, slices: Slices) -> Tensor:
+        moved = slice(slices[self.dim].start + self.start, slices[self.dim].stop + self.start)
+        return self.whole.read((*slices[: self.dim], moved, *slices[self.dim + 1 :]))
 
 
-def cut(whole: Source, dim: int, count: int) -> list[Source]:
+def cut(whole: TensorSource, dim: int, count: int) -> list[TensorSource]:
     """A tensor's equal parts along a dimension; the last may be shorter."""
     size = whole.shape[dim]
     length = -(-size // count)
@@ -144,7 +144,7 @@ def cut(whole: Source, dim: int, count: int) -> list[Source]:
 class Swapped:
     """A tensor with two dimensions exchanged."""
 
-    def __init__(self, whole: Source, first: int, second: int) -> None:
+    def __init__(self, whole: TensorSource, first: int, second: int) -> None:
         self.whole, self.first, self.second, self.dtype = whole, first, second, whole.dtype
         self.shape = self._swap(whole.shape)
 
@@ -153,8 +153,8 @@ class Swapped:
         swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
         return tuple(swapped)
 
-    def read(self, box: Slices) -> Tensor:
-        return self.whole.read(self._swap(box)).transpose(self.first, self.second)
+    def read(self, slices: Slices) -> Tensor:
+        return self.whole.read(self._swap(slices)).transpose(self.first, self.second)
 
 
 def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
@@ -162,7 +162,7 @@ def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
         raise ConfigError(f"tensors that are {how} have unequal shapes: {sorted(set(shapes))}")
 
 
-def read_piece(source: Source, like: Tensor) -> Tensor:
+def read_shard(source: TensorSource, like: Tensor) -> Tensor:
     """What this rank holds of a tensor, reading nothing else.
 
     Args:
@@ -175,16 +175,16 @@ def read_piece(source: Source, like: Tensor) -> Tensor:
     return _read_ranges(source, ranges_of(like), ())
 
 
-def _read_ranges(source: Source, ranges: list[list[tuple[int, int]]], box: Slices) -> Tensor:
-    dim = len(box)
+def _read_ranges(source: TensorSource, ranges: list[list[tuple[int, int]]], slices: Slices) -> Tensor:
+    dim = len(slices)
     if dim == len(ranges):
-        return source.read(box)
-    parts = [_read_ranges(source, ranges, (*box, slice(start, stop))) for start, stop in ranges[dim]]
+        return source.read(slices)
+    parts = [_read_ranges(source, ranges, (*slices, slice(start, stop))) for start, stop in ranges[dim]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @contextmanager
-def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
+def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
     """The tensors of a weight folder, by the names in its files; they can be read inside the block.
 
     Args:
@@ -194,7 +194,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
     Raises:
         ConfigError: when a file is missing, damaged or of an unknown dtype, or two hold the same tensor.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     with ExitStack() as stack:
         for path in _files(files):
             try:
@@ -207,7 +207,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, Source]]:
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ConfigError(f"{path}: tensor {name!r} has dtype {view.get_dtype()}, which is not supported")
-                found[name] = Stored(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+                found[name] = FileTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
         yield found
 
 
@@ -244,7 +244,9 @@ def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
     return paths[0] if len(paths) == 1 else files if isinstance(files, Path) else ", ".join(map(str, files))
 
 
-def converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def converted(
+    stored: dict[str, TensorSource], model: nn.Module, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, TensorSource]:
     """Tensors under the names that a transformers model has for them, as its conversion mapping says."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -254,8 +256,8 @@ def converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tup
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, Source] = {}
-    groups: dict[str, dict[str, list[Source]]] = {}
+    found: dict[str, TensorSource] = {}
+    groups: dict[str, dict[str, list[TensorSource]]] = {}
     for name in sorted(
         stored, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each)]
     ):
@@ -274,8 +276,8 @@ def converted(stored: dict[str, Source], model: nn.Module, shapes: dict[str, tup
 
 
 def _combined(
-    name: str, parts: dict[str, list[Source]], converter: Any, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Source]:
+    name: str, parts: dict[str, list[TensorSource]], converter: Any, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, TensorSource]:
     """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
     first = converter.target_patterns[0]
     names = [name.replace(first, each) for each in converter.target_patterns]

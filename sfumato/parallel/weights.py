@@ -28,11 +28,11 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local, plain_name, trainable_parameters
 from sfumato.parallel.weight_files import (
     Held,
-    Source,
+    TensorSource,
     converted,
     file_of,
     open_weights,
-    read_piece,
+    read_shard,
 )
 
 NAMED = 5
@@ -83,7 +83,7 @@ def load_weights(
     )
     shared = from_rank0 and mesh.size > 1
     with ExitStack() as stack:
-        found: dict[str, Source] = {}
+        found: dict[str, TensorSource] = {}
         problems: list[str] = []
         if mesh.is_first or not shared:
             try:
@@ -97,7 +97,7 @@ def load_weights(
         for name in mesh.gather(list(found), over="world")[0] if shared else found:
             source = _from_first(found.get(name), mesh) if shared else found[name]
             if name in targets:
-                _copy(read_piece(source, targets[name]), targets[name])
+                _copy(read_shard(source, targets[name]), targets[name])
     refuse_not_finite(targets, files, mesh)
 
 
@@ -124,7 +124,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     if mesh.is_first or not shared:
         unknown = [name for name in tensors if name not in shapes]
         if unknown:
-            problems.append(f"the module has no {_first(unknown)}")
+            problems.append(f"the module has no {listed(unknown, NAMED)}")
         problems += [
             f"{name} has shape {tuple(each.shape)}, the module wants {shapes[name]}"
             for name, each in tensors.items()
@@ -132,7 +132,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         ]
     on_meta = [name for name, each in (parameters | buffers).items() if each.is_meta]
     if on_meta:
-        problems.append(f"{_first(on_meta)} are on meta: call load_weights or initialise_on_meta first")
+        problems.append(f"{listed(on_meta, NAMED)} are on meta: call load_weights or initialise_on_meta first")
     counts = [0] if shared else mesh.gather(len(tensors), over="world")
     if min(counts) != max(counts):
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
@@ -291,7 +291,7 @@ def initialise_on_meta(
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
         lacking = [name for name in wanted if name not in tensors]
-        problems = [f"the module that was built has no {_first(lacking)}"] if lacking else []
+        problems = [f"the module that was built has no {listed(lacking, NAMED)}"] if lacking else []
     _raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
     load_whole(module, {name: tensors[name].detach() for name in wanted if name in tensors}, mesh, from_rank0=True)
@@ -316,7 +316,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     buffers = persistent_buffers(module)
     computed = [name for name, each in module.named_buffers() if each.is_meta and plain_name(name) not in buffers]
     if computed:
-        raise ConfigError(f"buffers that are in no file are on meta: {_first(computed)}; use build_on_meta")
+        raise ConfigError(f"buffers that are in no file are on meta: {listed(computed, NAMED)}; use build_on_meta")
     adapters = tuple(
         f"{plain_name(f'{name}.')}{adapter}."
         for name, each in module.named_modules()
@@ -326,7 +326,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     parameters = all_parameters(module)
     on_meta = [name for name, each in parameters.items() if name.startswith(adapters) and each.is_meta]
     if on_meta:
-        raise ConfigError(f"adapters are on meta: {_first(on_meta)}; add them inside real_stand_ins")
+        raise ConfigError(f"adapters are on meta: {listed(on_meta, NAMED)}; add them inside real_stand_ins")
     found = {name: each for name, each in parameters.items() if not name.startswith(adapters)}
     found |= buffers
     return {re.sub(r"(\.base_layer)+\.", ".", name): each for name, each in found.items()}
@@ -357,10 +357,12 @@ def _names_by_identity(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _rename(stored: dict[str, Source], rename: Callable[[str], str] | Mapping[str, str] | None) -> dict[str, Source]:
+def _rename(
+    stored: dict[str, TensorSource], rename: Callable[[str], str] | Mapping[str, str] | None
+) -> dict[str, TensorSource]:
     if rename is None:
         return stored
-    renamed: dict[str, Source] = {}
+    renamed: dict[str, TensorSource] = {}
     for name, each in stored.items():
         new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
         if new in renamed:
@@ -370,8 +372,8 @@ def _rename(stored: dict[str, Source], rename: Callable[[str], str] | Mapping[st
 
 
 def _match(
-    stored: dict[str, Source], wanted: dict[str, Wanted], module: nn.Module, strict: bool
-) -> tuple[dict[str, Source], list[str]]:
+    stored: dict[str, TensorSource], wanted: dict[str, Wanted], module: nn.Module, strict: bool
+) -> tuple[dict[str, TensorSource], list[str]]:
     """A tensor for each name that is wanted, and what is wrong."""
     root = _transformers_model(module)
     if root is not None:
@@ -390,12 +392,12 @@ def _match(
             missing.append(name)
     allowed = {*wanted, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
     extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
-    problems = [f"the files have no {_first(missing)}; is this the folder of another model?"] if missing else []
-    problems += [f"the module has no place for {_first(extra)} of the files"] if extra else []
+    problems = [f"the files have no {listed(missing, NAMED)}; is this the folder of another model?"] if missing else []
+    problems += [f"the module has no place for {listed(extra, NAMED)} of the files"] if extra else []
     return found, problems + misfits
 
 
-def _misfit(name: str, source: Source, wanted: Wanted) -> list[str]:
+def _misfit(name: str, source: TensorSource, wanted: Wanted) -> list[str]:
     if source.shape != wanted.shape:
         return [f"{name} has shape {source.shape} in the files, the module wants {wanted.shape}"]
     if wanted.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
@@ -429,16 +431,10 @@ def _over_stages(values: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
     together = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
     if together:
-        raise ConfigError(f"weights: {_first(together, '; ')}")
+        raise ConfigError(f"weights: {listed(together, NAMED, '; ')}")
 
 
-def _first(names: Sequence[str], separator: str = ", ") -> str:
-    """The first few, and how many more."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return separator.join(names[:NAMED]) + more
-
-
-def _from_first(source: Source | None, mesh: Mesh) -> Held:
+def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
     """A tensor that rank 0 reads and sends to all; its failure is everyone's."""
     header: list[Any] = [None]
     if source is not None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.export import export_checkpoint
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.load import merge
@@ -154,7 +154,7 @@ def load(root: Path, kind: str, lora: bool, config: dict[str, Any]) -> Outcome:
     job.step()  # what loading must replace
     folder = root / f"global_step_{SAVED_AT}"
     verify_checkpoint(folder)
-    load_state(job.state, Stored(folder), job.mesh)
+    load_state(job.state, StoredCheckpoint(folder), job.mesh)
     outcome = Outcome(job.wholes())
     state = job.state
     outcome.numbers = [state.step, state.loader.state(), state.ema.num_updates, state.schedule.last_epoch]
@@ -261,7 +261,7 @@ def load_other(root: Path, kind: str) -> str:
     job = start(kind)
     before = job.wholes()
     with pytest.raises(CheckpointError) as error:
-        load_state(job.state, Stored(root / f"global_step_{SAVED_AT}"), job.mesh)
+        load_state(job.state, StoredCheckpoint(root / f"global_step_{SAVED_AT}"), job.mesh)
     assert_same_bits(job.wholes(), before)
     return str(error.value)
 

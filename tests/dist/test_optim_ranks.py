@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError
-from sfumato.optim.optimizer import build_optimizer, saved_piece
+from sfumato.optim.optimizer import build_optimizer, saved_shard
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan
@@ -105,7 +105,7 @@ def fsdp1_message() -> str:
 
 
 def test_flat_pieces_are_refused(ranks):
-    message = "train.optimizer muon needs whole matrices, which the flat pieces of train.data_parallel_mode fsdp1"
+    message = "train.optimizer muon needs whole matrices, which the flat shards of train.data_parallel_mode fsdp1"
     for found in ranks.run(2, fsdp1_message):
         assert found.startswith(message)
 
@@ -150,7 +150,7 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
         for name, each in shards.parameters.items():
             if step == num_before:
-                saved = {key: saved_piece(value) for key, value in optimizer.state[each].items() if value.ndim}
+                saved = {key: saved_shard(value) for key, value in optimizer.state[each].items() if value.ndim}
                 for key, value in saved.items():
                     optimizer.state[each][key] = shards.shard(name, shards.whole(name, value)).clone()
             each.grad = torch.zeros_like(each)

@@ -170,7 +170,7 @@ def test_what_cannot_be_cut_is_named(ranks):
     assert "self_attn.q_proj has 8 heads" in found["heads"] and "8 / 3 = 2.66667" in found["heads"]
     assert "attn.to_q has 4 heads" in found["diffusers heads"]
     assert "mlp.up_proj.weight: dimension 0 of (64, 32)" in found["matrix"]
-    assert "6 equal pieces" in found["packed"]
+    assert "6 equal shards" in found["packed"]
     assert "'lm_head' has the unknown style 'diagonal'" in found["style"]
     assert "'model.layers.*.mlp.gate' (colwise) matches nothing" in found["nothing"]
     assert "model.norm is a Qwen3RMSNorm" in found["type"]

@@ -94,12 +94,12 @@ def load(kind: str, folder: str, from_rank0: bool = False, **config: Any) -> tup
     module = cut(build_on_meta(functools.partial(make, kind)), kind, mesh, parsed)
     if from_rank0 and not mesh.is_first:
         folder = "/nonexistent"
-    meter = Meter(weight_files.Stored)
-    weight_files.Stored.read = lambda source, box: meter(source, box)
+    meter = Meter(weight_files.FileTensor)
+    weight_files.FileTensor.read = lambda source, box: meter(source, box)
     try:
         load_weights(module, Path(folder), mesh, from_rank0)
     finally:
-        weight_files.Stored.read = meter.read
+        weight_files.FileTensor.read = meter.read
     holds = sum(local(each.detach()).nbytes for each in all_parameters(module).values())
     holds += sum(each.nbytes for each in weights.persistent_buffers(module).values())
     return unequal(module, make(kind)), meter.num_bytes, holds

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.config.load import merge
 from sfumato.errors import CheckpointError, NonFiniteError
 from tests.tiny import (
@@ -94,12 +94,12 @@ def assert_same_run(left: Path, right: Path) -> None:
 
 def values_in(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint holds besides tensors, but for the run's id."""
-    return {name: value for name, value in Stored(checkpoint).values.items() if name != "run_id"}
+    return {name: value for name, value in StoredCheckpoint(checkpoint).values.items() if name != "run_id"}
 
 
 def tensors_in(checkpoint: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of a checkpoint: dtype, shape and bytes."""
-    stored = Stored(checkpoint)
+    stored = StoredCheckpoint(checkpoint)
     found = stored.read_whole({key: key for key in stored.tensors})
     return {key: (str(each.dtype), list(each.shape), each.numpy().tobytes()) for key, each in found.items()}
 

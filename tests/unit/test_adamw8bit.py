@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.dit import DitTrainConfig
@@ -78,7 +78,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     saving.write()
     saving.finish(keep=1)
     module, resumed, again = build("adamw8bit")
-    load_state(TrainState(module, resumed, again), Stored(tmp_path / "global_step_8"), mesh)
+    load_state(TrainState(module, resumed, again), StoredCheckpoint(tmp_path / "global_step_8"), mesh)
     train(truth, optimizer, schedule, range(8, 14))
     train(module, resumed, again, range(8, 14))
     for name, each in truth.named_parameters():

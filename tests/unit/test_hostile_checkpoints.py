@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from sfumato.checkpoint import state as state_module
 from sfumato.checkpoint.envelope import verify_checkpoint
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
@@ -63,7 +63,7 @@ def refusal(folder: Path) -> str:
     fit_manifest(folder)
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError) as caught:
-        state_module.load_state(made(), Stored(folder), ALONE)
+        state_module.load_state(made(), StoredCheckpoint(folder), ALONE)
     assert "\n" not in str(caught.value)
     assert time.process_time() - began < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
@@ -72,7 +72,7 @@ def refusal(folder: Path) -> str:
 
 def test_what_is_not_changed_loads(folder: Path) -> None:
     fit_manifest(folder)
-    state_module.load_state(made(), Stored(folder), ALONE)
+    state_module.load_state(made(), StoredCheckpoint(folder), ALONE)
 
 
 def of_weight(metadata: Metadata, **changes: Any) -> Metadata:
@@ -196,11 +196,11 @@ def test_pipes_and_paths_in_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     (folder / "state.json").unlink()
     os.mkfifo(folder / "state.json")
     with pytest.raises(CheckpointError, match=r"state\.json is a named pipe, not a file"):
-        Stored(folder)
+        StoredCheckpoint(folder)
     (folder / "state.json").unlink()
     (folder / "state.json").symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match=r"state\.json is a device, not a file"):
-        Stored(folder)
+        StoredCheckpoint(folder)
 
 
 def test_a_pickle_among_the_tensors_does_not_run(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.dit import DitTrainConfig
@@ -201,7 +201,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     saving.write()
     saving.finish(keep=1)
     resumed, again = build_optimizer(other, config(lr=0.02), 8)
-    load_state(TrainState(other, resumed, again), Stored(tmp_path / "global_step_4"), mesh)
+    load_state(TrainState(other, resumed, again), StoredCheckpoint(tmp_path / "global_step_4"), mesh)
     for module, each in ((truth, optimizer), (other, resumed)):
         train(module, each, start=4)
     for name, each in truth.named_parameters():

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import PreemptedError
@@ -81,7 +81,7 @@ def contents(state: TrainState) -> dict[str, torch.Tensor]:
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     verify_checkpoint(folder)
-    found = Stored(folder).read_whole({name: name for name in expected})
+    found = StoredCheckpoint(folder).read_whole({name: name for name in expected})
     for name, each in expected.items():
         assert torch.equal(found[name], each), name
 

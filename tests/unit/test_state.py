@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sfumato.checkpoint import state as state_module
-from sfumato.checkpoint.parts import Stored
+from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
@@ -26,7 +26,7 @@ from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import boxes_of_range
+from sfumato.parallel.shards import chunks_of_range
 from tests.tiny import Position
 
 TOTAL_STEPS = 9
@@ -41,7 +41,7 @@ def save_state(state: TrainState, root: Path) -> Path:
 
 
 def load_state(state: TrainState, folder: Path) -> None:
-    state_module.load_state(state, Stored(folder), ALONE)
+    state_module.load_state(state, StoredCheckpoint(folder), ALONE)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -273,7 +273,7 @@ def test_optimizer_state_of_an_unknown_parameter_is_named(tmp_path):
 def test_a_folder_of_whole_tensors_is_named(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"has no \.metadata.*hf_ckpt"):
-        Stored(tmp_path)
+        StoredCheckpoint(tmp_path)
 
 
 class Malicious:
@@ -326,7 +326,7 @@ def test_boxes_make_up_every_range_of_a_flattened_tensor(shape):
     whole = torch.arange(math.prod(shape)).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            boxes = list(boxes_of_range(shape, start, stop))
+            boxes = list(chunks_of_range(shape, start, stop))
             assert len(boxes) <= max(2 * len(shape) - 1, 1)
             found = [
                 whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))].flatten()

@@ -18,7 +18,7 @@ from torch import nn
 from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyncError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Box, boxes_of_range
+from sfumato.parallel.shards import Chunk, chunks_of_range
 from sfumato.runtime.weight_sync import receiver
 from sfumato.runtime.weight_sync.buckets import plan_buckets
 from sfumato.runtime.weight_sync.checksum import (
@@ -58,7 +58,7 @@ def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
-def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
+def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Chunk]:
     """Boxes of a tensor that is cut in every dimension, unevenly; each is a piece of its own."""
     along = []
     for size, count in zip(shape, cuts, strict=True):
@@ -67,7 +67,7 @@ def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
     found = []
     for spans in itertools.product(*along):
         sizes = tuple(each for _, each in spans)
-        found.append(Box(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
+        found.append(Chunk(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
     return found
 
 
@@ -90,14 +90,16 @@ def test_long_tensors_are_taken_block_by_block(cut):
     flat, found = tensor.flatten(), 0
     for start, stop in ((0, cut), (cut, flat.numel())):
         position = start
-        for offsets, sizes in boxes_of_range(tensor.shape, start, stop):
+        for offsets, sizes in chunks_of_range(tensor.shape, start, stop):
             count = torch.Size(sizes).numel()
             place = (slice(position - start, position - start + count),)
-            found += int(shard_checksum(tensor.shape, flat[start:stop], [Box(offsets, sizes, place)]))
+            found += int(shard_checksum(tensor.shape, flat[start:stop], [Chunk(offsets, sizes, place)]))
             position += count
     assert found % MODULUS == tensor_checksum(tensor)
     columns = sum(
-        int(shard_checksum(tensor.shape, tensor[:, part], [Box((0, part.start), (5, part.stop - part.start), (...,))]))
+        int(
+            shard_checksum(tensor.shape, tensor[:, part], [Chunk((0, part.start), (5, part.stop - part.start), (...,))])
+        )
         for part in (slice(0, 1000), slice(1000, BLOCK))
     )
     assert columns % MODULUS == tensor_checksum(tensor)

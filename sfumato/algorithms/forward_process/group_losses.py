@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
-from sfumato.algorithms.forward_process.noised import Loss, NoisedSamples, distance, reward_probability
-from sfumato.algorithms.objectives import check_clip_ranges
+from sfumato.algorithms.forward_process.noised import NoisedSamples, distance, reward_probability
+from sfumato.algorithms.objectives import RowLosses, check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
 
 
@@ -49,7 +49,7 @@ class CRD:
         """r above: float32 ``[R]``, with gradients."""
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         q = reward_probability(advantages, self.advantage_clip)
         r = self.implicit_reward(batch)
@@ -117,7 +117,7 @@ class DGPO:
         """The reference; the old policy where there is a clip range."""
         return frozenset({"reference"} if self.clip_range is None else {"reference", "old"})
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         error = batch.error(batch.velocity)
         cells = batch.cells()
@@ -167,7 +167,7 @@ class DPO:
         """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
         return self.beta * self._gain(batch)
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
         cells = batch.cells()

@@ -6,15 +6,15 @@ Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
+from sfumato.algorithms.objectives import RowLosses
 
-Loss: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 SMALLEST_WEIGHT = 1e-5
 """Least distance that an error is divided by."""
@@ -89,7 +89,7 @@ class ForwardProcessObjective(Protocol):
         """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
         ...
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""
         ...
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
-from sfumato.algorithms.forward_process.noised import AdvantageMode, Loss, NoisedSamples, distance, reward_probability
-from sfumato.algorithms.objectives import check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.forward_process.noised import AdvantageMode, NoisedSamples, distance, reward_probability
+from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_surrogate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class NFT:
         if not self.beta > 0 or not self.advantage_clip > 0:
             raise ValueError("beta and advantage_clip must be above 0")
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
         old, beta = batch.velocity_of("old"), self.beta
@@ -105,7 +105,7 @@ class AWM:
             return -((error + _TINY) ** self.power - _TINY**self.power) * t / self.power
         return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t**2}[self.weighting]
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         new = self.log_prob(batch, batch.velocity)
         old = new.detach() if batch.old_velocity is None else self.log_prob(batch, batch.velocity_of("old"))
@@ -141,7 +141,7 @@ class RewardWeighted:
         """Not without a temperature, and otherwise any."""
         return False if self.temperature is None else None
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a negative weight, which has no lower bound."""
         weight = advantages if self.temperature is None else torch.exp(advantages / self.temperature)
         if bool((weight < 0).any()):
@@ -161,11 +161,11 @@ class BestOfN:
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> Loss:
+    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         return _weighted(batch, (advantages > 0).to(batch.x0))
 
 
-def _weighted(batch: NoisedSamples, weight: Tensor) -> Loss:
+def _weighted(batch: NoisedSamples, weight: Tensor) -> RowLosses:
     error = batch.error(batch.velocity)
     return weight * error, {"sample/error": error.detach().sum(), "sample/weight": weight.sum()}

@@ -58,7 +58,7 @@ FLUX = ParallelPlan(
         "single_transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
         "single_transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
         # proj_out takes attention (one block of features) and feed-forward (four) side by side: each block is cut,
-        # and proj_mlp makes the pieces of the four
+        # and proj_mlp makes the shards of the four
         "single_transformer_blocks.*.proj_mlp": "packed_colwise:4",
         "single_transformer_blocks.*.proj_out": "packed_rowwise:5",
         "single_transformer_blocks.*": "separate_outputs",

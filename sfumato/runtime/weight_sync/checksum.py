@@ -19,7 +19,7 @@ from torch import nn
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Box, Shards, boxes_of, local, whole_box
+from sfumato.parallel.shards import Chunk, Shards, chunks_of, local, whole_chunk
 
 BLOCK_BITS = 15
 BLOCK = 1 << BLOCK_BITS
@@ -37,7 +37,7 @@ NAMED = 3
 MODULUS = 1 << 64
 
 Area = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Offsets and sizes of the boxes of a whole tensor that a rank holds; empty if it holds nothing."""
+"""Offsets and sizes of the chunks of a whole tensor that a rank holds; empty if it holds nothing."""
 
 Checksums = dict[str, tuple[Area, int]]
 """Of one rank: what it holds of each tensor, and the checksum of that."""
@@ -53,25 +53,25 @@ class Spec:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """Of a whole plain tensor, any dtype; in 0 .. 2^64 - 1."""
-    return int(shard_checksum(tuple(tensor.shape), tensor, [whole_box(tensor.shape)])) % MODULUS
+    return int(shard_checksum(tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)])) % MODULUS
 
 
-def shard_checksum(shape: Sequence[int], shard: torch.Tensor, boxes: Iterable[Box]) -> torch.Tensor:
+def shard_checksum(shape: Sequence[int], shard: torch.Tensor, chunks: Iterable[Chunk]) -> torch.Tensor:
     """What a shard adds to the checksum of the whole.
 
     Args:
         shape: of the whole tensor.
         shard: plain tensor.
-        boxes: where its parts lie; from ``boxes_of``.
+        chunks: where its parts lie; from ``chunks_of``.
 
     Returns:
         int64 scalar on the shard's device.
     """
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for box in boxes:
-        if 0 in box.sizes:
+    for chunk in chunks:
+        if 0 in chunk.sizes:
             continue
-        total += _box_checksum(_merged(shape, box.offsets, box.sizes), shard.detach()[box.place])
+        total += _chunk_checksum(_merged(shape, chunk.offsets, chunk.sizes), shard.detach()[chunk.place])
     return total
 
 
@@ -94,17 +94,17 @@ def local_checksums(
     """
     shards = Shards(module, mesh, dict(parameters))
     held = {
-        name: (tuple(shards.shapes[name]), local(each), boxes_of(shards, name)) for name, each in parameters.items()
+        name: (tuple(shards.shapes[name]), local(each), chunks_of(shards, name)) for name, each in parameters.items()
     }
-    held |= {name: (tuple(each.shape), each, [whole_box(each.shape)]) for name, each in (buffers or {}).items()}
+    held |= {name: (tuple(each.shape), each, [whole_chunk(each.shape)]) for name, each in (buffers or {}).items()}
     sums = []
-    for name, (shape, shard, boxes) in held.items():
+    for name, (shape, shard, chunks) in held.items():
         seen = shard.detach().to(specs[name].dtype) if specs else shard
-        sums.append(shard_checksum(shape, seen, boxes).to(mesh.device))
+        sums.append(shard_checksum(shape, seen, chunks).to(mesh.device))
     values = torch.stack(sums).tolist() if sums else []
     return {
-        name: (tuple((each.offsets, each.sizes) for each in boxes), value % MODULUS)
-        for (name, (_, _, boxes)), value in zip(held.items(), values, strict=True)
+        name: (tuple((each.offsets, each.sizes) for each in chunks), value % MODULUS)
+        for (name, (_, _, chunks)), value in zip(held.items(), values, strict=True)
     }
 
 
@@ -196,7 +196,7 @@ def _raise_if(wrong: Sequence[tuple[str, list[int], str]], where: str, remedy: s
 
 
 def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """A box in as few dimensions as have the same positions: (size of the whole, offset, size) of each."""
+    """A chunk in as few dimensions as have the same positions: (size of the whole, offset, size) of each."""
     found: list[tuple[int, int, int]] = []
     for whole, offset, size in zip(shape, offsets, sizes, strict=True):
         if found and (size == whole or found[-1][2] == 1):
@@ -207,7 +207,7 @@ def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
     return found or [(1, 0, 1)]
 
 
-def _box_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) -> torch.Tensor:
+def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) -> torch.Tensor:
     units = max(1, part.element_size() // 4)  # elements of eight bytes and more are seen as several of four
     device = part.device
     if len(dims) == 1:

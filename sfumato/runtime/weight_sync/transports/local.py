@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, boxes_of, local
+from sfumato.parallel.shards import Shards, chunks_of, local
 from sfumato.runtime.weight_sync.buckets import Bucket, largest
 from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
 
@@ -37,7 +37,7 @@ class Sending:
         items = [item for bucket in self.buckets for item in bucket.items]
         theirs = self.receiver
         differs = theirs is None or any(
-            boxes_of(source.shards, item.name) != boxes_of(theirs, item.name) for item in items
+            chunks_of(source.shards, item.name) != chunks_of(theirs, item.name) for item in items
         )
         if not self.mesh.any(differs):
             return {
