@@ -34,7 +34,7 @@ class Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
         parts = (self.values, self.failed, self.no_spread, self.left_out)
-        return Advantages(*(each[chosen] for each in parts), self.metrics)
+        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics)
 
     def useful(self, keep_no_spread: bool) -> Tensor:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
@@ -153,9 +153,9 @@ class GDPO:
             for members in groups_of(group_ids, failed):
                 combined[members] += used[name] * self._standardised(values[members])
         combined[~failed] = self._standardised(combined[~failed])
-        flat = torch.stack([_flat(each.masked_fill(failed, torch.nan), group_ids) for each in parts.values()]).all(
-            dim=0
-        )
+        flat = torch.stack(
+            [_flat(component.masked_fill(failed, torch.nan), group_ids) for component in parts.values()]
+        ).all(dim=0)
         combined[failed | flat] = 0.0
         spreads = _spreads(rewards, group_ids, failed)
         return _advantages(combined.clamp(-self.clip, self.clip), failed, flat, torch.zeros_like(failed), spreads)
@@ -300,8 +300,8 @@ def _flat(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def _spreads(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
     """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
-    found = [rewards[each] for each in groups_of(group_ids, failed)]
-    found = [float(each.std(correction=0)) if _spread(each) else 0.0 for each in found]
+    found = [rewards[members] for members in groups_of(group_ids, failed)]
+    found = [float(group.std(correction=0)) if _spread(group) else 0.0 for group in found]
     return found + [0.0] * (len(torch.unique(group_ids)) - len(found))
 
 
@@ -310,7 +310,7 @@ def _advantages(
 ) -> Advantages:
     metrics = {
         "advantage/group_std": sum(spreads) / max(len(spreads), 1),
-        "advantage/groups_without_spread": sum(each == 0 for each in spreads) / max(len(spreads), 1),
+        "advantage/groups_without_spread": sum(spread == 0 for spread in spreads) / max(len(spreads), 1),
         "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
     }
     return Advantages(values.to(torch.float32), failed, no_spread, left_out, metrics)

@@ -45,7 +45,9 @@ def keyed_normal(
     Returns:
         float32 ``[B, *shape]``.
     """
-    rows = [torch.randn(tuple(shape), generator=keyed_generator(seed, purpose, step, each)) for each in sample_ids]
+    rows = [
+        torch.randn(tuple(shape), generator=keyed_generator(seed, purpose, step, sample_id)) for sample_id in sample_ids
+    ]
     return torch.stack(rows).to(device)
 
 

@@ -222,7 +222,7 @@ class Mismatch:
         """
         if mask is not None:
             log_ratio, correction = log_ratio[mask], correction.rows(mask)
-            log_prob_ratio, kl = (None if each is None else each[mask] for each in (log_prob_ratio, kl))
+            log_prob_ratio, kl = (None if values is None else values[mask] for values in (log_prob_ratio, kl))
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)

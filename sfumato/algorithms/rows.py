@@ -95,7 +95,7 @@ def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[Ro
     if isinstance(value, Tensor):
         return tensors(value)
     if isinstance(value, dict):
-        return {name: _mapped(each, tensors, inner) for name, each in value.items()}
+        return {name: _mapped(entry, tensors, inner) for name, entry in value.items()}
     return inner(value) if isinstance(value, Rows) else value
 
 

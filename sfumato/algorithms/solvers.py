@@ -73,5 +73,5 @@ class DPMSolver2:
         log_snr = [torch.log1p(-sigma) - torch.log(sigma) for sigma in (last, now, following)]
         h_last, h = log_snr[1] - log_snr[0], log_snr[2] - log_snr[1]  # h_last is infinite where sigma was 1: order 1
         gain = -(1 - following) * torch.expm1(-h)
-        ratio, gain, weight = (each.to(torch.float32) for each in (following / now, gain, h / (2 * h_last)))
+        ratio, gain, weight = (number.to(torch.float32) for number in (following / now, gain, h / (2 * h_last)))
         return ratio * x + gain * (x0 + weight * (x0 - memory)), x0

@@ -80,7 +80,7 @@ class SamplerGrid:
             drawn = _strata(num, seed, iteration, ids) * len(steps)
             chosen = drawn.long().clamp(max=len(steps) - 1)
         else:
-            order = [keyed_permutation(len(steps), seed, "timesteps", iteration, each)[:num] for each in ids]
+            order = [keyed_permutation(len(steps), seed, "timesteps", iteration, sample_id)[:num] for sample_id in ids]
             chosen = torch.stack(order)
         return sigmas.to("cpu", torch.float32)[torch.tensor(steps)[chosen]]
 

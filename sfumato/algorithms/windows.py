@@ -96,7 +96,7 @@ class SlidingWindow:
 
     def __post_init__(self) -> None:
         given = (self.size, self.iters_per_group, self.stride, self.min_iters)
-        if min(each for each in given if each is not None) < 1:
+        if min(number for number in given if number is not None) < 1:
             raise ValueError("size, iters_per_group, stride and min_iters must be at least 1")
         if self.range is not None and not 0 <= self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} holds no step")

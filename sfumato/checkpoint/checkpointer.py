@@ -79,7 +79,7 @@ class Checkpointer:
             )
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
-        later = [each.name for step, each in present.items() if step > state.step]
+        later = [path.name for step, path in present.items() if step > state.step]
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 
@@ -155,8 +155,8 @@ class Checkpointer:
         """Names of weights, and of averages of them, that are not finite on any rank. Every rank must call it."""
         found = not_finite(trainable_parameters(state.model))
         averages = {"ema": state.ema, **state.policies}
-        for name, each in averages.items():
-            found += [f"{name} of {key}" for key in not_finite({} if each is None else each.averages)]
+        for name, average in averages.items():
+            found += [f"{name} of {key}" for key in not_finite({} if average is None else average.averages)]
         return together(found, self.mesh)
 
     def _settle(self) -> None:
@@ -193,6 +193,6 @@ class Checkpointer:
             verify_checkpoint(folder, self.mesh.rank, self.mesh.size)
         except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
             problem = str(error)
-        problems = [each for each in self.mesh.gather(problem, over="world") if each]
+        problems = [message for message in self.mesh.gather(problem, over="world") if message]
         if problems:
             raise CheckpointError(problems[0])

@@ -89,7 +89,7 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
     path.write_text(text, encoding="utf-8")
     flush(path)
-    for folder in (building, *(each for each in building.rglob("*") if each.is_dir())):
+    for folder in (building, *(inner for inner in building.rglob("*") if inner.is_dir())):
         flush(folder)
     if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
         stale = root / f"{final.name}.old.tmp"
@@ -107,7 +107,9 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     """Finished checkpoints by step, ascending. Leftovers of a killed save do not count."""
     if not root.is_dir():
         return {}
-    found = {int(match[1]): each for each in root.iterdir() if (match := _NAME.match(each.name)) and each.is_dir()}
+    found = {
+        int(match[1]): folder for folder in root.iterdir() if (match := _NAME.match(folder.name)) and folder.is_dir()
+    }
     return dict(sorted(found.items()))
 
 
@@ -196,8 +198,8 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
         step: of the checkpoint that was just written.
     """
     found = list_checkpoints(root)
-    kept = [each for each in found if each <= step][-keep:]
-    for folder in [found[each] for each in reversed(found) if each not in kept]:  # later ones first
+    kept = [saved for saved in found if saved <= step][-keep:]
+    for folder in [found[saved] for saved in reversed(found) if saved not in kept]:  # later ones first
         doomed = folder.with_name(f"{folder.name}.old.tmp")
         folder.rename(doomed)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(doomed)

@@ -86,7 +86,7 @@ def _write(model: Exportable, folder: Path, weights: dict[str, Tensor], merge: b
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether there are low-rank adapters in a module."""
-    return any(getattr(each, "peft_config", None) for each in module.modules())
+    return any(getattr(submodule, "peft_config", None) for submodule in module.modules())
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:

@@ -89,7 +89,7 @@ def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
     found = list_checkpoints(output_dir / "checkpoints")
     ids = {step: read_values(folder).get("run_id") for step, folder in found.items()}
     own = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
-    others = {step: str(each) for step, each in ids.items() if own is not None and each not in (None, own)}
+    others = {step: str(run_id) for step, run_id in ids.items() if own is not None and run_id not in (None, own)}
     return {step: folder for step, folder in found.items() if step not in others}, others
 
 

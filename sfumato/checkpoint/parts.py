@@ -124,12 +124,12 @@ def read_metadata(path: Path) -> Metadata:
     try:
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        sizes = {each.name: each.stat().st_size for each in path.parent.iterdir() if each.is_file()}
+        sizes = {file.name: file.stat().st_size for file in path.parent.iterdir() if file.is_file()}
         for index, info in metadata.storage_data.items():
             _check_place(index, info, sizes)
-        for key, each in metadata.state_dict_metadata.items():
-            if not isinstance(each, BytesStorageMetadata):
-                _check_tensor(key, each, sum(sizes.values()))
+        for key, described in metadata.state_dict_metadata.items():
+            if not isinstance(described, BytesStorageMetadata):
+                _check_tensor(key, described, sum(sizes.values()))
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} does not describe the files beside it: {error}") from error
     return metadata
@@ -147,21 +147,21 @@ def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
         raise ValueError(f"{index.fqn} is packed as {info.transform_descriptors}")
 
 
-def _check_tensor(key: Any, each: Any, num_bytes: int) -> None:
+def _check_tensor(key: Any, described: Any, num_bytes: int) -> None:
     """Whether the chunks of a tensor make up the whole, and there are bytes for it."""
-    if not isinstance(key, str) or not isinstance(each, TensorStorageMetadata):
-        raise TypeError(f"{key!r} is {type(each).__name__}")
-    size, dtype = tuple(each.size), each.properties.dtype
+    if not isinstance(key, str) or not isinstance(described, TensorStorageMetadata):
+        raise TypeError(f"{key!r} is {type(described).__name__}")
+    size, dtype = tuple(described.size), described.properties.dtype
     if not isinstance(dtype, torch.dtype) or any(type(length) is not int or length < 0 for length in size):
         raise TypeError(f"{key} has dtype {dtype} and shape {size}")
     if math.prod(size) * dtype.itemsize > num_bytes:
         raise ValueError(f"{key} of shape {size} is larger than all files together")
-    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in each.chunks}
+    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks}
     for offsets, lengths in chunks:
         inside = zip(offsets, lengths, size, strict=True)
         if any(not 0 <= offset <= offset + length <= whole for offset, length, whole in inside):
             raise ValueError(f"a chunk of {key} lies outside of its shape {size}")
-    if len(chunks) != len(each.chunks) or sum(math.prod(lengths) for _, lengths in chunks) != math.prod(size):
+    if len(chunks) != len(described.chunks) or sum(math.prod(lengths) for _, lengths in chunks) != math.prod(size):
         raise ValueError(f"the chunks of {key} do not make up its shape {size}")
 
 
@@ -233,7 +233,9 @@ class StoredCheckpoint:
         self._reader.set_up_storage_reader(self._metadata, True)
         known = self._metadata.state_dict_metadata.items()
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
-            key: (each.size, each.properties.dtype) for key, each in known if isinstance(each, TensorStorageMetadata)
+            key: (described.size, described.properties.dtype)
+            for key, described in known
+            if isinstance(described, TensorStorageMetadata)
         }
         """Whole shapes and dtypes by name."""
 
@@ -294,4 +296,6 @@ def parts_of(key: str, shape: torch.Size, shard: Tensor, chunks: list[Chunk]) ->
         shard: a plain tensor.
         chunks: from ``chunks_of``.
     """
-    return {MetadataIndex(key, each.offsets): TensorPart(shape, shard[each.place].view(each.sizes)) for each in chunks}
+    return {
+        MetadataIndex(key, chunk.offsets): TensorPart(shape, shard[chunk.place].view(chunk.sizes)) for chunk in chunks
+    }

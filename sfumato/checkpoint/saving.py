@@ -34,12 +34,12 @@ class Staging:
     def copy(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copies tensors; the copies of the call before are overwritten."""
         copies = {}
-        for index, each in tensors.items():
+        for index, tensor in tensors.items():
             buffer = self._buffers.get(index)
-            if buffer is None or (buffer.shape, buffer.dtype) != (each.shape, each.dtype):
-                buffer = torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda)
-            copies[index] = buffer.copy_(each, non_blocking=True)
-        if any(each.is_cuda for each in tensors.values()):
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[index] = buffer.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         self._buffers = copies
         return copies
@@ -69,7 +69,7 @@ class Saving:
         self._planner = SavePlanner(parts)
         self._metadata: Any = None
         self._plan = through_first(mesh, self._planner.create_local_plan(), self._share_out)
-        chosen = {each.index: parts[each.index].tensor for each in self._plan.items}
+        chosen = {item.index: parts[item.index].tensor for item in self._plan.items}
         self._planner.tensors = staging.copy(chosen) if staging else chosen
         self._planner.parts = {}  # frees what the optimiser decompressed
         self._error: Exception | None = None
@@ -147,7 +147,7 @@ def through_first(mesh: Mesh, mine: Any, decide: Callable[[list[Any]], list[Any]
     answers: list[Any] = [None] * mesh.size
     if mesh.is_first:
         try:
-            answers = [(each, "") for each in decide(gathered)]
+            answers = [(decision, "") for decision in decide(gathered)]
         except (OSError, CheckpointError) as error:
             answers = [(None, str(error))] * mesh.size
     answer = answers[:1]

@@ -91,17 +91,17 @@ class SavedTensors:
     def parts(self) -> TensorParts:
         """What this rank holds."""
         found: TensorParts = {}
-        for name, each in self.tensors.items():
+        for name, tensor in self.tensors.items():
             key = f"{self.name}/{name}"
             if self.shards is None:
-                found |= whole_part(key, each)
+                found |= whole_part(key, tensor)
             else:
-                found |= parts_of(key, self.shape(name), each, chunks_of(self.shards, name))
+                found |= parts_of(key, self.shape(name), tensor, chunks_of(self.shards, name))
         return found
 
     def specs(self) -> Specs:
         """Of all tensors, also of those of which this rank holds nothing."""
-        return {f"{self.name}/{name}": (self.shape(name), each.dtype) for name, each in self.tensors.items()}
+        return {f"{self.name}/{name}": (self.shape(name), tensor.dtype) for name, tensor in self.tensors.items()}
 
 
 def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str, Any]]:
@@ -116,15 +116,15 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     random_tensors, random_values = random_state(mesh.device)
     optimizer_parts, numbers = optimizer_state(state.optimizer, shards)
     parts = optimizer_parts
-    for each in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
-        parts |= each.parts()
+    for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
+        parts |= section.parts()
     return parts, {
         "step": state.step,
         "model": model_name(state.model),
         "ema_updates": None if state.ema is None else state.ema.num_updates,
-        "policy_updates": {name: each.num_updates for name, each in state.policies.items()},
+        "policy_updates": {name: policy.num_updates for name, policy in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
-        "optimizer": {key: each for stage in mesh.gather(numbers, over="pp") for key, each in stage.items()},
+        "optimizer": {key: number for stage in mesh.gather(numbers, over="pp") for key, number in stage.items()},
         "random": random_values,
         "data": {} if state.loader is None else state.loader.state(),
         IDENTITY: state.identity,
@@ -151,23 +151,23 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     shards, values = Shards(state.model, mesh), stored.values
     sections = _sections(state, shards, mesh)
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
-        sections = [each for each in sections if each.name != DISPENSABLE]
+        sections = [section for section in sections if section.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
     changed = compare_identity(values.get(IDENTITY), state.identity, stored.folder)
     if state.loader is not None:  # before the schedule, whose length may follow from what is left
         state.loader.restore(values["data"])
     fields, parts = new_optimizer_state(state.optimizer, shards, stored)
-    for each in sections:
-        parts |= each.parts()
+    for section in sections:
+        parts |= section.parts()
     stored.read(parts)
     state.optimizer.state.clear()
     state.optimizer.state.update(fields)
     if state.balancer is not None:
-        state.balancer.load_state_dict(next(each.tensors for each in sections if each.name == "balancer"))
+        state.balancer.load_state_dict(next(section.tensors for section in sections if section.name == "balancer"))
     if state.ema is not None:
         state.ema.num_updates = values["ema_updates"]
-    for name, each in state.policies.items():
-        each.num_updates = values["policy_updates"].get(name, 0)
+    for name, policy in state.policies.items():
+        policy.num_updates = values["policy_updates"].get(name, 0)
     _restore_schedule(state.schedule, values["schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
@@ -187,7 +187,9 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> boo
     shards = Shards(module, mesh)
     averaged = any(key.startswith("ema/") for key in stored.tensors)
     name = "ema" if averaged else "model"
-    section = SavedTensors(name, {key: local(each.detach()) for key, each in shards.parameters.items()}, shards)
+    section = SavedTensors(
+        name, {key: local(parameter.detach()) for key, parameter in shards.parameters.items()}, shards
+    )
     there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare(stored, there, section.specs(), model_name(module))
     stored.read(section.parts())
@@ -212,13 +214,17 @@ def model_name(module: nn.Module) -> str:
 
 def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
     """All tensors but the optimiser's and the random generators'."""
-    found = [SavedTensors("model", {name: local(each.detach()) for name, each in shards.parameters.items()}, shards)]
+    found = [
+        SavedTensors(
+            "model", {name: local(parameter.detach()) for name, parameter in shards.parameters.items()}, shards
+        )
+    ]
     if state.ema is not None:
         found.append(SavedTensors("ema", state.ema.averages, shards))
-    found += [SavedTensors(f"{name}_policy", each.averages, shards) for name, each in state.policies.items()]
+    found += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
     if state.reference is not None:
         frozen = Shards(state.reference, mesh, all_parameters(state.reference))
-        weights = {name: local(each.detach()) for name, each in frozen.parameters.items()}
+        weights = {name: local(parameter.detach()) for name, parameter in frozen.parameters.items()}
         found.append(SavedTensors("reference", weights, frozen))
     if state.balancer is not None:
         found.append(SavedTensors("balancer", state.balancer.state_dict()))
@@ -226,12 +232,12 @@ def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensor
 
 
 def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCheckpoint, mesh: Mesh) -> None:
-    mine = {key: spec for each in sections for key, spec in each.specs().items()}
+    mine = {key: spec for section in sections for key, spec in section.specs().items()}
     wanted = {key: spec for stage in mesh.gather(mine, over="pp") for key, spec in stage.items()}
-    elsewhere = {"optimizer", "random", DISPENSABLE} - {each.name for each in sections}
+    elsewhere = {"optimizer", "random", DISPENSABLE} - {section.name for section in sections}
     there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in elsewhere}
     for section, what in OPTIONAL.items():
-        is_there, is_wanted = (any(key.startswith(f"{section}/") for key in each) for each in (there, wanted))
+        is_there, is_wanted = (any(key.startswith(f"{section}/") for key in keys) for keys in (there, wanted))
         if is_there != is_wanted:
             has, wants = ("one", "none") if is_there else ("no", "one")
             raise CheckpointError(f"{stored.folder} has {has} {what}, but this configuration wants {wants}")
@@ -327,7 +333,9 @@ def new_optimizer_state(
     parts: TensorParts = {}
     chunks = cache(lambda name: chunks_of(shards, name))
     on_device = {
-        id(each): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for each in g["params"]
+        id(parameter): g.get("fused") or g.get("capturable")
+        for g in optimizer.param_groups
+        for parameter in g["params"]
     }
     for key in stored.optimizer_keys():
         name, field_name = key.rsplit("/", 1)

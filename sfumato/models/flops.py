@@ -101,7 +101,7 @@ def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFl
         height, width: of the image in pixels; a video has ``model.frames`` of them.
     """
     shadow = with_denoiser(model, meta_denoiser(model))
-    embeddings = {name: each.to("meta") for name, each in model.example_embeddings(height, width).items()}
+    embeddings = {name: tensor.to("meta") for name, tensor in model.example_embeddings(height, width).items()}
     latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
@@ -133,8 +133,8 @@ def _matrix_weights(model: nn.Module) -> tuple[int, int]:
     A weight that embedding and output layer share counts as the output layer's.
     """
     experts = {}
-    for name, each in find_experts(model, "").items() if has_experts(model) else ():
-        experts[f"{name.partition('.base_layer')[0]}."] = _top_k(each), each.down_proj.shape[0]
+    for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
+        experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]
     found = {True: 0, False: 0}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

@@ -98,7 +98,7 @@ class LanguageModel:
             self.module = parallelize(self.module, mesh, config, plan, dtype)
         check_dropout_is_whole(self.module)
         device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
-        if any(each.is_meta for each in self.module.parameters()):
+        if any(parameter.is_meta for parameter in self.module.parameters()):
             if self._source is not None:
                 from_rank0 = config.broadcast_model_weights_from_rank0
                 load_weights(self.module, self._source, mesh, from_rank0, device=device)
@@ -162,7 +162,7 @@ class LanguageModel:
                 for index, row in enumerate(rows):
                     yield index, *self._score(row)
                 return
-            rows = [self._to_device(each) for each in rows]
+            rows = [self._to_device(row) for row in rows]
             with self._autocast():
                 found = self._pipeline.forward(rows)
             for index, logits in enumerate(found or []):
@@ -181,8 +181,8 @@ class LanguageModel:
             for index, scores, row in self.score(self._numbered(batches)):
                 found[index] = self._join(scores.log_probs(row["labels"]), row.get("number"), batches[index])
         if self._pipeline is not None:
-            parts = self.mesh.gather({index: each.cpu() for index, each in found.items()}, over="pp")
-            found = {index: each.to(self.mesh.device) for part in parts for index, each in part.items()}
+            parts = self.mesh.gather({index: log_probs.cpu() for index, log_probs in found.items()}, over="pp")
+            found = {index: log_probs.to(self.mesh.device) for part in parts for index, log_probs in part.items()}
         return [found[index] for index in range(len(batches))]
 
     def predictions(self, batches: Sequence[TextBatch]) -> list[Tensor]:
@@ -191,7 +191,9 @@ class LanguageModel:
         for index, scores, row in self.score(self._numbered(batches, every_token=True)):
             found[index] = self._join(scores.predictions(), row["number"], batches[index]).cpu()
         if self._pipeline is not None:
-            found = {index: each for part in self.mesh.gather(found, over="pp") for index, each in part.items()}
+            found = {
+                index: predicted for part in self.mesh.gather(found, over="pp") for index, predicted in part.items()
+            }
         return [found[index] for index in range(len(batches))]
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
@@ -205,7 +207,9 @@ class LanguageModel:
             weights: whole weights by the names of the plain module, adapters included; emptied.
             merge: write merged weights instead of adapters.
         """
-        adapters = next((each.peft_config for each in self.module.modules() if hasattr(each, "peft_config")), {})
+        adapters = next(
+            (submodule.peft_config for submodule in self.module.modules() if hasattr(submodule, "peft_config")), {}
+        )
         self.tokenizer.save_pretrained(folder)
         plain = build_on_meta(self._build)
         if adapters:
@@ -225,7 +229,7 @@ class LanguageModel:
                 weights[name] = weights[name].to(self.autocast_dtype)
         plain.load_state_dict(weights, strict=False, assign=True)
         plain.tie_weights()
-        on_meta = [name for name, each in plain.named_parameters() if each.is_meta]
+        on_meta = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
         assert not on_meta, f"weights of {on_meta[:3]} were not gathered"
         plain.config.dtype = self.autocast_dtype or torch.float32
         plain.save_pretrained(folder)
@@ -235,14 +239,14 @@ class LanguageModel:
         """Inside, the LoRA adapters are switched off: the model is its own reference."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        layers = [each for each in self.module.modules() if isinstance(each, BaseTunerLayer)]
-        for each in layers:
-            each.enable_adapters(False)
+        layers = [submodule for submodule in self.module.modules() if isinstance(submodule, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
         try:
             yield
         finally:
-            for each in layers:
-                each.enable_adapters(True)
+            for layer in layers:
+                layer.enable_adapters(True)
 
     def balance_experts(self) -> dict[str, float]:
         """Moves the routing biases, if there are any, after the optimiser's step. Returns metrics."""
@@ -272,7 +276,7 @@ class LanguageModel:
         return head
 
     def _to_device(self, tensors: Tensors) -> Tensors:
-        return {name: each.to(self.mesh.device, non_blocking=True) for name, each in tensors.items()}
+        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in tensors.items()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         kind, dtype = self.mesh.device.type, self.autocast_dtype
@@ -283,7 +287,7 @@ class LanguageModel:
         if self._dropout is None:
             return nullcontext()
         count = max(len(batch.lengths) // max(len(batch.sample_ids), 1), 1)
-        owners = [each * count + part for each in batch.sample_ids for part in range(count)] or [0]
+        owners = [sample_id * count + part for sample_id in batch.sample_ids for part in range(count)] or [0]
         owner = torch.tensor(owners)[row["documents"].clamp(max=len(owners) - 1)]
         tokens = shard_sequence({"input_ids": row["input_ids"], "keys": owner * 2**24 + row["position_ids"]}, self.mesh)
         return self._dropout.batch(step, [0] * len(owner), tokens["keys"])
@@ -299,10 +303,10 @@ class LanguageModel:
     def _numbered(self, batches: Sequence[TextBatch], every_token: bool = False) -> list[TextBatch]:
         """Batches whose tokens know their column, so that parts of a sequence can be joined again."""
         found = []
-        for each in batches:
-            columns = torch.arange(each.tensors["input_ids"].shape[1]).expand_as(each.tensors["input_ids"])
+        for batch in batches:
+            columns = torch.arange(batch.tensors["input_ids"].shape[1]).expand_as(batch.tensors["input_ids"])
             more = {"number": columns} if every_token or self.mesh.layout.cp > 1 else {}
-            found.append(TextBatch(each.tensors | more, each.lengths, each.sample_ids))
+            found.append(TextBatch(batch.tensors | more, batch.lengths, batch.sample_ids))
         return found
 
     def _join(self, part: Tensor, columns: Tensor | None, batch: TextBatch) -> Tensor:
@@ -331,7 +335,7 @@ class _SequenceSum(torch.autograd.Function):
 
 def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None) -> list[Tensors]:
     if fields is None:
-        return [each.tensors for each in batches]
+        return [batch.tensors for batch in batches]
     return [batch.tensors | more for batch, more in zip(batches, fields, strict=True)]
 
 
@@ -353,9 +357,12 @@ def check_length(config: Any, max_seq_len: int) -> None:
     if not isinstance(positions, int) or positions < 1:
         return  # it knows no positions, or any number of them
     rope = getattr(config, "rope_parameters", None) or {}
-    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:  # one, or one a kind of layer
-        own = each.get("original_max_position_embeddings") or config.max_position_embeddings
-        positions = max(positions, round(own * float(each.get("factor") or 1)))
+    for scaling in [
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ]:  # one, or one a kind of layer
+        own = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        positions = max(positions, round(own * float(scaling.get("factor") or 1)))
     if max_seq_len > positions:
         raise ConfigError(
             f"data.max_seq_len {max_seq_len} is above the {positions} positions that the model knows "

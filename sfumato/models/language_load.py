@@ -100,8 +100,8 @@ def read_model_config(config: LanguageModelConfig) -> Any:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"[:600])
     cls = CONFIG_MAPPING[kind]
-    known = {each.name for each in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    wrong = [str(each) for each in fields if each not in known]
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
+    wrong = [str(key) for key in fields if key not in known]
     if wrong:
         raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(known))}")
     try:

@@ -97,8 +97,8 @@ def language_targets(module: nn.Module) -> list[str]:
     names = {
         name.rpartition(".")[2]: None
         for block in find_blocks(module, language_plan(module)).values()
-        for name, each in block.named_modules()
-        if isinstance(each, nn.Linear)
+        for name, submodule in block.named_modules()
+        if isinstance(submodule, nn.Linear)
     }
     return [name for name in names if name not in left_out]
 
@@ -163,7 +163,7 @@ def adapter_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     owner = _configured(module)
     found = get_peft_model_state_dict(owner, dict(weights), ADAPTER, save_embedding_layers=False)
     names = {name: f"{name}.weight" if name.endswith("lora_magnitude_vector") else name for name in found}
-    return {f"base_model.model.{names[name]}": each.contiguous() for name, each in found.items()}
+    return {f"base_model.model.{names[name]}": weight.contiguous() for name, weight in found.items()}
 
 
 def save_adapter(module: nn.Module, weights: Mapping[str, Tensor], folder: Path, base: str | None = None) -> None:
@@ -189,15 +189,15 @@ def _check_targets(module: nn.Module, targets: Sequence[str], config: LoraConfig
         raise ConfigError("model.lora: both target_modules and target_parameters are empty: name what gets adapters")
     modules = dict(module.named_modules())
     for target in targets:
-        found = [each for key, each in modules.items() if key == target or key.endswith(f".{target}")]
-        others = [each for each in found if not isinstance(each, nn.Linear)]
+        found = [submodule for key, submodule in modules.items() if key == target or key.endswith(f".{target}")]
+        others = [submodule for submodule in found if not isinstance(submodule, nn.Linear)]
         if not found or others:
-            linear = sorted({_last(key) for key, each in modules.items() if isinstance(each, nn.Linear)})
+            linear = sorted({_last(key) for key, submodule in modules.items() if isinstance(submodule, nn.Linear)})
             what = f"is a {type(others[0]).__name__}, no linear layer" if others else "matches no layer"
             raise ConfigError(f"model.lora.target_modules: {target!r} {what} of {name}; there are {', '.join(linear)}")
     experts = _experts_of(module)
     for target in config.target_parameters:
-        if not any(each == target or each.endswith(f".{target}") for each in experts):
+        if not any(weight_name == target or weight_name.endswith(f".{target}") for weight_name in experts):
             there = f"there are {', '.join(experts)}" if experts else "it has no such weights: leave it empty"
             raise ConfigError(f"model.lora.target_parameters: {target!r} holds no experts of {name}; {there}")
     for field, is_set in (("dropout", config.dropout > 0), ("variant dora", config.variant == "dora")):
@@ -210,7 +210,7 @@ def _check_targets(module: nn.Module, targets: Sequence[str], config: LoraConfig
 
 def _experts_of(module: nn.Module) -> list[str]:
     """Names of three-dimensional weights, such as mlp.experts.down_proj, without the number of the layer."""
-    names = {_without_wrappers(name) for name, each in module.named_parameters() if each.ndim == 3}
+    names = {_without_wrappers(name) for name, parameter in module.named_parameters() if parameter.ndim == 3}
     return sorted({_last(name) for name in names})
 
 
@@ -225,9 +225,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers with adapters, by plain name."""
     from peft.tuners.lora import LoraLayer
 
-    for name, each in module.named_modules():
-        if isinstance(each, LoraLayer):
-            yield plain_name(f"{name}.").removesuffix("."), each
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, LoraLayer):
+            yield plain_name(f"{name}.").removesuffix("."), submodule
 
 
 def _keys_of(layer: nn.Module) -> list[str]:
@@ -254,4 +254,4 @@ def _without_wrappers(name: str) -> str:
 
 def _configured(module: nn.Module) -> nn.Module:
     """The part of a module that knows its adapters' configuration."""
-    return next(each for each in module.modules() if getattr(each, "peft_config", None))
+    return next(submodule for submodule in module.modules() if getattr(submodule, "peft_config", None))

@@ -145,11 +145,11 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     ranks = mesh.layout.fsdp if fsdp and train.data_parallel_mode == "fsdp1" else 1
 
     parameters = list(module.parameters())
-    trained = sum(_shard_numel(each, ranks) for each in parameters if each.requires_grad)
-    copied = sum(_shard_numel(each, ranks) for each in parameters) if planned.reference is not None else 0
-    weights = sum(_shard_numel(each, ranks) * each.itemsize for each in parameters)
+    trained = sum(_shard_numel(parameter, ranks) for parameter in parameters if parameter.requires_grad)
+    copied = sum(_shard_numel(parameter, ranks) for parameter in parameters) if planned.reference is not None else 0
+    weights = sum(_shard_numel(parameter, ranks) * parameter.itemsize for parameter in parameters)
     sizes = {
-        "weights": weights + sum(each.nbytes for each in module.buffers()),
+        "weights": weights + sum(buffer.nbytes for buffer in module.buffers()),
         "gradients": trained * FULL_PRECISION,
         "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
         "moving average": trained * FULL_PRECISION if train.ema_decay else 0,
@@ -170,8 +170,8 @@ def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) -> int:
     total = 0
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            count = _shard_numel(each, ranks)
+        for parameter in group["params"]:
+            count = _shard_numel(parameter, ranks)
             if group.get("orthogonal"):
                 total += count * FULL_PRECISION
             elif kind == "adamw8bit" and count >= QUANTISED_FROM:
@@ -186,12 +186,12 @@ def _gathered(
 ) -> dict[str, int]:
     """What fsdp has out beside the shards: gathered weights, and gradients before they are summed over ranks."""
     units: dict[str, tuple[int, int]] = {}
-    for name, each in module.named_parameters():
-        whole = _whole_numel(each, ranks, mesh)
-        itemsize = planned.dtype.itemsize if planned.dtype is not None else each.itemsize
+    for name, parameter in module.named_parameters():
+        whole = _whole_numel(parameter, ranks, mesh)
+        itemsize = planned.dtype.itemsize if planned.dtype is not None else parameter.itemsize
         unit = next((block for block in blocks if name.startswith(block)), "")
         weights, gradients = units.get(unit, (0, 0))
-        units[unit] = weights + whole * itemsize, gradients + whole * each.requires_grad
+        units[unit] = weights + whole * itemsize, gradients + whole * parameter.requires_grad
     root, *others = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
     largest = others[0][0] if others else 0
     keeps_all = mesh.layout.pp > 1 or not train.enable_reshard_after_forward
@@ -220,7 +220,7 @@ def _add_activations(
     ends = [index for index, rank in enumerate(owners) if rank == stage]
     sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    mine = [block for each in ends for block in range(starts[each], starts[each] + sizes[each])]
+    mine = [block for end in ends for block in range(starts[end], starts[end] + sizes[end])]
     kept = [saved.kept(mode)[block] for block in mine]
     waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
 

@@ -39,8 +39,8 @@ class _Rows:
     def __init__(self, position_ids: Tensor) -> None:
         width = position_ids.shape[1]
         starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
-        bounds = [[*each.nonzero().flatten().tolist(), width] for each in starts]
-        rows = [[stop - start for start, stop in pairwise(each)] for each in bounds]
+        bounds = [[*row.nonzero().flatten().tolist(), width] for row in starts]
+        rows = [[stop - start for start, stop in pairwise(row_bounds)] for row_bounds in bounds]
         self.whole = all(row == [width] for row in rows)
         """Whether each row is one document."""
         lengths = [length for row in rows for length in row]
@@ -74,10 +74,10 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as torch's own attention does
-        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     if rows.whole and len(position_ids) == len(query):
         return _attend(query, *_repeated(key, value, query.shape[1]), scale).transpose(1, 2), None
-    joined = [each.transpose(0, 1).flatten(1, 2) for each in (query, key, value)]  # [H, B S, D]
+    joined = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value)]  # [H, B S, D]
     compute = _flash if _has_flash(query) else _in_turn
     return compute(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
 
@@ -97,11 +97,12 @@ def _in_turn(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: floa
     sizes = [length * count for length, count in rows.runs]
     # split, whose backward pass is one concatenation: that of slices fills zeros around each
     runs = zip(
-        *(each.split(sizes, dim=1) if len(sizes) > 1 else [each] for each in (query, key[0], value[0])), strict=True
+        *(tensor.split(sizes, dim=1) if len(sizes) > 1 else [tensor] for tensor in (query, key[0], value[0])),
+        strict=True,
     )
     found = []
     for (length, count), parts in zip(rows.runs, runs, strict=True):
-        documents = [each.unflatten(1, (count, length)).transpose(0, 1) for each in parts]  # [count, H, length, D]
+        documents = [part.unflatten(1, (count, length)).transpose(0, 1) for part in parts]  # [count, H, length, D]
         found.append(_attend(*documents, scale).transpose(1, 2).flatten(0, 1))
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -110,7 +111,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: float)
     """All documents in one call of a CUDA kernel. Returns [T, H, Dv]."""
     width, own = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     width += -width % 8
-    inputs = [functional.pad(each.transpose(0, 1), (0, width - each.shape[-1])) for each in (query, key, value)]
+    inputs = [functional.pad(tensor.transpose(0, 1), (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
     longest = rows.longest
     out = torch.ops.aten._flash_attention_forward(
         *inputs, rows.starts, rows.starts, longest, longest, 0.0, True, False, scale=scale

@@ -135,9 +135,9 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
         pipeline = _pipeline_on_meta(Path(str(config.model_path)), family)
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
     model.device = torch.device("meta")
-    for name, each in model.components.items():
-        each.to(torch.float32 if name == family.denoiser_name and config.lora is None else dtype)
-        for module in each.modules():
+    for name, component in model.components.items():
+        component.to(torch.float32 if name == family.denoiser_name and config.lora is None else dtype)
+        for module in component.modules():
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else buffer.to("meta")
     if config.lora is not None:
@@ -187,7 +187,7 @@ def plan_diffusion_model(
         shadow = with_denoiser(model, module)
         shadow.device, shadow.mesh = torch.device("cpu"), None
         tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
-        negative = tensors if model.takes_image else {name: each[:1] for name, each in tensors.items()}
+        negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
         scale = guidance_scale if is_guided else 1.0
         velocity = shadow.predict_velocity(
             torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
@@ -196,8 +196,8 @@ def plan_diffusion_model(
 
     encoders = model.encoder_names if keep_encoders else ()
     frozen = {
-        name: num_bytes(each)
-        for name, each in model.components.items()
+        name: num_bytes(component)
+        for name, component in model.components.items()
         if name != model.denoiser_name and (name in encoders or name not in model.encoder_names)
     }
     return Planned(
@@ -230,7 +230,7 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
 
-    frozen = {name: num_bytes(each) for name, each in model.components.items() if name != "vae"}
+    frozen = {name: num_bytes(component) for name, component in model.components.items() if name != "vae"}
     return Planned(
         build=lambda: copy.deepcopy(vae),
         plan=ParallelPlan(blocks=(type(vae).__name__,)),
@@ -243,7 +243,7 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
 
 def num_bytes(module: nn.Module) -> int:
     """Bytes of a module's weights and buffers."""
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:

@@ -53,7 +53,7 @@ class SavedBytes:
 
     def kept(self, mode: str) -> list[int]:
         """Bytes of each block in a mode."""
-        return [getattr(each, mode) for each in self.blocks]
+        return [getattr(block, mode) for block in self.blocks]
 
 
 def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> SavedBytes:
@@ -90,15 +90,15 @@ def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        for key, each in owner._parameters.items():
-            if each is not None:
-                if id(each) not in made:
-                    empty = torch.empty(each.shape, dtype=dtype or each.dtype)
-                    made[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad)
-                owner._parameters[key] = made[id(each)]
-        for key, each in owner._buffers.items():
-            if each is not None and each.is_meta:
-                owner._buffers[key] = torch.empty(each.shape, dtype=each.dtype)
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                owner._parameters[key] = made[id(parameter)]
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -166,7 +166,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
         super().__init__()
         self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
-        self._seen = {_storage(each): None for each in module.parameters()}
+        self._seen = {_storage(parameter): None for parameter in module.parameters()}
         self._given: dict[int, Tensor] = {}
         self._block: int | None = None
         self._products = 0
@@ -185,10 +185,10 @@ class _Counter(TorchDispatchMode):
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._block, self._products = index, 0
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor) and _storage(each) not in self._given:
-                    self._given[_storage(each)] = each  # kept, so that no other storage gets its address
-                    self.found.blocks[index].full += each.untyped_storage().nbytes()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and _storage(leaf) not in self._given:
+                    self._given[_storage(leaf)] = leaf  # kept, so that no other storage gets its address
+                    self.found.blocks[index].full += leaf.untyped_storage().nbytes()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._block, self._is_over = None, index == len(self.found.blocks) - 1
@@ -217,14 +217,14 @@ class _Counter(TorchDispatchMode):
 
     def block_left(self, index: int, made: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
         """What a block has saved, and of which tensors that it returns it has saved the storage."""
-        return replace(self.found.blocks[index]), [_storage(each) in self._seen for each in made]
+        return replace(self.found.blocks[index]), [_storage(tensor) in self._seen for tensor in made]
 
     def block_repeats(self, index: int, made: list[Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
         """Counts for a block what an equal one has saved; what it was given is counted already."""
         block, (equal, are_saved) = self.found.blocks[index], left
         block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
         self.found.copies += equal.copies
-        self._seen |= {_storage(each): each for each, is_saved in zip(made, are_saved, strict=True) if is_saved}
+        self._seen |= {_storage(tensor): tensor for tensor, is_saved in zip(made, are_saved, strict=True) if is_saved}
 
     def keep(self, num_bytes: int) -> None:
         """Counts what selective recomputation keeps of this block."""
@@ -240,7 +240,7 @@ class _Counter(TorchDispatchMode):
         if name in MATMUL:
             self._products += 1
         if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
-            self.keep(sum(each.nbytes for each in tree_leaves(result) if isinstance(each, Tensor)))
+            self.keep(sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
 
 
@@ -273,26 +273,26 @@ class _Kind:
         """Keeps what a block that ran has returned; gives its tensors."""
         self.runs += 1
         leaves, self.nested = tree_flatten(output)
-        places = {id(each): place for place, each in enumerate(inputs) if isinstance(each, Tensor)}
-        self.outputs = [places.get(id(each), each) for each in leaves]
-        given = {_storage(each) for each in inputs if isinstance(each, Tensor)}
-        made = [each for each in self.outputs if isinstance(each, Tensor)]
-        self.can_repeat = not any(_storage(each) in given for each in made)  # a view of an input
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        self.outputs = [places.get(id(leaf), leaf) for leaf in leaves]
+        given = {_storage(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        made = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
+        self.can_repeat = not any(_storage(tensor) in given for tensor in made)  # a view of an input
         return made
 
     def again(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
         """The same for a block that does not run: what it returns, and the tensors of it that are new."""
         leaves: list[Any] = []
         made: list[Tensor] = []
-        for each in self.outputs:
-            if isinstance(each, Tensor):
-                new = torch.empty_like(each).requires_grad_(each.requires_grad)
+        for leaf in self.outputs:
+            if isinstance(leaf, Tensor):
+                new = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
                 made.append(
-                    new.clone() if each.requires_grad else new
+                    new.clone() if leaf.requires_grad else new
                 )  # with a gradient function, as what it stands for
                 leaves.append(made[-1])
             else:
-                leaves.append(inputs[each] if isinstance(each, int) and not isinstance(each, bool) else each)
+                leaves.append(inputs[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf)
         return tree_unflatten(leaves, self.nested), made
 
 
@@ -344,15 +344,15 @@ def run_some(
 def _settings(block: nn.Module) -> tuple[Any, ...]:
     """What makes two blocks equal: classes, plain attributes, shapes of weights and buffers."""
     found: list[Any] = []
-    for name, each in block.named_modules():
+    for name, submodule in block.named_modules():
         plain = {
             key: value
-            for key, value in vars(each).items()
+            for key, value in vars(submodule).items()
             if key not in NUMBERS and isinstance(value, (bool, int, float, str, tuple, type(None)))
         }
-        found.append((name, type(each), repr(sorted(plain.items()))))
+        found.append((name, type(submodule), repr(sorted(plain.items()))))
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    return (*found, *((name, _look(each)) for name, each in tensors))
+    return (*found, *((name, _look(tensor)) for name, tensor in tensors))
 
 
 def _look(value: Any) -> Any:

@@ -69,7 +69,7 @@ class TokenScores:
         weight = self._head.weight
         weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         parts = self._output.flatten(0, 1).split(1024)
-        best = [functional.linear(each, weight.to(each.dtype), self._head.bias).argmax(-1) for each in parts]
+        best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
         return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
 
     def _pick(self, labels: Tensor) -> Tensor:

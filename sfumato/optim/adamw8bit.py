@@ -42,9 +42,9 @@ class AdamW8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    self._step_of(each, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_of(parameter, group)
         return loss
 
     def _step_of(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:

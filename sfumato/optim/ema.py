@@ -37,7 +37,7 @@ class Ema:
         self.num_updates = 0
         """Optimiser steps that were reported."""
         self.module = module
-        self.averages = {name: each.clone() for name, each in self._weights().items()}
+        self.averages = {name: weight.clone() for name, weight in self._weights().items()}
         """This rank's shard of each."""
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class Ema:
     def applied(self) -> Iterator[None]:
         """Inside, the module has the averaged weights."""
         weights = self._weights()
-        kept = {name: each.clone() for name, each in weights.items()}
+        kept = {name: weight.clone() for name, weight in weights.items()}
         self._copy(self.averages, weights)
         try:
             yield
@@ -68,7 +68,7 @@ class Ema:
             self._copy(kept, self._weights())
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: local(each.detach()) for name, each in trainable_parameters(self.module).items()}
+        return {name: local(parameter.detach()) for name, parameter in trainable_parameters(self.module).items()}
 
     @staticmethod
     @torch.no_grad()

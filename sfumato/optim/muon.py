@@ -41,7 +41,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     """
     shapes = whole_shapes(module)
     experts = set(find_experts(module, "").values()) if has_experts(module) else set()
-    lists = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, nn.ModuleList))
+    lists = tuple(f"{name}." for name, submodule in module.named_modules() if isinstance(submodule, nn.ModuleList))
     found = set()
     for prefix, owner in module.named_modules():
         if not prefix.startswith(lists) or isinstance(owner, nn.Embedding) or ".lora_" in prefix:
@@ -113,9 +113,9 @@ class Muon(torch.optim.AdamW):
 
     def _step_orthogonal(self, group: dict[str, Any]) -> None:
         by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for each in group["params"]:
-            if each.grad is not None:
-                by_axes.setdefault(_shared_axes(each), []).append(each)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_axes.setdefault(_shared_axes(parameter), []).append(parameter)
         for axes, parameters in by_axes.items():
             sharers = Sharers(parameters[0], axes)
             for start in range(0, len(parameters), sharers.size):
@@ -124,16 +124,16 @@ class Muon(torch.optim.AdamW):
     def _step_together(self, parameters: list[nn.Parameter], sharers: Sharers, group: dict[str, Any]) -> None:
         """Moves as many matrices as there are ranks that share the work: each rank orthogonalises one."""
         shapes, mine = [], None
-        for owner, each in enumerate(parameters):
-            gathered = sharers.gather(self._direction(each), each)
+        for owner, parameter in enumerate(parameters):
+            gathered = sharers.gather(self._direction(parameter), parameter)
             shapes.append(gathered.shape)
             if owner == sharers.rank:
                 mine = orthogonalised(gathered.to(self._dtype(gathered)))
-        for owner, (each, shape) in enumerate(zip(parameters, shapes, strict=True)):
-            shard = local(each)
+        for owner, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+            shard = local(parameter)
             is_mine = owner == sharers.rank
             found = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
-            found = _shard(sharers.send(found, owner), each)
+            found = _shard(sharers.send(found, owner), parameter)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
@@ -172,7 +172,7 @@ class Sharers:
         )
         if len(self.axes) == like.device_mesh.ndim:
             return whole(placed)
-        kept = [Replicate() if axis in self.axes else each for axis, each in enumerate(like.placements)]
+        kept = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]
         return placed.redistribute(placements=kept).to_local()
 
     def send(self, tensor: Tensor, owner: int) -> Tensor:
@@ -194,7 +194,9 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(
-        axis for axis, each in enumerate(parameter.placements) if not (parameter.ndim == 3 and each.is_shard(0))
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if not (parameter.ndim == 3 and placement.is_shard(0))
     )
 
 

@@ -64,9 +64,9 @@ def build_optimizer(
 
     shapes = whole_shapes(module)
     grouped: dict[ParameterGroup, list[nn.Parameter]] = {}
-    for name, each in parameters.items():
-        group = _group_of(each, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
-        grouped.setdefault(group, []).append(each)
+    for name, parameter in parameters.items():
+        group = _group_of(parameter, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
+        grouped.setdefault(group, []).append(parameter)
     order = sorted(grouped, key=lambda group: (group.is_scaled, group.is_vector))
     groups = [
         {
@@ -77,7 +77,7 @@ def build_optimizer(
         }
         for group in order
     ]
-    optimizer = _make(groups or [{"params": []}], config, any(each.is_cuda for each in parameters.values()))
+    optimizer = _make(groups or [{"params": []}], config, any(parameter.is_cuda for parameter in parameters.values()))
 
     def factor(step: int) -> float:
         return lr_at(step, total_steps() if callable(total_steps) else total_steps, config) / config.lr
@@ -127,7 +127,7 @@ def _check_choices(
         if mesh is None:
             return
         stages = mesh.gather((used, has_hidden), over="pp")
-        used, has_hidden = set().union(*(each for each, _ in stages)), any(each for _, each in stages)
+        used, has_hidden = set().union(*(used_here for used_here, _ in stages)), any(has_here for _, has_here in stages)
     for index, entry in enumerate(config.param_groups):
         if index not in used:
             names = list(trainable_parameters(module))
@@ -156,8 +156,8 @@ def _make(groups: list[dict[str, Any]], config: TrainConfig, fused: bool) -> tor
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "muon":
         return Muon(groups, fused=fused, **settings)
-    for each in groups:
-        each.pop("orthogonal", None)
+    for group in groups:
+        group.pop("orthogonal", None)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=fused, **settings)
     try:

@@ -120,9 +120,11 @@ def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_leng
         tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(own))
         for lengths in (query_lengths, key_lengths)
     )
-    num = sum(each.length for each in queries)
-    blocks = tuple(sum(key_lengths[rank] for rank in groups.members(each)) for each in range(groups.ring_size))
-    tiles = tuple((Tile(slice(None), 0, 0, num, each),) if num and each else () for each in blocks)
+    num = sum(run.length for run in queries)
+    blocks = tuple(
+        sum(key_lengths[rank] for rank in groups.members(ring_rank)) for ring_rank in range(groups.ring_size)
+    )
+    tiles = tuple((Tile(slice(None), 0, 0, num, num_keys),) if num and num_keys else () for num_keys in blocks)
     return Schedule(groups, queries, keys, blocks, tiles)
 
 
@@ -132,14 +134,19 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
     ``documents`` are the lengths of the documents in each row; a single list holds for all rows.
     """
     chunks = head_tail_chunks(sum(documents[0]), groups.size)
-    parts = [[(chunks[each], chunks[-1 - each]) for each in groups.members(rank)] for rank in range(groups.ring_size)]
+    parts = [
+        [(chunks[member], chunks[-1 - member]) for member in groups.members(rank)] for rank in range(groups.ring_size)
+    ]
     own = list(enumerate(parts[groups.ring_rank]))
     runs = [TokenRun(index, 0, len(head)) for index, (head, _) in own]
     runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
     # the heads of a block's members are neighbours, and so are their tails, in reverse order
-    blocks = [(range(each[0][0].start, each[-1][0].stop), range(each[-1][1].start, each[0][1].stop)) for each in parts]
+    blocks = [
+        (range(members[0][0].start, members[-1][0].stop), range(members[-1][1].start, members[0][1].stop))
+        for members in parts
+    ]
     tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
-    return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, each)) for each in blocks), tuple(tiles))
+    return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
 
 
 def head_tail_chunks(total: int, size: int) -> list[range]:
@@ -173,7 +180,7 @@ def _tiles(
                 tiles += _squares(rows, spans, queries, query_base)
             elif queries and keys and keys.start < queries.start:
                 # of the documents only that of the first query reaches back to tokens before the run
-                span = next(each for each in spans if queries.start in each)
+                span = next(span for span in spans if queries.start in span)
                 first, last = max(keys.start, span.start), min(queries.stop, span.stop)
                 if first < keys.stop:
                     place = key_base + first - keys.start
@@ -183,8 +190,8 @@ def _tiles(
 
 def _squares(rows: slice, spans: list[range], run: range, place: int) -> Iterator[Tile]:
     """Causal squares of the documents within a run of tokens; neighbours of equal size become one tile."""
-    cut = (range(max(each.start, run.start), min(each.stop, run.stop)) for each in spans)
-    for length, equal in groupby(len(each) for each in cut if each):
+    cut = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
+    for length, equal in groupby(len(document) for document in cut if document):
         repeat = len(list(equal))
         yield Tile(rows, place, place, length, length, causal=True, repeat=repeat)
         place += length * repeat
@@ -226,7 +233,7 @@ def sequence_attention(
         query, key = _with_bias(query, key, key_mask)
     if groups.ulysses_size == 1:
         return _RingAttention.apply(query, key, value, schedule, scale)
-    key, value = (_repeat_heads(each, query.shape[1], groups.ulysses_size) for each in (key, value))
+    key, value = (_repeat_heads(tensor, query.shape[1], groups.ulysses_size) for tensor in (key, value))
     query = _Trade.apply(query, schedule.query_order, groups.ulysses, False)
     key = _Trade.apply(key, schedule.key_order, groups.ulysses, False)
     value = _Trade.apply(value, schedule.key_order, groups.ulysses, False)
@@ -274,17 +281,17 @@ class _Trade(torch.autograd.Function):
 def _to_block(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
     """[B, H, S of this rank, D] to [B, H / ranks, S of all, D]."""
     rows, heads, _, width = tensor.shape
-    lengths = [sum(each.length for each in runs if each.rank == rank) for rank in range(group.size())]
+    lengths = [sum(run.length for run in runs if run.rank == rank) for rank in range(group.size())]
     shapes = [(rows, heads // len(lengths), length, width) for length in lengths]
     parts = _exchange(tensor.chunk(len(lengths), dim=1), shapes, group)
-    return torch.cat([parts[each.rank].narrow(2, each.start, each.length) for each in runs], dim=2)
+    return torch.cat([parts[run.rank].narrow(2, run.start, run.length) for run in runs], dim=2)
 
 
 def _to_part(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
     """The reverse."""
-    cut = zip(runs, tensor.split([each.length for each in runs], dim=2), strict=True)
-    ordered = sorted(cut, key=lambda each: each[0].start)
-    parts = [torch.cat([part for each, part in ordered if each.rank == rank], dim=2) for rank in range(group.size())]
+    cut = zip(runs, tensor.split([run.length for run in runs], dim=2), strict=True)
+    ordered = sorted(cut, key=lambda pair: pair[0].start)
+    parts = [torch.cat([part for run, part in ordered if run.rank == rank], dim=2) for rank in range(group.size())]
     return torch.cat(_exchange(parts, [parts[group.rank()].shape] * len(parts), group), dim=1)
 
 
@@ -292,16 +299,16 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: d
     """Sends a tensor to each rank of a group and returns what came from each, of given shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     received = parts[0].new_empty(sum(sizes))
-    dist.all_to_all_single(received, _pack(parts), sizes, [each.numel() for each in parts], group=group)
+    dist.all_to_all_single(received, _pack(parts), sizes, [part.numel() for part in parts], group=group)
     return _unpack(received, shapes)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([each.reshape(-1) for each in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    sizes = [math.prod(each) for each in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
@@ -315,8 +322,8 @@ class _RingAttention(torch.autograd.Function):
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
         for owner, keys, values, _ in _pass_round(key, value, schedule):
             for tile in schedule.tiles[owner]:
-                inputs = [tile.fold(each) for each in (tile.queries(query), tile.keys(keys), tile.keys(values))]
-                part, part_lse = (tile.unfold(each) for each in attend(*inputs, scale, tile.causal))
+                inputs = [tile.fold(part) for part in (tile.queries(query), tile.keys(keys), tile.keys(values))]
+                part, part_lse = (tile.unfold(result) for result in attend(*inputs, scale, tile.causal))
                 total, total_lse = tile.queries(out), tile.queries(lse)
                 joined = torch.logaddexp(total_lse, part_lse)
                 total.mul_(torch.exp(total_lse - joined)[..., None])
@@ -338,8 +345,8 @@ class _RingAttention(torch.autograd.Function):
             gradients = lse.new_zeros(keys.numel() + values.numel())
             key_grad, value_grad = _unpack(gradients, [keys.shape, values.shape])
             for tile in schedule.tiles[owner]:
-                ours = [tile.fold(tile.queries(each)) for each in (grad, query, out, lse)]
-                inputs = (ours[1], *(tile.fold(tile.keys(each)) for each in (keys, values)))
+                ours = [tile.fold(tile.queries(tensor)) for tensor in (grad, query, out, lse)]
+                inputs = (ours[1], *(tile.fold(tile.keys(tensor)) for tensor in (keys, values)))
                 parts = attend_backward(ours[0], inputs, ours[2:], ctx.scale, tile.causal)
                 places = tile.queries(query_grad), tile.keys(key_grad), tile.keys(value_grad)
                 for place, part in zip(places, parts, strict=True):
@@ -377,7 +384,7 @@ def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tupl
     for step in range(groups.ring_size):
         owner = (groups.ring_rank - step) % groups.ring_size
         shapes, following = (
-            [(*each.shape[:2], schedule.key_lengths[rank], each.shape[3]) for each in (key, value)]
+            [(*tensor.shape[:2], schedule.key_lengths[rank], tensor.shape[3]) for tensor in (key, value)]
             for rank in (owner, owner - 1)
         )
         num_following = sum(map(math.prod, following))

@@ -77,7 +77,7 @@ class ExpertBalancer:
         if self.mesh.size_of("loss") > 1:
             dist.all_reduce(counts, group=self.mesh.group("loss"))
         ratios = []
-        loads = counts.double().split([len(each) for each in self._counts])
+        loads = counts.double().split([len(counts) for counts in self._counts])
         for load, (router, bias) in zip(loads, self._routers.values(), strict=True):
             getattr(router, bias).add_((load.mean() - load).sign().float(), alpha=self.rate)
             ratios.append(load.max() / load.mean().clamp_min(1e-9))
@@ -126,10 +126,10 @@ def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[s
     while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
         experts, block = block, block.rpartition(".")[0]
     parent = dict(module.named_modules())[block]  # get_submodule does not know the stages of a pipeline
-    for name, each in parent.named_modules(prefix=block):
+    for name, submodule in parent.named_modules(prefix=block):
         for bias in BIASES:
-            if bias in each._buffers and each._buffers[bias].shape == (num_experts,):
-                return name, each, bias
+            if bias in submodule._buffers and submodule._buffers[bias].shape == (num_experts,):
+                return name, submodule, bias
     for name in ("gate", "router"):
         if isinstance(getattr(parent, name, None), nn.Module):
             return f"{block}.{name}".lstrip("."), getattr(parent, name), None
@@ -158,8 +158,10 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     )
     generator = torch.Generator().manual_seed(0)
     tensors = dict(router.named_parameters()) | dict(router.named_buffers())
-    drawn = {key: torch.randn(each.shape, generator=generator) for key, each in tensors.items()}
-    width = next((each.shape[1] for each in tensors.values() if each.ndim == 2 and each.shape[0] == num_experts), None)
+    drawn = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
+    width = next(
+        (tensor.shape[1] for tensor in tensors.values() if tensor.ndim == 2 and tensor.shape[0] == num_experts), None
+    )
     if width is None:
         raise refusal
     tokens = torch.randn(64, width, generator=generator) / width**0.5

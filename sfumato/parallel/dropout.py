@@ -55,12 +55,12 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
     """
     _refuse_others(module)
     found: dict[str, KeyedDropout] = {}
-    for name, each in module.named_modules():
-        if type(each) in (nn.Dropout, KeyedDropout) and each.p > 0:
-            each.__class__ = KeyedDropout
-            each.name, each.row_keys, each.positions = name, None, None
-            each.features = _features(module, name)
-            found[name] = each
+    for name, submodule in module.named_modules():
+        if type(submodule) in (nn.Dropout, KeyedDropout) and submodule.p > 0:
+            submodule.__class__ = KeyedDropout
+            submodule.name, submodule.row_keys, submodule.positions = name, None, None
+            submodule.features = _features(module, name)
+            found[name] = submodule
     return DropoutKeys(module, found, seed) if found else None
 
 
@@ -71,11 +71,13 @@ def check_dropout_is_whole(module: nn.Module) -> None:
         ConfigError: when tensor parallelism has cut the input of an adapter's dropout, whose masks would then depend on
             the ranks.
     """
-    for name, each in module.named_modules():
-        adapters = getattr(each, "lora_dropout", None)
+    for name, submodule in module.named_modules():
+        adapters = getattr(submodule, "lora_dropout", None)
         if not isinstance(adapters, nn.ModuleDict):
             continue
-        weights = [each.lora_A[key].weight for key, dropout in adapters.items() if isinstance(dropout, KeyedDropout)]
+        weights = [
+            submodule.lora_A[key].weight for key, dropout in adapters.items() if isinstance(dropout, KeyedDropout)
+        ]
         if any(_is_cut_along_input(weight) for weight in weights):
             raise ConfigError(
                 f"model.lora.dropout and train.tensor_parallel_size: {name} gets a part of its input on each rank, and "
@@ -88,7 +90,7 @@ def _is_cut_along_input(weight: Tensor) -> bool:
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()
-    return any(name == "tp" and each.is_shard(1) for name, each in zip(names, weight.placements, strict=True))
+    return any(name == "tp" and placement.is_shard(1) for name, placement in zip(names, weight.placements, strict=True))
 
 
 class DropoutKeys:
@@ -131,13 +133,13 @@ class DropoutKeys:
             positions = None if positions is None else positions.to(parameter.device)
         self._active = True
         try:
-            for each, keys in zip(self._dropouts, rows, strict=True):
-                each.row_keys, each.positions = keys, positions
+            for dropout, keys in zip(self._dropouts, rows, strict=True):
+                dropout.row_keys, dropout.positions = keys, positions
             yield
         finally:
             self._active = False
-            for each in self._dropouts:
-                each.row_keys, each.positions = None, None
+            for dropout in self._dropouts:
+                dropout.row_keys, dropout.positions = None, None
 
 
 class KeyedDropout(nn.Dropout):
@@ -228,17 +230,17 @@ def _features(module: nn.Module, name: str) -> int | None:
 
 def _refuse_others(module: nn.Module) -> None:
     """Raises for dropout that is not an ``nn.Dropout``."""
-    for name, each in module.named_modules():
+    for name, submodule in module.named_modules():
         label = name or type(module).__name__
-        kind = type(each)
-        if issubclass(kind, _DropoutNd) and kind not in (nn.Dropout, KeyedDropout) and each.p > 0:
+        kind = type(submodule)
+        if issubclass(kind, _DropoutNd) and kind not in (nn.Dropout, KeyedDropout) and submodule.p > 0:
             raise ConfigError(f"{label} is a {kind.__name__}, whose masks cannot belong to samples: set its p to 0")
-        if isinstance(each, nn.MultiheadAttention | nn.RNNBase) and each.dropout > 0:
+        if isinstance(submodule, nn.MultiheadAttention | nn.RNNBase) and submodule.dropout > 0:
             raise ConfigError(
-                f"{label} drops with probability {each.dropout:g} inside of torch, where masks cannot belong to "
+                f"{label} drops with probability {submodule.dropout:g} inside of torch, where masks cannot belong to "
                 "samples: set its dropout to 0"
             )
-        _refuse_functional(label, getattr(each, "config", None))
+        _refuse_functional(label, getattr(submodule, "config", None))
 
 
 def _refuse_functional(label: str, config: object) -> None:

@@ -44,14 +44,14 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
     """
     layout = mesh.layout
     experts = find_experts(module, "train.expert_parallel_size must be 1")
-    for name, each in experts.items():
-        _check_shareable(name, each, layout.ep)
-        for parameter in each.parameters():
+    for name, layer_experts in experts.items():
+        _check_shareable(name, layer_experts, layout.ep)
+        for parameter in layer_experts.parameters():
             expert_placement(parameter, layout.efsdp)
     ranks = mesh.device_mesh("ep")
-    for each in experts.values():
-        for name, parameter in list(each.named_parameters()):
-            each.register_parameter(name, _cut(parameter, ranks))
+    for layer_experts in experts.values():
+        for name, parameter in list(layer_experts.named_parameters()):
+            layer_experts.register_parameter(name, _cut(parameter, ranks))
     _switch(module, experts, EXCHANGED, torch.compiler.disable(exchanged_experts))
     return experts
 
@@ -67,7 +67,7 @@ def find_experts(module: nn.Module, remedy: str) -> dict[str, nn.Module]:
     Raises:
         ConfigError: when there are none; ``remedy`` says what to do then.
     """
-    found = {name: each for name, each in module.named_modules() if _is_experts(each)}
+    found = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
     if not found:
         raise ConfigError(
             f"{type(module).__name__} has no experts of transformers' interface (use_experts_implementation): {remedy}"
@@ -146,7 +146,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def multiply_in_turn(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``grouped_matmul`` as a loop over groups."""
-    return torch.cat([part @ each for part, each in zip(rows.split(counts.tolist()), weight.unbind(), strict=True)])
+    return torch.cat([part @ matrix for part, matrix in zip(rows.split(counts.tolist()), weight.unbind(), strict=True)])
 
 
 def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
@@ -157,9 +157,11 @@ def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    if not all(hasattr(module, each) for each in ("has_gate", "has_bias", "is_transposed", "config")):
+    if not all(hasattr(module, attribute) for attribute in ("has_gate", "has_bias", "is_transposed", "config")):
         return False
-    return all(hasattr(module, each) for each in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"))
+    return all(
+        hasattr(module, attribute) for attribute in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    )
 
 
 def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
@@ -195,9 +197,11 @@ def _switch(module: nn.Module, experts: dict[str, nn.Module], name: str, functio
 
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     module.set_experts_implementation(name)
-    for key, each in experts.items():
-        if each.config._experts_implementation != name:
-            raise ConfigError(f"{key}: {type(each).__name__} cannot be switched to another experts implementation")
+    for key, layer_experts in experts.items():
+        if layer_experts.config._experts_implementation != name:
+            raise ConfigError(
+                f"{key}: {type(layer_experts).__name__} cannot be switched to another experts implementation"
+            )
 
 
 def _compute_dtype(experts: nn.Module, hidden_states: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ NAMED = 3
 
 def finite_rows(*tensors: Tensor) -> Tensor:
     """In which of B rows nothing is NaN or infinite: bool ``[B]`` of tensors ``[B, ...]``."""
-    rows = [each.isfinite().flatten(1).all(dim=1) for each in tensors]
+    rows = [tensor.isfinite().flatten(1).all(dim=1) for tensor in tensors]
     return torch.stack(rows).all(dim=0)
 
 
@@ -31,12 +31,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         tensors: plain tensors or DTensors of any dtypes and devices; those on meta, and numbers that are no floats,
             are passed over.
     """
-    shards = {name: local(each.detach()) for name, each in tensors.items()}
+    shards = {name: local(tensor.detach()) for name, tensor in tensors.items()}
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    for name, each in shards.items():
-        is_float = each.is_floating_point() and each.dtype.itemsize > 1  # quantised to a byte has scales of its own
-        if is_float and not each.is_meta and each.numel():
-            groups.setdefault((each.device, each.dtype), []).append(name)
+    for name, shard in shards.items():
+        is_float = shard.is_floating_point() and shard.dtype.itemsize > 1  # quantised to a byte has scales of its own
+        if is_float and not shard.is_meta and shard.numel():
+            groups.setdefault((shard.device, shard.dtype), []).append(name)
     extremes = {  # NaN is both the smallest and the largest, and several times as quick to find so as with isfinite
         group: torch.stack([extreme for name in names for extreme in torch.aminmax(shards[name])])
         for group, names in groups.items()

@@ -43,19 +43,19 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
     """
     parameters = trainable_parameters(module)
     flat = isinstance(module, FullyShardedDataParallel)
-    for each in parameters.values():
-        if each.grad is None:  # a rank without samples in this step still takes part in the sum
-            each.grad = torch.zeros_like(each)
-    gradients = {name: local(each.grad) for name, each in parameters.items()}
+    for parameter in parameters.values():
+        if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = {name: local(parameter.grad) for name, parameter in parameters.items()}
     bad = not_finite(gradients) if mesh.size > 1 else []
     if flat:  # its reduction is a mean
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
-        _sum_whole([gradients[name] for name, each in parameters.items() if not _is_reduced(each)], mesh)
+        _sum_whole([gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh)
 
     copies = [
-        mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp / num_shards(each, mesh, flat)
-        for each in parameters.values()
+        mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp / num_shards(parameter, mesh, flat)
+        for parameter in parameters.values()
     ]
     norms = torch.zeros(0, device=mesh.device)
     if gradients:  # a pipeline stage may have nothing that is trained
@@ -109,15 +109,15 @@ def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
         return
     buckets: list[list[Tensor]] = [[]]
     room = BUCKET_BYTES
-    for each in gradients:
-        if buckets[-1] and (each.nbytes > room or each.dtype != buckets[-1][0].dtype):
+    for gradient in gradients:
+        if buckets[-1] and (gradient.nbytes > room or gradient.dtype != buckets[-1][0].dtype):
             buckets.append([])
             room = BUCKET_BYTES
-        buckets[-1].append(each)
-        room -= each.nbytes
-    flats = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
+        buckets[-1].append(gradient)
+        room -= gradient.nbytes
+    flats = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
     works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flats]
     for bucket, flat, work in zip(buckets, flats, works, strict=True):
         work.wait()
-        for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-            each.copy_(part.view_as(each))
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))

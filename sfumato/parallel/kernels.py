@@ -39,7 +39,7 @@ def attend(
             found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
         case "math":
             with torch.autocast(query.device.type, enabled=False):
-                wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in inputs]
+                wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
                 scores = _scores(*wide[:2], scale, causal)
                 found = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
     return found[0][..., : value.shape[-1]], found[1][..., : query.shape[2]]  # some kernels pad the latter
@@ -59,7 +59,7 @@ def attend_backward(
     """
     kernel = kernel or choose_kernel(inputs[0], inputs[2])
     aten, padded, lse = torch.ops.aten, _for_kernel(*inputs, kernel), result[1]
-    grad, out = (functional.pad(each, (0, padded[2].shape[-1] - each.shape[-1])) for each in (grad, result[0]))
+    grad, out = (functional.pad(tensor, (0, padded[2].shape[-1] - tensor.shape[-1])) for tensor in (grad, result[0]))
     match kernel:
         case "cpu_flash":
             operation = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -78,13 +78,13 @@ def attend_backward(
             found = operation(grad, *padded, None, out, lse, *rest, scale=scale)
         case "math":
             with torch.autocast(grad.device.type, enabled=False):
-                grad, out, query, key, value = (each.to(lse.dtype) for each in (grad, out, *padded))
+                grad, out, query, key, value = (tensor.to(lse.dtype) for tensor in (grad, out, *padded))
                 weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
                 slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
                 found = slope @ key, slope.mT @ query, weights.mT @ grad
     return tuple(
-        each[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
-        for each, like in zip(found, inputs, strict=False)
+        gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
+        for gradient, like in zip(found, inputs, strict=False)
     )
 
 
@@ -108,10 +108,10 @@ def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple
     """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if kernel.startswith("cuda") else 0
-    query, key, value = (functional.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
+    query, key, value = (functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
     repeat = 1 if kernel == "cuda_flash" else query.shape[1] // key.shape[1]
     if repeat > 1:
-        key, value = (each.repeat_interleave(repeat, dim=1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
     return query, key, value
 
 

@@ -115,7 +115,7 @@ class Layout:
     def size_of(self, axis: str) -> int:
         """Ranks in an axis or view."""
         if axis in VIEWS:
-            return math.prod(getattr(self, each) for each in VIEWS[axis])
+            return math.prod(getattr(self, single_axis) for single_axis in VIEWS[axis])
         return getattr(self, axis)
 
     def rank_in(self, axis: str, rank: int) -> int:
@@ -124,11 +124,11 @@ class Layout:
             position = self.rank_in("fsdp", rank)
             return position // self.ep if axis == "efsdp" else position % self.ep
         place = {}
-        for each in reversed(AXES):
-            rank, place[each] = divmod(rank, getattr(self, each))
+        for single_axis in reversed(AXES):
+            rank, place[single_axis] = divmod(rank, getattr(self, single_axis))
         position = 0
-        for each in VIEWS.get(axis, (axis,)):
-            position = position * getattr(self, each) + place[each]
+        for single_axis in VIEWS.get(axis, (axis,)):
+            position = position * getattr(self, single_axis) + place[single_axis]
         return position
 
     @property

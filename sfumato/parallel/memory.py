@@ -113,8 +113,8 @@ def apply_memory_savings(
             "train.enable_activation_offload cannot reach what train.activation_checkpointing selective keeps: "
             "take full (block inputs go to CPU memory) or none (all activations do)"
         )
-    for name, each in module.named_modules():
-        if mode != "none" and getattr(each, "gradient_checkpointing", False):
+    for name, submodule in module.named_modules():
+        if mode != "none" and getattr(submodule, "gradient_checkpointing", False):
             raise ConfigError(
                 f"{name or type(module).__name__} checkpoints gradients itself, so that train.activation_checkpointing "
                 f"{mode} would recompute twice: call disable_gradient_checkpointing() (diffusers) or "
@@ -265,7 +265,7 @@ class _Call:
     """One call of a block: what it moved. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
-        self.weights = {_storage(each) for part in block.modules() for each in _tensors_of(part)}
+        self.weights = {_storage(tensor) for part in block.modules() for tensor in _tensors_of(part)}
         self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self.stream: Any = None
         self.device: torch.device | None = None
@@ -289,15 +289,15 @@ class _Call:
         if self._awaited:
             return
         self._awaited = True
-        mine = [held for _, each in self.copies.values() if (held := each()) is not None]
-        for each in mine:
-            each.fetch()
+        mine = [held for _, reference in self.copies.values() if (held := reference()) is not None]
+        for host_copy in mine:
+            host_copy.fetch()
         arrived = _event_on(self.stream, self.device)
         before = self._previous() if self._previous else None
         if before is not None and before.device == self.device:
             self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
-            for _, each in reversed(before.copies.values()):
-                held = each()
+            for _, reference in reversed(before.copies.values()):
+                held = reference()
                 if held is not None:
                     held.fetch()
         arrived.synchronize()
@@ -355,9 +355,9 @@ def _event_on(stream: Any, device: torch.device) -> Any:
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Weights of one module; fsdp1 keeps gathered ones as plain attributes."""
-    for each in (*module._parameters.values(), *vars(module).values()):
-        if isinstance(each, Tensor):
-            yield each
+    for value in (*module._parameters.values(), *vars(module).values()):
+        if isinstance(value, Tensor):
+            yield value
 
 
 def _storage(tensor: Tensor) -> int:

@@ -81,7 +81,7 @@ class Mesh:
         """
         if axes[0] in self._views:
             return self._views[axes[0]]
-        root = next(each for known, each in reversed(self._roots.items()) if set(axes) <= set(known))
+        root = next(root for known, root in reversed(self._roots.items()) if set(axes) <= set(known))
         return root[axes[0] if len(axes) == 1 else axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:

@@ -157,20 +157,20 @@ def _apply_fsdp2(
         "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
     }
-    for each in experts.values():
+    for layer_experts in experts.values():
         rest = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp")
         placement = partial(expert_placement, ranks=mesh.layout.efsdp)
-        fully_shard(each, mesh=rest, shard_placement_fn=placement, **settings)
+        fully_shard(layer_experts, mesh=rest, shard_placement_fn=placement, **settings)
     weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
     placement = partial(fsdp_placement, ranks=mesh.layout.fsdp)
-    for each in blocks.values():
-        fully_shard(each, mesh=weights, shard_placement_fn=placement, **settings)
+    for block in blocks.values():
+        fully_shard(block, mesh=weights, shard_placement_fn=placement, **settings)
     fully_shard(module, mesh=weights, shard_placement_fn=placement, **settings)
     module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
     if config.enable_forward_prefetch:
         units = list(blocks.values())
         for unit, following in pairwise(units):
@@ -199,7 +199,7 @@ def _wrap_fsdp1(
         module,
         device_mesh=weights,
         sharding_strategy=strategy,
-        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda each: each in units),
+        auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda submodule: submodule in units),
         mixed_precision=MixedPrecision(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else None,
         cpu_offload=CPUOffload(offload_params=True) if config.enable_fsdp_offload and on_gpu else None,
         forward_prefetch=config.enable_forward_prefetch,

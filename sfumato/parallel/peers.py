@@ -50,9 +50,9 @@ class Peers:
         self._silent: dict[int, float] = {}
         self._has_left: set[int] = set()
         self._stop, self._count = threading.Event(), 0
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._talk, self._tell)]
-        for each in self._threads:
-            each.start()
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._tell)]
+        for thread in self._threads:
+            thread.start()
 
     def lost(self) -> str:
         """Who has gone without a word, as text; empty when that is not known. Waits for it ``LOST_S`` and a bit."""

@@ -65,15 +65,15 @@ class Stages(nn.Module):
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         super().__init__()
-        self.stages = nn.ModuleDict({str(index): each for index, each in stages.items()})
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Modules of all stages."""
         memo = set() if memo is None else memo
-        for each in self.stages.values():
-            yield from each.named_modules(memo, prefix, remove_duplicate)
+        for stage in self.stages.values():
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
 class Pipeline:
@@ -131,7 +131,7 @@ class Pipeline:
             ConfigError: when there are too few micro-batches for the schedule.
         """
         check_micro_batches(self._config, len(micro_batches))
-        batches = [shard_sequence(each, self._mesh) for each in pad_together(micro_batches, self._multiple)]
+        batches = [shard_sequence(batch, self._mesh) for batch in pad_together(micro_batches, self._multiple)]
         schedule = self._schedule(len(batches), *batches[0]["input_ids"].shape)
         kind = self._mesh.device.type
         if torch.is_autocast_enabled(kind):
@@ -141,11 +141,11 @@ class Pipeline:
         try:
             with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
                 schedule.step(
-                    torch.cat([each["input_ids"] for each in batches]),
+                    torch.cat([batch["input_ids"] for batch in batches]),
                     target=torch.arange(len(batches)),
                     losses=losses,
                     return_outputs=False,
-                    position_ids=torch.cat([each["position_ids"] for each in batches]),
+                    position_ids=torch.cat([batch["position_ids"] for batch in batches]),
                 )
         finally:
             self._loss, self._batches, self._autocast = None, [], nullcontext
@@ -170,7 +170,7 @@ class Pipeline:
         """
         group, mine = self._mesh.group("pp"), self._mesh.rank_in("pp")
         found, sent = [], []
-        for batch in (shard_sequence(each, self._mesh) for each in micro_batches):
+        for batch in (shard_sequence(micro_batch, self._mesh) for micro_batch in micro_batches):
             # The same order of messages on all ranks: nothing can wait for what is behind it.
             for index in sorted(self._stages):
                 if index == 0:
@@ -188,8 +188,8 @@ class Pipeline:
                     sent.append((dist.isend(hidden, group=group, group_dst=self._ranks[index + 1]), hidden))
         for work, _ in sent:
             work.wait()
-        for each in filter(lambda module: isinstance(module, FSDPModule), self.module.modules()):
-            each.reshard()
+        for unit in filter(lambda module: isinstance(module, FSDPModule), self.module.modules()):
+            unit.reshard()
         return found if self.has_last else None
 
     def _schedule(self, num: int, rows: int, length: int) -> Any:
@@ -287,7 +287,7 @@ def build_pipeline(
     parts = [[*islice(rest, size)] for size in split_layers(len(layers), len(ranks_of_stages(config)))]
     parts[0] += before
     parts[-1] += after
-    trained = [any(each.requires_grad for part in stage for each in part.parameters()) for stage in parts]
+    trained = [any(parameter.requires_grad for part in stage for parameter in part.parameters()) for stage in parts]
 
     dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
     hidden = (module.config.hidden_size, dtype or module.get_input_embeddings().weight.dtype)

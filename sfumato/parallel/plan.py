@@ -52,7 +52,7 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     Raises:
         ConfigError: when there are none.
     """
-    found = {name: each for name, each in module.named_modules() if type(each).__name__ in plan.blocks}
+    found = {name: submodule for name, submodule in module.named_modules() if type(submodule).__name__ in plan.blocks}
     if not found:
         raise ConfigError(f"{type(module).__name__} has no block of class {' or '.join(plan.blocks) or '(none given)'}")
     return found
@@ -60,7 +60,9 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
 
 def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:
     """Whether all attention of a block, by ``processor``, is among the names ``whole``: it runs before any cut."""
-    owners = {f"{name}.{key}" for key, each in block.named_modules() if getattr(each, "processor", None) is not None}
+    owners = {
+        f"{name}.{key}" for key, submodule in block.named_modules() if getattr(submodule, "processor", None) is not None
+    }
     return bool(owners) and owners <= whole
 
 

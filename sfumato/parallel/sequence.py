@@ -67,10 +67,10 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     chunks = head_tail_chunks(total, size)
     kept = [chunks[rank], chunks[-1 - rank]]
     return {
-        name: torch.cat([each[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
-        if each.ndim > 1 and each.shape[1] == total
-        else each
-        for name, each in batch.items()
+        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
+        if tensor.ndim > 1 and tensor.shape[1] == total
+        else tensor
+        for name, tensor in batch.items()
     }
 
 
@@ -134,7 +134,9 @@ class _Sequence:
 
     def gather_lengths(self, *lengths: int) -> list[tuple[int, ...]]:
         """The lengths of every rank."""
-        return [tuple(each.tolist()) for each in self.gather(torch.tensor(lengths, device=self.mesh.device))]
+        return [
+            tuple(rank_lengths.tolist()) for rank_lengths in self.gather(torch.tensor(lengths, device=self.mesh.device))
+        ]
 
 
 class _LanguageSequence(_Sequence):
@@ -159,8 +161,8 @@ class _LanguageSequence(_Sequence):
         if config._attn_implementation != ATTENTION:
             raise ConfigError(f"{self.name} does not let its attention be replaced: {OFF}")
         for block in self.blocks.values():
-            for each in block.modules():
-                setattr(each, ATTENTION, self)
+            for submodule in block.modules():
+                setattr(submodule, ATTENTION, self)
         self.module.register_forward_pre_hook(self._start, with_kwargs=True)
         self.module.register_forward_hook(self._finish)
 
@@ -195,7 +197,7 @@ class _LanguageSequence(_Sequence):
 
     def _documents(self, position_ids: Tensor) -> list[list[int]]:
         """Lengths of documents by row. One begins where a position is not the one before plus 1."""
-        lengths = [each[0] for each in self.gather_lengths(position_ids.shape[1])]
+        lengths = [rank_lengths[0] for rank_lengths in self.gather_lengths(position_ids.shape[1])]
         chunks = head_tail_chunks(sum(lengths), self.groups.size)
         pairs = [(chunks[rank], chunks[-1 - rank]) for rank in range(len(lengths))]
         if lengths != [len(head) + len(tail) for head, tail in pairs]:
@@ -206,8 +208,8 @@ class _LanguageSequence(_Sequence):
             whole[:, head.start : head.stop] = part[:, : len(head)]
             whole[:, tail.start : tail.stop] = part[:, len(head) : len(head) + len(tail)]
         starts = (whole.diff(dim=1, prepend=whole[:, :1]) != 1).cpu()
-        bounds = [[*each.nonzero().flatten().tolist(), sum(lengths)] for each in starts]
-        return [[end - start for start, end in pairwise(each)] for each in bounds]
+        bounds = [[*row.nonzero().flatten().tolist(), sum(lengths)] for row in starts]
+        return [[end - start for start, end in pairwise(row_bounds)] for row_bounds in bounds]
 
 
 def _language_attention(
@@ -258,16 +260,16 @@ class _DiffusionSequence(_Sequence):
             for name, target in self._matching(pattern).items():
                 self._plant(name, target, cuts)
         whole = {name for pattern in self.plan.replicated_context for name in self._matching(pattern)}
-        for name, each in self.module.named_modules():
-            if getattr(each, "processor", None) is not None:
-                self._wrap(name, each, name in whole)
-        self.blocks = {name: each for name, each in self.blocks.items() if not reads_whole(name, each, whole)}
+        for name, submodule in self.module.named_modules():
+            if getattr(submodule, "processor", None) is not None:
+                self._wrap(name, submodule, name in whole)
+        self.blocks = {name: block for name, block in self.blocks.items() if not reads_whole(name, block, whole)}
         self._check_attention()
         self.module.register_forward_hook(self._finish, always_call=True)
 
     def _matching(self, pattern: str) -> dict[str, nn.Module]:
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        found = {name: each for name, each in self.module.named_modules() if expression.fullmatch(name)}
+        found = {name: submodule for name, submodule in self.module.named_modules() if expression.fullmatch(name)}
         if not found:
             raise ConfigError(f"{self.name} has no module {pattern!r}, which its plan for sequence parallelism names")
         return found
@@ -305,7 +307,7 @@ class _DiffusionSequence(_Sequence):
     def _part(self, place: str, value: Any, dim: int) -> Any:
         """This rank's part of a tensor, or of each in a tuple or list. Its gradient is that of a slice."""
         if isinstance(value, tuple | list):
-            return type(value)(self._part(f"{place}.{index}", each, dim) for index, each in enumerate(value))
+            return type(value)(self._part(f"{place}.{index}", part, dim) for index, part in enumerate(value))
         total, size, rank = value.shape[dim], self.groups.size, self.groups.rank
         if total < size:
             raise ConfigError(f"{self.name}: {total} tokens at {place} cannot be shared by {size} ranks: {SIZES}")
@@ -318,7 +320,7 @@ class _DiffusionSequence(_Sequence):
             raise ConfigError(f"{self.name}: {name} returns {type(output).__name__}; only a tensor can be joined")
         lengths = self.agree(name, output.shape[gather.dim])
         self._open = False
-        return _Join.apply(output, gather.dim, [each[0] for each in lengths], self)
+        return _Join.apply(output, gather.dim, [rank_lengths[0] for rank_lengths in lengths], self)
 
     def _wrap(self, name: str, module: nn.Module, whole: bool) -> None:
         if isinstance(module.processor, nn.Module):
@@ -335,11 +337,13 @@ class _DiffusionSequence(_Sequence):
     def _check_attention(self) -> None:
         """Attention in a block that has no processor, by its class name."""
         for block_name, block in self.blocks.items():
-            owned = {part for each in block.modules() if hasattr(each, "processor") for part in each.modules()}
-            for name, each in block.named_modules():
-                kind = type(each).__name__
-                inner = any(hasattr(part, "processor") for part in each.modules())
-                if re.search(r"Attention|Attn", kind) and each not in owned and not inner:
+            owned = {
+                part for submodule in block.modules() if hasattr(submodule, "processor") for part in submodule.modules()
+            }
+            for name, submodule in block.named_modules():
+                kind = type(submodule).__name__
+                inner = any(hasattr(part, "processor") for part in submodule.modules())
+                if re.search(r"Attention|Attn", kind) and submodule not in owned and not inner:
                     where = f"{self.name}: {block_name}.{name} is a {kind} without processor"
                     raise ConfigError(f"{where}; sequence parallelism needs attention that {self.seam}: {OFF}")
 
@@ -418,7 +422,7 @@ class _DiffusionSequence(_Sequence):
             found = known[key]
         else:
             answers = list(known.values())
-            one = bool(answers) and all(each == answers[0] for each in answers)
+            one = bool(answers) and all(answer == answers[0] for answer in answers)
             found = answers[0] if one else self.gather_lengths(*lengths)
         if found[self.groups.rank] != lengths:
             raise RuntimeError(f"{place}: lengths {lengths} where {found[self.groups.rank]} were agreed on")
@@ -435,7 +439,7 @@ class _Join(torch.autograd.Function):
         room = moved.new_zeros(max(lengths), *moved.shape[1:])
         room[: len(moved)] = moved
         parts = zip(shared.gather(room), lengths, strict=True)
-        return torch.cat([each[:length].movedim(0, dim) for each, length in parts], dim=dim)
+        return torch.cat([padded[:length].movedim(0, dim) for padded, length in parts], dim=dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -36,11 +36,17 @@ def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Weights that FSDP has gathered are put away first: while they are out, the module has other parameters, and changes
     of these shards would not be seen.
     """
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
-        elif isinstance(each, FullyShardedDataParallel) and each._is_root is not None and each._handle is not None:
-            each._handle.reshard(free_unsharded_flat_param=True)  # the outermost keeps its own after a forward pass
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+        elif (
+            isinstance(submodule, FullyShardedDataParallel)
+            and submodule._is_root is not None
+            and submodule._handle is not None
+        ):
+            submodule._handle.reshard(
+                free_unsharded_flat_param=True
+            )  # the outermost keeps its own after a forward pass
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
@@ -64,8 +70,8 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
     shard = local(tensor.detach())
     found = shard.new_zeros(tensor.shape)
-    positions = [torch.cat([torch.arange(*each) for each in ranges]) for ranges in ranges_of(tensor)]
-    found[torch.meshgrid(*(each.to(shard.device) for each in positions), indexing="ij")] = shard
+    positions = [torch.cat([torch.arange(*span) for span in ranges]) for ranges in ranges_of(tensor)]
+    found[torch.meshgrid(*(places.to(shard.device) for places in positions), indexing="ij")] = shard
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dist.all_reduce(found, group=tensor.device_mesh.get_group(axis))
@@ -104,7 +110,7 @@ def ranges_of(tensor: Tensor) -> list[list[tuple[int, int]]]:
             cuts = [*others, (1, count, rank)]
         positions = torch.arange(size)
         for blocks, count, rank in cuts:
-            positions = torch.cat([_chunk(each, count)[rank] for each in _chunk(positions, blocks)])
+            positions = torch.cat([_chunk(block, count)[rank] for block in _chunk(positions, blocks)])
         found.append(_ranges(positions))
     return found
 
@@ -147,7 +153,7 @@ def whole_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Shapes of the whole parameters by plain name, also where this rank has a shard only."""
     if isinstance(module, FullyShardedDataParallel):
         return module.whole_shapes
-    return {plain_name(name): each.shape for name, each in module.named_parameters()}
+    return {plain_name(name): parameter.shape for name, parameter in module.named_parameters()}
 
 
 class Shards:
@@ -160,8 +166,8 @@ class Shards:
         self.group = None
         if isinstance(module, FullyShardedDataParallel) and mesh.layout.fsdp > 1:
             self.group, self.rank = mesh.group("fsdp"), mesh.rank_in("fsdp")
-            numels = mesh.gather({name: each.numel() for name, each in self.parameters.items()}, over="fsdp")
-            self.numels = {name: [each[name] for each in numels] for name in self.parameters}
+            numels = mesh.gather({name: parameter.numel() for name, parameter in self.parameters.items()}, over="fsdp")
+            self.numels = {name: [counts[name] for counts in numels] for name in self.parameters}
 
     def whole(self, name: str, shard: Tensor) -> Tensor:
         """The whole tensor of which this rank has ``shard``; every rank must call it, in the same order.
@@ -188,7 +194,7 @@ class Shards:
         mine = shard.new_zeros(longest)
         mine[: shard.numel()] = shard.reshape(-1)
         dist.all_gather(padded, mine, group=self.group)
-        parts = [each[:numel] for each, numel in zip(padded, self.numels[name], strict=True)]
+        parts = [flat[:numel] for flat, numel in zip(padded, self.numels[name], strict=True)]
         return torch.cat(parts).view(self.shapes[name])
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -231,10 +237,10 @@ def chunks_of(shards: Shards, name: str) -> list[Chunk]:
             position += stop - start
         along.append(spans)
     chunks = [
-        Chunk(tuple(each[0] for each in spans), tuple(each[1] for each in spans), tuple(each[2] for each in spans))
+        Chunk(tuple(span[0] for span in spans), tuple(span[1] for span in spans), tuple(span[2] for span in spans))
         for spans in product(*along)
     ]
-    return [each for each in chunks if 0 not in each.sizes or 0 in shape]
+    return [chunk for chunk in chunks if 0 not in chunk.sizes or 0 in shape]
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

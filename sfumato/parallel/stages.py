@@ -100,7 +100,7 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
     Raises:
         ConfigError: for a field that stages would not see.
     """
-    shapes = [each["input_ids"].shape for each in micro_batches]
+    shapes = [batch["input_ids"].shape for batch in micro_batches]
     rows, longest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     length = -(-longest // multiple) * multiple
     padded = []
@@ -111,16 +111,16 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
                 "padding on the right needs labels -100 only"
             )
         found = {}
-        for name, each in batch.items():
-            if each.shape[:2] != shape:
-                found[name] = each
+        for name, tensor in batch.items():
+            if tensor.shape[:2] != shape:
+                found[name] = tensor
                 continue
             if name == "position_ids":
-                places = (torch.arange(length, device=each.device) - shape[1]) % length  # 0 after the row's end
-                found[name] = places.to(each.dtype).repeat(rows, 1)
+                places = (torch.arange(length, device=tensor.device) - shape[1]) % length  # 0 after the row's end
+                found[name] = places.to(tensor.dtype).repeat(rows, 1)
             else:
-                found[name] = each.new_full((rows, length, *each.shape[2:]), PADDING.get(name, 0))
-            found[name][: shape[0], : shape[1]] = each
+                found[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
+            found[name][: shape[0], : shape[1]] = tensor
         padded.append(found)
     return padded
 
@@ -156,18 +156,18 @@ def parts_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[
             "what their parts are. Set train.pipeline_parallel_size to 1 and share the model with "
             "train.data_parallel_mode fsdp2, train.tensor_parallel_size or train.ulysses_parallel_size"
         )
-    parts = [module.base_model.get_submodule(each) for each in plan]
-    places = [place for place, each in enumerate(parts) if isinstance(each, nn.ModuleList)]
+    parts = [module.base_model.get_submodule(path) for path in plan]
+    places = [place for place, part in enumerate(parts) if isinstance(part, nn.ModuleList)]
     if len(places) != 1:
         raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
-    after = parts[places[0] + 1 :] + [module.get_submodule(each) for each in head]
+    after = parts[places[0] + 1 :] + [module.get_submodule(path) for path in head]
     return parts[: places[0]], [*parts[places[0]]], after
 
 
 def check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
-    first = {id(each): each for part in before for each in part.parameters()}
-    tied = [each for part in after for each in part.parameters() if id(each) in first]
-    if any(each.requires_grad or each.is_meta for each in tied):
+    first = {id(parameter): parameter for part in before for parameter in part.parameters()}
+    tied = [parameter for part in after for parameter in part.parameters() if id(parameter) in first]
+    if any(parameter.requires_grad or parameter.is_meta for parameter in tied):
         raise ConfigError(
             "the embedding and the head share one weight (tie_word_embeddings), but lie in the first and the last "
             "stage of the pipeline, where it would be trained apart: set train.pipeline_parallel_size to 1, freeze it "
@@ -178,10 +178,10 @@ def check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
 def check_hands_on(module: nn.Module, parts: list[nn.Module]) -> None:
     """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
     shell = copy_around(module, {id(part): Absent() for part in parts})
-    left = [each for each, _ in shell.named_parameters()]
-    if any(each.is_meta for each in shell.buffers()):
+    left = [name for name, _ in shell.named_parameters()]
+    if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
-    device = next((each.device for each in shell.buffers()), torch.device("cpu"))
+    device = next((buffer.device for buffer in shell.buffers()), torch.device("cpu"))
     hidden = torch.arange(2 * module.config.hidden_size, device=device).reshape(1, 2, -1).float()
     with torch.no_grad():
         handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
@@ -200,7 +200,7 @@ def copy_around(module: nn.Module, parts: dict[int, nn.Module]) -> nn.Module:
 
 def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
     """The plan without tensor-parallel styles of parts that only other stages have."""
-    here = {name for name, each in stage.named_modules() if not isinstance(each, Absent)}
+    here = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
     here |= {name for name, _ in stage.named_parameters()}
     gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
     tensor = {}

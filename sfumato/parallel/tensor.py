@@ -162,8 +162,8 @@ def _match_tied_embeddings(module: nn.Module, found: dict[str, Style]) -> None:
         for name, style in found.items()
         if style.meaning.cuts == "outputs" and not _is_parameter(module, name)
     }
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding) and id(each.weight) in heads and name not in found:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Embedding) and id(submodule.weight) in heads and name not in found:
             found[name] = Style("embedding_rowwise")
 
 
@@ -197,9 +197,9 @@ def _check_owners(module: nn.Module, found: Mapping[str, Style]) -> None:
 
 def _make_equal(module: nn.Module, mesh: Mesh) -> None:
     """Gives every tensor-parallel rank the trainable weights of the first: they may have been drawn at random."""
-    for each in trainable_parameters(module).values():
-        if not each.is_meta:
-            dist.broadcast(each.data, group=mesh.group("tp"), group_src=0)
+    for parameter in trainable_parameters(module).values():
+        if not parameter.is_meta:
+            dist.broadcast(parameter.data, group=mesh.group("tp"), group_src=0)
 
 
 def _apply(module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bool, inside: bool) -> set[nn.Module]:
@@ -216,12 +216,12 @@ def _apply(module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bo
     if _is_parameter(module, name):
         _cut_parameter(module, name, style, cutter)
         return set()
-    each, meaning = module.get_submodule(name), style.meaning
+    target, meaning = module.get_submodule(name), style.meaning
     if meaning.cuts:
-        return _apply_linear(each, name, style, cutter, parts, inside)
+        return _apply_linear(target, name, style, cutter, parts, inside)
     if meaning.layer is not None:
-        _check_type(each, meaning.layer, name, style.kind)
-    return meaning.apply(each, _Site(module, name, cutter, parts))
+        _check_type(target, meaning.layer, name, style.kind)
+    return meaning.apply(target, _Site(module, name, cutter, parts))
 
 
 def _apply_linear(
@@ -232,11 +232,11 @@ def _apply_linear(
     is_whole = style.meaning.is_whole
     if style.meaning.cuts == "outputs":
         settings = {"parts": parts, "even": inside and not is_whole, "joined": is_whole, "blocks": style.blocks}
-        for each in (layer, *seconds):
-            styles.make_colwise(each, cutter, name, adapter=each is not layer, **settings)
+        for linear in (layer, *seconds):
+            styles.make_colwise(linear, cutter, name, adapter=linear is not layer, **settings)
         return {layer, *seconds}
-    for each in (layer, *firsts):
-        styles.make_rowwise(each, cutter, name, parts=parts, whole_input=is_whole, blocks=style.blocks)
+    for linear in (layer, *firsts):
+        styles.make_rowwise(linear, cutter, name, parts=parts, whole_input=is_whole, blocks=style.blocks)
     return {layer, *firsts}
 
 
@@ -247,7 +247,7 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
     if layer is module:
         return layer, [], []
     known = ("base_layer.", "lora_A.", "lora_B.")
-    others = [each for each, _ in module.named_parameters() if not each.startswith(known)]
+    others = [parameter_name for parameter_name, _ in module.named_parameters() if not parameter_name.startswith(known)]
     if others or getattr(module, "lora_variant", None) or not hasattr(module, "lora_A"):
         raise ConfigError(
             f"{name}: tensor parallelism cuts plain LoRA adapters only, not {type(module).__name__} with "
@@ -293,10 +293,10 @@ def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> N
         for name, style in found.items()
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
-    for each in parents:
+    for parent in parents:
         for key in ("heads", "inner_dim"):
-            if isinstance(getattr(each, "heads", None), int) and isinstance(getattr(each, key, None), int):
-                setattr(each, key, getattr(each, key) // size)
+            if isinstance(getattr(parent, "heads", None), int) and isinstance(getattr(parent, key, None), int):
+                setattr(parent, key, getattr(parent, key) // size)
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -449,9 +449,9 @@ def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict
                 f"train.sequence_parallel: block {name} has parameters of its own ({', '.join(block._parameters)}), "
                 "which would be used on a part of the sequence: set it to false"
             )
-        for child, each in block.named_children():
+        for child, submodule in block.named_children():
             meant = [style.meaning for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")]
-            if any(True for _ in each.parameters()) and (meant or not _is_norm(each)):
+            if any(True for _ in submodule.parameters()) and (meant or not _is_norm(submodule)):
                 sums = any(meaning.cuts == "inputs" for meaning in meant)
                 groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meant)
     return groups

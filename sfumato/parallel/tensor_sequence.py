@@ -46,14 +46,14 @@ class SequenceGroup(nn.Module):
         output = super().forward(styles.gather(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
         keep = styles.scatter if self.tp_sums else styles.cut
         shape = (len(hidden), sequence.length, -1)  # some mixtures of experts return the tokens of all rows in one
-        return _on_output(lambda each: keep(each.reshape(shape), 1, ranks), output)
+        return _on_output(lambda states: keep(states.reshape(shape), 1, ranks), output)
 
 
 def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden states, a layer's first input, and the other inputs."""
     if args:
         return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], args, {name: each for name, each in kwargs.items() if name != "hidden_states"}
+    return kwargs["hidden_states"], args, {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def _on_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
@@ -66,14 +66,14 @@ def share_sequence(
     """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
     sequence = SharedSequence(ranks)
     for name, block in blocks.items():
-        for child, each in block.named_children():
+        for child, submodule in block.named_children():
             is_partial = groups.get(f"{name}.{child}")
             if is_partial is not False:
-                for owner in each.modules():
+                for owner in submodule.modules():
                     if owner._parameters and owner not in handled:
                         styles.become(owner, styles.Summed, tp_ranks=ranks)
             if is_partial is not None:
-                styles.become(each, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
+                styles.become(submodule, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
     ordered = list(blocks.values())
     ordered[0].register_forward_pre_hook(sequence.enter, with_kwargs=True)
     ordered[-1].register_forward_hook(sequence.leave)

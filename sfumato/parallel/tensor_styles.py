@@ -164,7 +164,7 @@ def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
 
 def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
     """This rank's shard of each of several equal blocks, one after the other: of fused matrices."""
-    return torch.cat([each.chunk(ranks.size, dim)[ranks.rank] for each in tensor.chunk(blocks, dim)], dim)
+    return torch.cat([block.chunk(ranks.size, dim)[ranks.rank] for block in tensor.chunk(blocks, dim)], dim)
 
 
 class Cutter:
@@ -173,10 +173,10 @@ class Cutter:
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self.device_mesh, self.ranks = device_mesh, Ranks.of(device_mesh)
         owners: dict[int, int] = {}
-        for each in module.modules():
-            for parameter in each.parameters(recurse=False):
+        for submodule in module.modules():
+            for parameter in submodule.parameters(recurse=False):
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        self._tied = {each for each, count in owners.items() if count > 1}
+        self._tied = {identity for identity, count in owners.items() if count > 1}
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def cut(self, module: nn.Module, name: str, dim: int, where: str, blocks: int = 1, even: bool = True) -> None:
@@ -367,7 +367,8 @@ class Summed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with showing(
-            self, **{name: self._of_rank(each) for name, each in self._parameters.items() if each is not None}
+            self,
+            **{name: self._of_rank(parameter) for name, parameter in self._parameters.items() if parameter is not None},
         ):
             return super().forward(*args, **kwargs)
 
@@ -379,7 +380,9 @@ class Local(nn.Module):
     """A module that computes with this rank's shards of its own parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with showing(self, **{name: local(each) for name, each in self._parameters.items() if each is not None}):
+        with showing(
+            self, **{name: local(parameter) for name, parameter in self._parameters.items() if parameter is not None}
+        ):
             return super().forward(*args, **kwargs)
 
 
@@ -390,8 +393,8 @@ class Experts(Local):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(self._enter(each) for each in args)
-        kwargs = {name: self._enter(each) for name, each in kwargs.items()}
+        args = tuple(self._enter(value) for value in args)
+        kwargs = {name: self._enter(value) for name, value in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
     def _enter(self, value: Any) -> Any:
@@ -427,7 +430,7 @@ class SeparateOutputs(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        return tuple(each.clone() for each in output) if torch.compiler.is_compiling() else output
+        return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 
 
 def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:

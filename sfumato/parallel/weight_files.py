@@ -62,8 +62,8 @@ class FileTensor:
     def read(self, slices: Slices) -> Tensor:
         if not slices:
             return self.file.get_tensor(self.name)
-        if any(each.start == each.stop for each in slices):
-            return torch.empty([each.stop - each.start for each in slices], dtype=self.dtype)
+        if any(bounds.start == bounds.stop for bounds in slices):
+            return torch.empty([bounds.stop - bounds.start for bounds in slices], dtype=self.dtype)
         return self.file.get_slice(self.name)[slices]
 
 
@@ -89,15 +89,15 @@ class Stacked:
     """Tensors of one shape along a new dimension."""
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
-        _require_equal([each.shape for each in parts], "stacked")
+        _require_equal([part.shape for part in parts], "stacked")
         self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
         self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
 
     def read(self, slices: Slices) -> Tensor:
         inner = slices[: self.dim] + slices[self.dim + 1 :]
-        parts = [each.read(inner) for each in self.parts[slices[self.dim]]]
+        parts = [part.read(inner) for part in self.parts[slices[self.dim]]]
         if not parts:
-            return torch.empty([each.stop - each.start for each in slices], dtype=self.dtype)
+            return torch.empty([bounds.stop - bounds.start for bounds in slices], dtype=self.dtype)
         return torch.stack(parts, self.dim)
 
 
@@ -105,9 +105,9 @@ class Joined:
     """Tensors one after another along a dimension."""
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
-        _require_equal([each.shape[:dim] + each.shape[dim + 1 :] for each in parts], "joined")
+        _require_equal([part.shape[:dim] + part.shape[dim + 1 :] for part in parts], "joined")
         self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
-        self.ends = list(accumulate((each.shape[dim] for each in parts), initial=0))
+        self.ends = list(accumulate((part.shape[dim] for part in parts), initial=0))
         self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
 
     def read(self, slices: Slices) -> Tensor:
@@ -226,7 +226,7 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not an index of weights: {error!r}; fetch it again") from error
-            return [files / each for each in sorted(set(names))]
+            return [files / name for name in sorted(set(names))]
     wanted = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
     raise ConfigError(f"{files} has neither {wanted}: give a folder that save_pretrained wrote")
 
@@ -253,13 +253,13 @@ def converted(
 
     with _plain_classes(model):
         mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, TensorSource] = {}
     groups: dict[str, dict[str, list[TensorSource]]] = {}
     for name in sorted(
-        stored, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each)]
+        stored, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
     ):
         new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if new not in shapes and name in shapes:
@@ -280,16 +280,16 @@ def _combined(
 ) -> dict[str, TensorSource]:
     """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
     first = converter.target_patterns[0]
-    names = [name.replace(first, each) for each in converter.target_patterns]
-    state = [parts[each] for each in converter.source_patterns if each in parts]
+    names = [name.replace(first, pattern) for pattern in converter.target_patterns]
+    state = [parts[pattern] for pattern in converter.source_patterns if pattern in parts]
     for op in converter.operations:
         match type(op).__name__:
             case "MergeModulelist":
-                state = [[Stacked(each, op.dim)] for each in state]
+                state = [[Stacked(sources, op.dim)] for sources in state]
             case "Concatenate":
-                state = [[Joined([source for each in state for source in each], op.dim)]]
+                state = [[Joined([source for sources in state for source in sources], op.dim)]]
             case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
-                state = [[each] for each in cut(state[0][0], op.dim, len(names))]
+                state = [[chunk] for chunk in cut(state[0][0], op.dim, len(names))]
             case "Transpose":
                 whole = state[0][0]
                 keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
@@ -301,17 +301,17 @@ def _combined(
                 )
     if len(state) != len(names):
         raise ConfigError(f"{name}: {len(state)} tensors of the files for {len(names)} of the module")
-    return {each: sources[0] for each, sources in zip(names, state, strict=True)}
+    return {target: sources[0] for target, sources in zip(names, state, strict=True)}
 
 
 @contextmanager
 def _plain_classes(module: nn.Module) -> Iterator[None]:
     """Inside, modules have the classes they had before fsdp2: transformers looks conversions up by class name."""
-    sharded = {each: type(each) for each in module.modules() if isinstance(each, FSDPModule)}
-    for each, cls in sharded.items():
-        each.__class__ = cls.__mro__[2]
+    sharded = {submodule: type(submodule) for submodule in module.modules() if isinstance(submodule, FSDPModule)}
+    for submodule, cls in sharded.items():
+        submodule.__class__ = cls.__mro__[2]
     try:
         yield
     finally:
-        for each, cls in sharded.items():
-            each.__class__ = cls
+        for submodule, cls in sharded.items():
+            submodule.__class__ = cls

@@ -79,7 +79,8 @@ def load_weights(
             Afterwards, when a weight is not finite.
     """
     wanted = _over_stages(
-        {name: Wanted(tuple(each.shape), each.dtype, each.is_meta) for name, each in _loadable(module).items()}, mesh
+        {name: Wanted(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in _loadable(module).items()},
+        mesh,
     )
     shared = from_rank0 and mesh.size > 1
     with ExitStack() as stack:
@@ -118,7 +119,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     parameters, buffers = all_parameters(module), persistent_buffers(module)
     shards = Shards(module, mesh, parameters)
     shapes = {name: tuple(shards.shapes[name]) for name in parameters}
-    shapes = _over_stages(shapes | {name: tuple(each.shape) for name, each in buffers.items()}, mesh)
+    shapes = _over_stages(shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}, mesh)
     shared = from_rank0 and mesh.size > 1
     problems = []
     if mesh.is_first or not shared:
@@ -126,11 +127,11 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         if unknown:
             problems.append(f"the module has no {listed(unknown, NAMED)}")
         problems += [
-            f"{name} has shape {tuple(each.shape)}, the module wants {shapes[name]}"
-            for name, each in tensors.items()
-            if name in shapes and tuple(each.shape) != shapes[name]
+            f"{name} has shape {tuple(tensor.shape)}, the module wants {shapes[name]}"
+            for name, tensor in tensors.items()
+            if name in shapes and tuple(tensor.shape) != shapes[name]
         ]
-    on_meta = [name for name, each in (parameters | buffers).items() if each.is_meta]
+    on_meta = [name for name, tensor in (parameters | buffers).items() if tensor.is_meta]
     if on_meta:
         problems.append(f"{listed(on_meta, NAMED)} are on meta: call load_weights or initialise_on_meta first")
     counts = [0] if shared else mesh.gather(len(tensors), over="world")
@@ -165,8 +166,8 @@ def whole_weights(
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
-    mine = {name: (tuple(shards.shapes[name]), each.dtype) for name, each in parameters.items()}
-    mine |= {name: (tuple(each.shape), each.dtype) for name, each in buffers.items()}
+    mine = {name: (tuple(shards.shapes[name]), parameter.dtype) for name, parameter in parameters.items()}
+    mine |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
     found: dict[str, Tensor] = {}
@@ -249,18 +250,18 @@ def real_stand_ins(module: nn.Module) -> Iterator[None]:
     them on meta. For initialisations that do not look at the weights.
     """
     kept = []
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
                 stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                kept.append((each, name, parameter))
-                each._parameters[name] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
+                kept.append((owner, name, parameter))
+                owner._parameters[name] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
     try:
         yield
     finally:
-        for each, name, parameter in kept:
-            parameter.requires_grad_(each._parameters[name].requires_grad)
-            each._parameters[name] = parameter
+        for owner, name, parameter in kept:
+            parameter.requires_grad_(owner._parameters[name].requires_grad)
+            owner._parameters[name] = parameter
 
 
 def initialise_on_meta(
@@ -301,10 +302,10 @@ def make_real(module: nn.Module, device: torch.device) -> None:
     """Gives weights on meta memory on a device, for this rank's shard, without values. Others keep theirs."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
-        for key, each in owner._parameters.items():
-            if each is not None:
-                places.setdefault(id(each), []).append((owner, key))
-    module._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, key))
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for (first, name), *others in places.values():
         for owner, key in others:  # tied weights stay one
             owner._parameters[key] = first._parameters[name]
@@ -314,26 +315,26 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     """What files hold of a module, by the names there: parameters but adapters', and persistent buffers."""
     _refuse_fsdp1(module)
     buffers = persistent_buffers(module)
-    computed = [name for name, each in module.named_buffers() if each.is_meta and plain_name(name) not in buffers]
+    computed = [name for name, buffer in module.named_buffers() if buffer.is_meta and plain_name(name) not in buffers]
     if computed:
         raise ConfigError(f"buffers that are in no file are on meta: {listed(computed, NAMED)}; use build_on_meta")
     adapters = tuple(
         f"{plain_name(f'{name}.')}{adapter}."
-        for name, each in module.named_modules()
-        if hasattr(each, "base_layer")
-        for adapter in getattr(each, "adapter_layer_names", ())
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, "base_layer")
+        for adapter in getattr(submodule, "adapter_layer_names", ())
     )
     parameters = all_parameters(module)
-    on_meta = [name for name, each in parameters.items() if name.startswith(adapters) and each.is_meta]
+    on_meta = [name for name, parameter in parameters.items() if name.startswith(adapters) and parameter.is_meta]
     if on_meta:
         raise ConfigError(f"adapters are on meta: {listed(on_meta, NAMED)}; add them inside real_stand_ins")
-    found = {name: each for name, each in parameters.items() if not name.startswith(adapters)}
+    found = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
     found |= buffers
-    return {re.sub(r"(\.base_layer)+\.", ".", name): each for name, each in found.items()}
+    return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in found.items()}
 
 
 def _refuse_fsdp1(module: nn.Module) -> None:
-    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+    if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
         raise ConfigError(
             "fsdp1 has flattened the weights, so none can be read into them: load before parallelize, with "
             "train.init_device cpu; or set train.data_parallel_mode fsdp2"
@@ -343,17 +344,17 @@ def _refuse_fsdp1(module: nn.Module) -> None:
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that are saved with the weights, by the names of the plain module; whole on every rank."""
     return {
-        plain_name(f"{prefix}.{name}" if prefix else name): each
+        plain_name(f"{prefix}.{name}" if prefix else name): buffer
         for prefix, owner in module.named_modules()
-        for name, each in owner.named_buffers(recurse=False)
+        for name, buffer in owner.named_buffers(recurse=False)
         if name not in owner._non_persistent_buffers_set
     }
 
 
 def _names_by_identity(module: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(each), []).append(name)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     return names
 
 
@@ -363,11 +364,11 @@ def _rename(
     if rename is None:
         return stored
     renamed: dict[str, TensorSource] = {}
-    for name, each in stored.items():
+    for name, source in stored.items():
         new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
         if new in renamed:
             raise ConfigError(f"rename gives two tensors of the files the name {new!r}")
-        renamed[new] = each
+        renamed[new] = source
     return renamed
 
 
@@ -377,18 +378,18 @@ def _match(
     """A tensor for each name that is wanted, and what is wrong."""
     root = _transformers_model(module)
     if root is not None:
-        stored = converted(stored, root, {name: each.shape for name, each in wanted.items()})
+        stored = converted(stored, root, {name: expected.shape for name, expected in wanted.items()})
     root = module if root is None else root
     same = [{plain_name(name) for name in names} for names in _names_by_identity(module).values() if len(names) > 1]
     same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
     found, missing, misfits = {}, [], []
-    for name, each in wanted.items():
+    for name, expected in wanted.items():
         names = [name, *sorted(chain.from_iterable(group for group in same if name in group))]
         source = next((stored[known] for known in names if known in stored), None)
         if source is not None:
             found[name] = source
-            misfits += _misfit(name, source, each)
-        elif each.is_meta or (strict and not _ignores(root, "missing", name)):
+            misfits += _misfit(name, source, expected)
+        elif expected.is_meta or (strict and not _ignores(root, "missing", name)):
             missing.append(name)
     allowed = {*wanted, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
     extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
@@ -409,7 +410,7 @@ def _ignores(model: nn.Module, what: str, name: str) -> bool:
     """Whether the model's class says that this name may be missing or unexpected."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
     computed = (r"rotary_emb\.inv_freq$",) if what == "unexpected" else ()
-    return any(re.search(each, name) for each in (*patterns, *computed))
+    return any(re.search(pattern, name) for pattern in (*patterns, *computed))
 
 
 def _transformers_model(module: nn.Module) -> nn.Module | None:
@@ -419,13 +420,13 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
     from transformers import PreTrainedModel
 
     names = all_parameters(module).keys()
-    models = (each for each in module.modules() if isinstance(each, PreTrainedModel))
-    return next((each for each in models if each is module or all_parameters(each).keys() <= names), None)
+    models = (submodule for submodule in module.modules() if isinstance(submodule, PreTrainedModel))
+    return next((model for model in models if model is module or all_parameters(model).keys() <= names), None)
 
 
 def _over_stages(values: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """What all pipeline stages have under their names."""
-    return {name: each for part in mesh.gather(values, over="pp") for name, each in part.items()}
+    return {name: value for part in mesh.gather(values, over="pp") for name, value in part.items()}
 
 
 def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:

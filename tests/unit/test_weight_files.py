@@ -14,7 +14,7 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.weight_files import Held, Joined, TensorSource, Stacked, Swapped, cut
+from sfumato.parallel.weight_files import Held, Joined, Stacked, Swapped, TensorSource, cut
 from sfumato.parallel.weights import (
     build_on_meta,
     initialise_on_meta,

@@ -196,7 +196,7 @@ class DiffusionModel(FrozenParts):
         check_dropout_is_whole(parallel)
         self.set_denoiser(parallel)
         device = torch.device("cpu") if config.enable_fsdp_offload else self.device
-        if any(each.is_meta for each in self.denoiser.parameters()):
+        if any(parameter.is_meta for parameter in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
             for name, part in self.split_denoiser(self.denoiser).items():
                 load_weights(part, self.source / name, mesh, from_rank0, device=device)

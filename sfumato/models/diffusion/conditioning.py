@@ -45,9 +45,9 @@ class Conditioning(Rows):
         """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
         assert self.negative is not None
         tensors = {}
-        for name, each in self.tensors.items():
-            mask = dropped.to(each.device).reshape(-1, *[1] * (each.ndim - 1))
-            tensors[name] = torch.where(mask, self.negative[name].to(each.dtype), each)
+        for name, tensor in self.tensors.items():
+            mask = dropped.to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+            tensors[name] = torch.where(mask, self.negative[name].to(tensor.dtype), tensor)
         return replace(self, tensors=tensors)
 
     def blanked(self) -> Conditioning:
@@ -61,17 +61,17 @@ class Conditioning(Rows):
         assert self.negative is not None
         if number == 1:
             return self.tensors
-        return {name: self.negative[name].to(each.dtype).expand_as(each) for name, each in self.tensors.items()}
+        return {name: self.negative[name].to(tensor.dtype).expand_as(tensor) for name, tensor in self.tensors.items()}
 
     def with_negative(self) -> dict[str, Tensor]:
         """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
         assert self.negative is not None
-        return {name: torch.cat([each, self.tensors[name]]) for name, each in self.branch(0).items()}
+        return {name: torch.cat([unconditional, self.tensors[name]]) for name, unconditional in self.branch(0).items()}
 
 
 def image_digests(prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> list[str]:
     """What tells the images of prompts apart; empty without images."""
-    return [image_digest(each) for each in ([None] * len(prompts) if images is None else images)]
+    return [image_digest(image) for image in ([None] * len(prompts) if images is None else images)]
 
 
 def image_digest(image: np.ndarray | None) -> str:

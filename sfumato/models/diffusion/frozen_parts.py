@@ -95,7 +95,9 @@ class FrozenParts(ABC):
     @property
     def components(self) -> dict[str, nn.Module]:
         """The pipeline's neural networks by name."""
-        return {name: each for name, each in self.pipeline.components.items() if isinstance(each, nn.Module)}
+        return {
+            name: component for name, component in self.pipeline.components.items() if isinstance(component, nn.Module)
+        }
 
     @contextmanager
     def at_work(self, *names: str) -> Iterator[None]:
@@ -105,14 +107,18 @@ class FrozenParts(ABC):
             names: of the pipeline's components; those that a pipeline does without may be among them.
         """
         found = [self.components[name] for name in names if name in self.components]
-        moved = [] if self.idle_device is None else [each for each in found if device_of(each) != self.device]
+        moved = (
+            []
+            if self.idle_device is None
+            else [component for component in found if device_of(component) != self.device]
+        )
         try:
-            for each in moved:
-                each.to(self.device)
+            for component in moved:
+                component.to(self.device)
             yield
         finally:
-            for each in moved:
-                each.to(self.idle_device)
+            for component in moved:
+                component.to(self.idle_device)
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
@@ -180,7 +186,7 @@ class FrozenParts(ABC):
 
         def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, Tensor]:
             rows = [self._prompts[key] for key in zip(texts, digests, strict=True)]
-            return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
         negative = None
         if with_negative:
@@ -203,7 +209,7 @@ class FrozenParts(ABC):
         digests = image_digests(prompts, images)
         wanted = dict.fromkeys(zip(prompts, digests, strict=True))
         if with_negative:
-            wanted |= dict.fromkeys(("", each) for each in (digests if self.takes_image else [""]))
+            wanted |= dict.fromkeys(("", digest) for digest in (digests if self.takes_image else [""]))
         missing = [key for key in wanted if key not in self._prompts]
         if missing and self.encoders_freed:
             raise RuntimeError(
@@ -258,7 +264,7 @@ class FrozenParts(ABC):
 
     def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
         for row, key in enumerate(keys):
-            self._prompts[key] = {name: each[row].to("cpu", copy=True) for name, each in embedded.items()}
+            self._prompts[key] = {name: tensor[row].to("cpu", copy=True) for name, tensor in embedded.items()}
 
     def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
         if (images is not None) != self.takes_image:
@@ -268,7 +274,9 @@ class FrozenParts(ABC):
             return
         if len(images) != len(prompts):
             raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
-        wrong = [each for each in images if each.dtype != np.uint8 or each.ndim != 3 or each.shape != images[0].shape]
+        wrong = [
+            image for image in images if image.dtype != np.uint8 or image.ndim != 3 or image.shape != images[0].shape
+        ]
         if wrong:
             raise DataError(
                 f"images of one batch must be uint8 [H, W, 3] of one size; there are {images[0].shape} of "
@@ -283,7 +291,7 @@ class FrozenParts(ABC):
         """
         images = self.blank_images(1, height, width)
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
-        return {name: (each.shape[1:], each.dtype) for name, each in embedded.items()}
+        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in embedded.items()}
 
     def example_embeddings(self, height: int, width: int) -> dict[str, Tensor]:
         """Some conditioning of one row; where the encoders were freed, one that is remembered.
@@ -292,7 +300,7 @@ class FrozenParts(ABC):
             height, width: in pixels of the image that a family may take.
         """
         if self.encoders_freed:
-            return {name: each[None] for name, each in next(iter(self._prompts.values())).items()}
+            return {name: tensor[None] for name, tensor in next(iter(self._prompts.values())).items()}
         return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
 
     def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:

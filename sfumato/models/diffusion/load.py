@@ -133,8 +133,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             "model_index.json names each part, and it must lie in a folder of that name; copy or download it again"
         )
     for name, value in parts.items():
-        files = [each.name for each in (folder / name).iterdir()] if any(value) else []
-        if "Tokenizer" in str(value[-1]) and files and not any(each.endswith(VOCABULARIES) for each in files):
+        files = [file.name for file in (folder / name).iterdir()] if any(value) else []
+        if "Tokenizer" in str(value[-1]) and files and not any(file.endswith(VOCABULARIES) for file in files):
             raise ConfigError(
                 f"model.model_path {folder}: {name} has no vocabulary ({', '.join(VOCABULARIES)}), so every prompt "
                 "would be the same: copy or download the folder again"

@@ -147,9 +147,9 @@ UNET = ParallelPlan(
         for place in ("down_blocks.*.attentions.*", "mid_block.attentions.*", "up_blocks.*.attentions.*")
         for layer, style in {
             **{
-                f"{attention}.{each}": "colwise"
+                f"{attention}.{projection}": "colwise"
                 for attention in ("attn1", "attn2")
-                for each in ("to_q", "to_k", "to_v")
+                for projection in ("to_q", "to_k", "to_v")
             },
             "attn1.to_out.0": "rowwise",
             "attn2.to_out.0": "rowwise",

@@ -144,8 +144,8 @@ class QwenImage(FlowTokens):
         """Mean and standard deviation of the autoencoder's channels: ``[C, 1, 1]`` each."""
         settings = self.pipeline.vae.config
         mean, std = (
-            torch.tensor(each, device=latents.device)[:, None, None]
-            for each in (settings.latents_mean, settings.latents_std)
+            torch.tensor(numbers, device=latents.device)[:, None, None]
+            for numbers in (settings.latents_mean, settings.latents_std)
         )
         return mean, std
 
@@ -153,7 +153,7 @@ class QwenImage(FlowTokens):
         """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""
         height, width = conditional.shape[-2:]
         guided = pack(super().guide(unconditional, conditional, scale))
-        norms = [each.norm(dim=-1, keepdim=True) for each in (pack(conditional), guided)]
+        norms = [tokens.norm(dim=-1, keepdim=True) for tokens in (pack(conditional), guided)]
         return unpack(guided * (norms[0] / norms[1].clamp_min(SMALLEST_NORM)), height, width)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
@@ -161,9 +161,9 @@ class QwenImage(FlowTokens):
         images = [latents]
         if "image_latents" in embeddings:
             images.append(embeddings["image_latents"].to(dtype))
-        shape = [(1, each.shape[-2] // PATCH, each.shape[-1] // PATCH) for each in images]
+        shape = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
         velocity = self.denoiser(
-            hidden_states=torch.cat([pack(each) for each in images], dim=1),
+            hidden_states=torch.cat([pack(image) for image in images], dim=1),
             timestep=sigma.to(latents.device),
             encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
             encoder_hidden_states_mask=embeddings["prompt_mask"],

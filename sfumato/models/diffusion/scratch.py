@@ -19,7 +19,7 @@ from sfumato.errors import MissingDependencyError
 def unknown_keys(description: dict[str, Any], known: Iterable[str]) -> None:
     """Raises ValueError for a section that no family knows."""
     known = sorted(known)
-    wrong = [each for each in description if each not in known]
+    wrong = [key for key in description if key not in known]
     if wrong:
         raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
 
@@ -41,8 +41,8 @@ def section_of(
     section = description.get(name, {})
     if not isinstance(section, dict):
         raise ValueError(f"{name}: must be a mapping, not {section!r}")
-    known = [each for each in inspect.signature(target).parameters if each not in {"self", *given}]
-    wrong = [each for each in section if each not in known]
+    known = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *given}]
+    wrong = [key for key in section if key not in known]
     if wrong:
         raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
     return section
@@ -103,7 +103,7 @@ def build_clip_encoder(
         pad_token_id=tokenizer.pad_token_id,
     )
     encoder = (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
-    embeddings = next(each for name, each in encoder.named_modules() if name.endswith("embeddings"))
+    embeddings = next(submodule for name, submodule in encoder.named_modules() if name.endswith("embeddings"))
     torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
     torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)
     return encoder
@@ -114,7 +114,7 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> Any:
     from transformers import T5Tokenizer
 
     letters = [chr(code) for code in range(33, 127)]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((each, -3.0) for each in letters)]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
     pieces += [(f"▁{word}", -1.0) for word in dict.fromkeys(words)]
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
@@ -327,8 +327,8 @@ def _language(tokenizer: Any, width: int, num_layers: int, num_heads: int, num_k
 
 def _words_of(template: str) -> list[str]:
     """The words of a template, each with the space before it if there is one."""
-    for each in SPECIAL:
-        template = template.replace(each, "\n")
+    for token in SPECIAL:
+        template = template.replace(token, "\n")
     return re.findall(r"'[a-z]+| ?[A-Za-z]+| \(", template.replace("{}", "\n"))
 
 

@@ -172,7 +172,7 @@ class StableDiffusion(DiffusionModel):
         from diffusers import DDIMScheduler
 
         # without the note of what was left at its default, which is another class's default
-        settings = {name: each for name, each in self.pipeline.scheduler.config.items() if not name.startswith("_")}
+        settings = {name: value for name, value in self.pipeline.scheduler.config.items() if not name.startswith("_")}
         scheduler = DDIMScheduler.from_config(settings)
         prediction = scheduler.config.prediction_type
         if prediction not in ("epsilon", "v_prediction"):
@@ -300,7 +300,7 @@ class StableDiffusionXL(StableDiffusion):
             prompts, device=self.device, do_classifier_free_guidance=False
         )
         if self.pipeline.config.force_zeros_for_empty_prompt:
-            given = torch.tensor([each != "" for each in prompts], device=embeds.device)
+            given = torch.tensor([prompt != "" for prompt in prompts], device=embeds.device)
             embeds = torch.where(given[:, None, None], embeds, 0)
             pooled = torch.where(given[:, None], pooled, 0)
         return {"prompt_embeds": embeds, "pooled": pooled}

@@ -265,7 +265,7 @@ class Wan(DiffusionModel):
         parts = self.split_denoiser(self.plain_denoiser())
         for name, plain in parts.items():
             prefix = f"{name}." if len(parts) > 1 else ""
-            own = {key.removeprefix(prefix): each for key, each in weights.items() if key.startswith(prefix)}
+            own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
             self.pipeline.save_lora_weights(
                 folder if name == self.denoiser_name else folder / name,
                 transformer_lora_layers=get_peft_model_state_dict(plain, own),

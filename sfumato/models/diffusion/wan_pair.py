@@ -33,7 +33,7 @@ class WanPair(nn.Module):
     @property
     def config(self) -> dict[str, Any]:
         """What ``from_config`` takes."""
-        return {name: each.config for name, each in self.named_children()} | {"boundary": self.boundary}
+        return {name: transformer.config for name, transformer in self.named_children()} | {"boundary": self.boundary}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> WanPair:
@@ -50,22 +50,22 @@ class WanPair(nn.Module):
 
     def add_adapter(self, config: Any, name: str = "default") -> None:
         """Adds an adapter to both."""
-        for each in self.children():
-            each.add_adapter(config, name)
+        for transformer in self.children():
+            transformer.add_adapter(config, name)
 
     def disable_adapters(self) -> None:
         """Switches the adapters of both off."""
-        for each in self.children():
-            each.disable_adapters()
+        for transformer in self.children():
+            transformer.disable_adapters()
 
     def enable_adapters(self) -> None:
         """Switches the adapters of both on."""
-        for each in self.children():
-            each.enable_adapters()
+        for transformer in self.children():
+            transformer.enable_adapters()
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
         """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""
-        rows = {name: each for name, each in rows.items() if isinstance(each, Tensor)}
+        rows = {name: tensor for name, tensor in rows.items() if isinstance(tensor, Tensor)}
         if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: nothing is known
             return self.transformer(hidden_states, timestep, **rows, return_dict=False)
         high = (timestep >= self.boundary).cpu()
@@ -76,7 +76,7 @@ class WanPair(nn.Module):
                 continue
             index = mine if len(mine) else torch.zeros(1, dtype=torch.long)
             index = slice(None) if len(mine) == len(high) else index.to(hidden_states.device)
-            own = {name: each[index] for name, each in rows.items()}
+            own = {name: tensor[index] for name, tensor in rows.items()}
             output = module(hidden_states[index], timestep[index], **own, return_dict=False)[0]
             if len(mine):
                 outputs.append((mine, output))
