@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float32, Int64
 
 
 @dataclass(frozen=True)
 class Advantages:
     """What ``compute`` of every class of this file returns."""
 
-    values: Tensor
+    values: Float32[Tensor, "samples"]
     """float32 ``[N]``; 0 where the reward is missing."""
-    failed: Tensor
+    failed: Bool[Tensor, "samples"]
     """bool ``[N]``: the reward was NaN; the sample must not be trained on."""
-    no_spread: Tensor
+    no_spread: Bool[Tensor, "samples"]
     """bool ``[N]``: all rewards of the sample's group are equal (or only one is left), so none is better."""
-    left_out: Tensor
+    left_out: Bool[Tensor, "samples"]
     """bool ``[N]``: the sample was not chosen, where only some of a group are trained on."""
     metrics: dict[str, float]
     """Statistics for the log."""
@@ -36,7 +39,7 @@ class Advantages:
         parts = (self.values, self.failed, self.no_spread, self.left_out)
         return Advantages(*(tensor[chosen] for tensor in parts), self.metrics)
 
-    def useful(self, keep_no_spread: bool) -> Tensor:
+    def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
         trained = ~self.failed & ~self.left_out
         return trained if keep_no_spread else trained & ~self.no_spread
@@ -60,9 +63,9 @@ class GroupAdvantage:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """Advantages of one step's samples.
@@ -100,9 +103,9 @@ class LeaveOneOut:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""
@@ -131,9 +134,9 @@ class GDPO:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
@@ -192,9 +195,9 @@ class BestWorst:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""
@@ -224,9 +227,9 @@ class Best:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``; all of a group without spread are its best."""
@@ -249,9 +252,9 @@ class RawReward:
 
     def compute(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        components: Mapping[str, Tensor] | None = None,
+        rewards: Float[Tensor, "samples"],
+        group_ids: Int64[Tensor, "samples"],
+        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
         """As ``GroupAdvantage.compute``."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
@@ -39,6 +44,10 @@ def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     return (1 - sigma) * latents + sigma * noise
 
 
-def flow_matching_loss(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
+def flow_matching_loss(
+    velocity: Float[Tensor, "batch *latent"],
+    latents: Float[Tensor, "batch *latent"],
+    noise: Float[Tensor, "batch *latent"],
+) -> Float[Tensor, "batch"]:
     """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``."""
     return mean_over_sample((velocity.float() - (noise - latents)) ** 2)

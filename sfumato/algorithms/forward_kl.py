@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class VelocityMSE:
         if self.floor is not None and not 0 <= self.floor <= self.coef:
             raise ValueError(f"floor must be from 0 to coef {self.coef}, not {self.floor}")
 
-    def penalty(self, batch: NoisedSamples, advantages: Tensor) -> Tensor:
+    def penalty(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
         """float32 ``[R]`` for a batch with the reference's velocities and advantages ``[R]``."""
         penalty = mean_over_sample((batch.velocity - batch.velocity_of("reference")) ** 2)
         if self.floor is None:
@@ -56,7 +59,7 @@ class SampleMSE:
     coef: float = 0.01
     """Factor of the penalty in the loss."""
 
-    def penalty(self, batch: NoisedSamples, advantages: Tensor) -> Tensor:
+    def penalty(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
         """float32 ``[R]`` for a batch with the reference's velocities; ``advantages`` are not looked at."""
         del advantages
         return batch.sigma**2 * mean_over_sample((batch.velocity - batch.velocity_of("reference")) ** 2)

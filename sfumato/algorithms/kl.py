@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep, mean_over_sample
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class GaussianKL:
     coef: float = 0.01
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Float32[Tensor, "rows"]:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return step.kl(reference.mean)
 
@@ -44,7 +47,7 @@ class FlowGRPOKL:
     coef: float = 0.04
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Float32[Tensor, "rows"]:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.mean - reference.mean) ** 2) / (2 * step.diffusion**2)
 
@@ -60,7 +63,7 @@ class VelocityMSE:
     reference_guidance_scale: float | None = None
     """Guidance of the reference's prediction, where it differs from the policy's."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Float32[Tensor, "rows"]:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.velocity - reference.velocity) ** 2)
 
@@ -74,6 +77,6 @@ class SampleMSE:
     coef: float = 0.01
     """Factor of the penalty in the loss."""
 
-    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Tensor:
+    def penalty(self, step: GaussianStep, reference: GaussianStep) -> Float32[Tensor, "rows"]:
         """float32 ``[R]`` for a step of R rows and the reference's."""
         return mean_over_sample((step.mean - reference.mean) ** 2)

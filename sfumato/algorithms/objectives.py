@@ -10,52 +10,56 @@ Shapes: R rows, each a decision that a policy made at random: a (sample, trained
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float32
+
 
 @dataclass(frozen=True)
 class SampledSteps:
     """What was drawn when the trajectories were sampled. The standard deviation does not depend on the policy."""
 
-    next_latents: Tensor
+    next_latents: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: the latents that were drawn."""
-    log_probs: Tensor
+    log_probs: Float32[Tensor, "rows"]
     """float32 ``[R]``: their log-probability then."""
-    step_sizes: Tensor
+    step_sizes: Float32[Tensor, "rows"]
     """float32 ``[R]``: h = sigma - sigma' > 0."""
-    means: Tensor | None
+    means: Float32[Tensor, "rows *latent"] | None
     """float32 ``[R, ...]``: the means they were drawn around; None where they were not kept."""
 
-    def log_ratio(self, new: GaussianStep) -> Tensor:
+    def log_ratio(self, new: GaussianStep) -> Float32[Tensor, "rows"]:
         """log p_new - log p_old of each row: in closed form where the means were kept, for precision."""
         if self.means is None:
             return new.log_prob(self.next_latents) - self.log_probs
         return new.log_ratio(self.means, self.next_latents)
 
-    def old_means(self) -> Tensor:
+    def old_means(self) -> Float32[Tensor, "rows *latent"]:
         """The means. Raises ValueError where they were not kept."""
         if self.means is None:
             raise ValueError("this objective needs the means of the sampled steps")
         return self.means
 
 
-RowLosses: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
+RowLosses: TypeAlias = "tuple[Float[Tensor, 'rows'], dict[str, Float[Tensor, '']]]"
+"""The loss of each row, and sums over rows by the names of their metrics."""
 
 
 @dataclass(frozen=True)
 class Ratio:
     """How much likelier R decisions are now than under an older policy."""
 
-    log_ratio: Tensor
+    log_ratio: Float32[Tensor, "rows"]
     """float32 ``[R]``, with gradients: log p - log p_old, or what an objective has in its place; 0 for one policy."""
-    kl: Tensor | None = None
+    kl: Float32[Tensor, "rows"] | None = None
     """float32 ``[R]``, without gradients: KL(old, new) of what a decision was drawn from, where it is known."""
-    divisor: Tensor | None = None
+    divisor: Float32[Tensor, "rows"] | None = None
     """float32 ``[R]``, by which the losses of denoising steps are evened out; None is 1."""
 
 
@@ -71,7 +75,9 @@ class RatioObjective(Protocol):
         """Of R denoising steps, in the exact form of the dynamics that ``loss`` takes."""
         ...
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
+    def loss(
+        self, ratio: Ratio, advantages: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics.
 
         Args:
@@ -84,7 +90,11 @@ class RatioObjective(Protocol):
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, mask: Tensor | None = None
+    log_ratio: Float[Tensor, "rows"],
+    advantages: Float[Tensor, "rows"],
+    low: float,
+    high: float,
+    mask: Bool[Tensor, "rows"] | None = None,
 ) -> RowLosses:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7).
 
@@ -108,7 +118,9 @@ def clipped_surrogate(
     return loss, stats
 
 
-def ratio_sums(log_ratio: Tensor, ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+def ratio_sums(
+    log_ratio: Float[Tensor, "rows"], ratio: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None
+) -> dict[str, Float[Tensor, ""]]:
     """Sums over rows of ratios ``[R]``, and of half their squared logarithms, which are 0 outside the mask."""
     return {
         "ratio/mean": masked(ratio.detach(), mask).sum(),
@@ -116,7 +128,7 @@ def ratio_sums(log_ratio: Tensor, ratio: Tensor, mask: Tensor | None) -> dict[st
     }
 
 
-def masked(values: Tensor, mask: Tensor | None) -> Tensor:
+def masked(values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None) -> Float[Tensor, "rows"]:
     """``[R]`` with zeros, which have no gradient, in the place of rows that are not learned from."""
     return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
@@ -150,7 +162,9 @@ class ClippedRatio:
         """log p_new - log p_old of R denoising steps."""
         return Ratio(old.log_ratio(new))
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
+    def loss(
+        self, ratio: Ratio, advantages: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> RowLosses:
         """As ``RatioObjective.loss``."""
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return clipped_surrogate(ratio.log_ratio, advantages, self.clip_range, high, mask)
@@ -173,7 +187,9 @@ class Guard(ClippedRatio):
         """Recentred, of R denoising steps. Raises ValueError when the old means were not kept."""
         return Ratio(new.recentred_log_ratio(old.old_means(), old.next_latents), divisor=old.step_sizes)
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
+    def loss(
+        self, ratio: Ratio, advantages: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> RowLosses:
         """As ``RatioObjective.loss``."""
         loss, stats = super().loss(ratio, advantages, mask)
         return loss if ratio.divisor is None else loss / ratio.divisor, stats
@@ -209,7 +225,9 @@ class DPPO:
             kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
         return Ratio(old.log_ratio(new), kl)
 
-    def loss(self, ratio: Ratio, advantages: Tensor, mask: Tensor | None = None) -> RowLosses:
+    def loss(
+        self, ratio: Ratio, advantages: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> RowLosses:
         """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
         if ratio.kl is None:
             raise ValueError("dppo needs the KL divergence from the old policy of each decision")

@@ -14,13 +14,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 Level = Literal["step", "trajectory", "trajectory_mean"]
 
@@ -29,18 +32,18 @@ Level = Literal["step", "trajectory", "trajectory_mean"]
 class Correction:
     """What becomes of R rows."""
 
-    weights: Tensor
+    weights: Float32[Tensor, "rows"]
     """float32 ``[R]``, without gradients: factors of the policy loss, 0 for rows that are left out. The loss is divided
     by the number of all rows, those left out included: dividing by what is kept would make the step larger the fewer
     rows are trustworthy."""
-    log_weights: Tensor
+    log_weights: Float64[Tensor, "rows"]
     """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
-    truncated: Tensor
+    truncated: Bool[Tensor, "rows"]
     """bool ``[R]``: whose weight is the cap instead of the ratio."""
-    rejected: Tensor
+    rejected: Bool[Tensor, "rows"]
     """bool ``[R]``: left out."""
 
-    def rows(self, mask: Tensor) -> Correction:
+    def rows(self, mask: Bool[Tensor, "rows"]) -> Correction:
         """Those where ``mask``, bool ``[R]``, is true."""
         return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
 
@@ -52,7 +55,12 @@ class OffPolicy(Protocol):
     uses_proximal: ClassVar[bool]
     """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
 
-    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
+    def correct(
+        self,
+        log_ratio: Float[Tensor, "rows"],
+        sample_of_row: Int64[Tensor, "rows"],
+        mask: Bool[Tensor, "rows"] | None = None,
+    ) -> Correction:
         """Weights of R rows.
 
         Args:
@@ -73,7 +81,12 @@ class NoCorrection:
     type: ClassVar[str] = "none"
     uses_proximal: ClassVar[bool] = False
 
-    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
+    def correct(
+        self,
+        log_ratio: Float[Tensor, "rows"],
+        sample_of_row: Int64[Tensor, "rows"],
+        mask: Bool[Tensor, "rows"] | None = None,
+    ) -> Correction:
         """As ``OffPolicy.correct``; all weights are 1."""
         nobody = torch.zeros_like(log_ratio, dtype=torch.bool)
         ones = torch.ones_like(log_ratio, dtype=torch.float32).detach()
@@ -99,7 +112,12 @@ class Decoupled:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
+    def correct(
+        self,
+        log_ratio: Float[Tensor, "rows"],
+        sample_of_row: Int64[Tensor, "rows"],
+        mask: Bool[Tensor, "rows"] | None = None,
+    ) -> Correction:
         """As ``OffPolicy.correct``."""
         log_weights = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         weights, truncated = _truncated(log_weights, self.cap)
@@ -133,7 +151,12 @@ class Rejection:
                 "a sample that the policy itself has made"
             )
 
-    def correct(self, log_ratio: Tensor, sample_of_row: Tensor, mask: Tensor | None = None) -> Correction:
+    def correct(
+        self,
+        log_ratio: Float[Tensor, "rows"],
+        sample_of_row: Int64[Tensor, "rows"],
+        mask: Bool[Tensor, "rows"] | None = None,
+    ) -> Correction:
         """As ``OffPolicy.correct``."""
         bounded = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
@@ -146,7 +169,12 @@ class Rejection:
         return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
-def log_ratio_of(log_ratio: Tensor, sample_of_row: Tensor, level: Level, mask: Tensor | None = None) -> Tensor:
+def log_ratio_of(
+    log_ratio: Float[Tensor, "rows"],
+    sample_of_row: Int64[Tensor, "rows"],
+    level: Level,
+    mask: Bool[Tensor, "rows"] | None = None,
+) -> Float64[Tensor, "rows"]:
     """Log-ratios at a level: of each step, or of its trajectory as the sum or the mean over all steps of it.
 
     Args:
@@ -204,11 +232,11 @@ class Mismatch:
 
     def add(
         self,
-        log_ratio: Tensor,
+        log_ratio: Float[Tensor, "rows"],
         correction: Correction,
-        log_prob_ratio: Tensor | None = None,
-        kl: Tensor | None = None,
-        mask: Tensor | None = None,
+        log_prob_ratio: Float[Tensor, "rows"] | None = None,
+        kl: Float[Tensor, "rows"] | None = None,
+        mask: Bool[Tensor, "rows"] | None = None,
     ) -> None:
         """Counts R rows.
 
@@ -282,9 +310,9 @@ def old_policy(
     off_policy: OffPolicy,
     behaviour: SampledSteps,
     proximal: GaussianStep | None,
-    sample_of_row: Tensor,
+    sample_of_row: Int64[Tensor, "rows"],
     mismatch: Mismatch | None = None,
-) -> tuple[SampledSteps, Tensor]:
+) -> tuple[SampledSteps, Float32[Tensor, "rows"]]:
     """What an objective takes as its old policy, and factors of its loss.
 
     Args:

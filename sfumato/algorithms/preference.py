@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Real
 
 LOSSES = ("sigmoid", "ipo", "hinge")
 
 
 def preference_loss(
-    chosen: Tensor,
-    rejected: Tensor,
+    chosen: Float[Tensor, "pairs"],
+    rejected: Float[Tensor, "pairs"],
     beta: float,
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
-    lengths: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    lengths: tuple[Real[Tensor, "pairs"], Real[Tensor, "pairs"]] | None = None,
+) -> Float[Tensor, "pairs"]:
     """Loss of each pair, from how much likelier the policy makes both answers than the reference does.
 
     With h the difference of both: ``sigmoid`` is -log sigmoid(beta h) (DPO, arXiv 2305.18290, eq. 7; with label

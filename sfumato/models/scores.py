@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.parallel.loss import IGNORED, token_log_probs, token_log_probs_and_entropy
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32, Int64
 
 
 class TokenScores:
@@ -28,7 +33,9 @@ class TokenScores:
         """
         self._output, self._shape, self._kept, self._head = output, shape, kept, head
 
-    def log_probs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    def log_probs(
+        self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
+    ) -> Float32[Tensor, "batch length"]:
         """``log p(label)`` of each token in nats.
 
         Args:
@@ -47,7 +54,9 @@ class TokenScores:
             found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
         return self._spread(found.view(picked.shape))
 
-    def log_probs_and_entropy(self, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropy(
+        self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
+    ) -> tuple[Float32[Tensor, "batch length"], Float32[Tensor, "batch length"]]:
         """``log_probs``, and the entropy in nats of each token's distribution; 0 where the label is -100."""
         picked = self._pick(labels)
         if self._head is not None:
@@ -61,7 +70,7 @@ class TokenScores:
         return self._spread(found), self._spread(entropy)
 
     @torch.no_grad()
-    def predictions(self) -> Tensor:
+    def predictions(self) -> Int64[Tensor, "batch length"]:
         """The likeliest next token after each token, int64 ``[B, T]``; -100 where there is no output."""
         logits = self._output
         if self._head is None:

@@ -9,7 +9,7 @@ temperature, entropy and a vocabulary that is cut over ranks (arXiv 1909.08053) 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Int64
+
 IGNORED = -100
 """Label of a token that does not count."""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
+def cross_entropy_sum(
+    logits: Float[Tensor, "*tokens vocabulary"], labels: Int64[Tensor, "*tokens"], ignore_index: int = IGNORED
+) -> Float32[Tensor, ""]:
     """Sum of ``-log p(label)`` over tokens, computed in float32.
 
     Args:
@@ -39,14 +44,14 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = IGNORE
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
+    hidden: Float[Tensor, "*tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    labels: Int64[Tensor, "*tokens"],
+    bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> Float32[Tensor, ""]:
     """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
 
     Arguments as in ``token_log_probs``.
@@ -58,15 +63,15 @@ def linear_cross_entropy_sum(
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "*tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    labels: Int64[Tensor, "*tokens"],
     temperature: float = 1.0,
-    bias: Tensor | None = None,
+    bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> Float32[Tensor, "*tokens"]:
     """Log-probability of each label under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
     Matrix products run in the dtype of ``hidden``, or that of autocast; softmax and sums in float32.
@@ -95,16 +100,16 @@ def token_log_probs(
 
 
 def token_log_probs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "*tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    labels: Int64[Tensor, "*tokens"],
     temperature: float = 1.0,
-    bias: Tensor | None = None,
+    bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
     ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float32[Tensor, "*tokens"], Float32[Tensor, "*tokens_or_none"]]:
     """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
 
     Returns:

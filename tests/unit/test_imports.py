@@ -142,7 +142,7 @@ def test_every_part_has_its_floor():
 
 
 def test_algorithms_know_only_torch_and_themselves():
-    allowed = {*sys.stdlib_module_names, "torch", "numpy"}
+    allowed = {*sys.stdlib_module_names, "torch", "numpy", "jaxtyping"}  # the last for type checkers only
     for path in (each for each in LIBRARY if module_of(each)[1:2] == ("algorithms",)):
         for name in imports_of(path):
             assert name.split(".")[0] in allowed or name.startswith("sfumato.algorithms"), f"{relative(path)}: {name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, distance, reward_probability
 from sfumato.algorithms.objectives import RowLosses, check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class CRD:
         if not self.beta > 0 or not self.advantage_clip > 0 or (self.temperature or 0) < 0:
             raise ValueError("beta and advantage_clip must be above 0, and temperature not below 0")
 
-    def implicit_reward(self, batch: NoisedSamples) -> Tensor:
+    def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
         """r above: float32 ``[R]``, with gradients."""
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         q = reward_probability(advantages, self.advantage_clip)
         r = self.implicit_reward(batch)
@@ -117,7 +120,7 @@ class DGPO:
         """The reference; the old policy where there is a clip range."""
         return frozenset({"reference"} if self.clip_range is None else {"reference", "old"})
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         error = batch.error(batch.velocity)
         cells = batch.cells()
@@ -163,11 +166,11 @@ class DPO:
         if not self.beta > 0 or not 0 <= self.label_smoothing < 0.5:
             raise ValueError("beta must be above 0, and label_smoothing at least 0 and below 0.5")
 
-    def implicit_reward(self, batch: NoisedSamples) -> Tensor:
+    def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
         """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
         return self.beta * self._gain(batch)
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
         cells = batch.cells()

@@ -6,7 +6,7 @@ Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.objectives import RowLosses
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Int64
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 SMALLEST_WEIGHT = 1e-5
@@ -24,25 +27,25 @@ SMALLEST_WEIGHT = 1e-5
 class NoisedSamples:
     """Final samples at noise levels, and what the policies predict there."""
 
-    x0: Tensor
+    x0: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: the samples."""
-    noise: Tensor
+    noise: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: eps."""
-    sigma: Tensor
+    sigma: Float32[Tensor, "rows"]
     """float32 ``[R]`` in [0, 1]."""
-    velocity: Tensor
+    velocity: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: the policy's prediction, with gradients."""
-    group_ids: Tensor
+    group_ids: Int64[Tensor, "rows"]
     """int64 ``[R]``: rows of one prompt."""
-    levels: Tensor
+    levels: Int64[Tensor, "rows"]
     """int64 ``[R]``: which of its sample's noise levels a row is; 0 where there is one."""
-    old_velocity: Tensor | None = None
+    old_velocity: Float32[Tensor, "rows *latent"] | None = None
     """float32 ``[R, ...]``: the old policy's, where ``needs`` names ``old``."""
-    reference_velocity: Tensor | None = None
+    reference_velocity: Float32[Tensor, "rows *latent"] | None = None
     """float32 ``[R, ...]``: the reference's, where ``needs`` names ``reference``."""
-    ema_velocity: Tensor | None = None
+    ema_velocity: Float32[Tensor, "rows *latent"] | None = None
     """float32 ``[R, ...]``: the averaged policy's, where ``needs`` names ``ema``."""
-    error_weight: Tensor | None = None
+    error_weight: Float32[Tensor, "rows"] | None = None
     """float32 ``[R]``: factor of squared errors where the network predicts something else; None is 1."""
 
     @property
@@ -55,23 +58,23 @@ class NoisedSamples:
         """x_sigma = (1 - sigma) x0 + sigma eps, float32 ``[R, ...]``."""
         return add_noise(self.x0, self.noise, self.sigma)
 
-    def velocity_of(self, policy: Literal["old", "reference", "ema"]) -> Tensor:
+    def velocity_of(self, policy: Literal["old", "reference", "ema"]) -> Float32[Tensor, "rows *latent"]:
         """Another policy's prediction, without gradients. Raises ValueError where it is missing."""
         velocity = getattr(self, f"{policy}_velocity")
         if velocity is None:
             raise ValueError(f"this objective needs the velocity of the {policy} policy")
         return velocity.detach()
 
-    def predicted_x0(self, velocity: Tensor) -> Tensor:
+    def predicted_x0(self, velocity: Float32[Tensor, "rows *latent"]) -> Float32[Tensor, "rows *latent"]:
         """x_sigma - sigma v, float32 ``[R, ...]``."""
         return self.noisy - per_sample(self.sigma, velocity) * velocity
 
-    def error(self, velocity: Tensor) -> Tensor:
+    def error(self, velocity: Float32[Tensor, "rows *latent"]) -> Float32[Tensor, "rows"]:
         """mean((v - u)^2) of each row, times its weight: float32 ``[R]``."""
         error = mean_over_sample((velocity - self.target) ** 2)
         return error if self.error_weight is None else error * self.error_weight
 
-    def cells(self) -> Tensor:
+    def cells(self) -> Int64[Tensor, "rows"]:
         """int64 ``[R]`` from 0: rows with the same number are one group at one noise level."""
         return torch.unique(torch.stack([self.group_ids, self.levels]), dim=1, return_inverse=True)[1]
 
@@ -89,12 +92,14 @@ class ForwardProcessObjective(Protocol):
         """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
         ...
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""
         ...
 
 
-def reward_probability(advantages: Tensor, clip: float, mode: AdvantageMode = "all") -> Tensor:
+def reward_probability(
+    advantages: Float[Tensor, "rows"], clip: float, mode: AdvantageMode = "all"
+) -> Float[Tensor, "rows"]:
     """clamp(A / 2 clip + 1/2, 0, 1): how good a sample is, in [0, 1], as DiffusionNFT has it.
 
     Args:
@@ -118,7 +123,9 @@ def reward_probability(advantages: Tensor, clip: float, mode: AdvantageMode = "a
     return (advantages / clip / 2 + 0.5).clamp(0, 1)
 
 
-def distance(prediction: Tensor, target: Tensor) -> Tensor:
+def distance(
+    prediction: Float[Tensor, "rows *latent"], target: Float[Tensor, "rows *latent"]
+) -> Float[Tensor, "rows *ones"]:
     """mean |prediction - target| of each row, at least 1e-5 and without gradients: ``[R, 1, ...]``."""
     with torch.no_grad():
         mean = mean_over_sample((prediction.double() - target.double()).abs())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import AdvantageMode, NoisedSamples, distance, reward_probability
 from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_surrogate
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class NFT:
         if not self.beta > 0 or not self.advantage_clip > 0:
             raise ValueError("beta and advantage_clip must be above 0")
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
         old, beta = batch.velocity_of("old"), self.beta
@@ -96,7 +99,7 @@ class AWM:
         """The old policy; the averaged one where it has a factor."""
         return frozenset({"old", "ema"} if self.ema_coef > 0 else {"old"})
 
-    def log_prob(self, batch: NoisedSamples, velocity: Tensor) -> Tensor:
+    def log_prob(self, batch: NoisedSamples, velocity: Float32[Tensor, "rows *latent"]) -> Float[Tensor, "rows"]:
         """float32 ``[R]`` of the samples under a policy that predicts ``velocity``."""
         error, t = batch.error(velocity), batch.sigma
         if self.weighting == "huber":
@@ -105,7 +108,7 @@ class AWM:
             return -((error + _TINY) ** self.power - _TINY**self.power) * t / self.power
         return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t**2}[self.weighting]
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         new = self.log_prob(batch, batch.velocity)
         old = new.detach() if batch.old_velocity is None else self.log_prob(batch, batch.velocity_of("old"))
@@ -141,7 +144,7 @@ class RewardWeighted:
         """Not without a temperature, and otherwise any."""
         return False if self.temperature is None else None
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a negative weight, which has no lower bound."""
         weight = advantages if self.temperature is None else torch.exp(advantages / self.temperature)
         if bool((weight < 0).any()):
@@ -161,7 +164,7 @@ class BestOfN:
     whole_groups: ClassVar[bool] = False
     shared_noise: ClassVar[bool] = False
 
-    def loss(self, batch: NoisedSamples, advantages: Tensor) -> RowLosses:
+    def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``."""
         return _weighted(batch, (advantages > 0).to(batch.x0))
 
