@@ -50,5 +50,5 @@ def preference_loss(
         return torch.relu(1 - margin)
     if kind != "sigmoid":
         raise ValueError(f"unknown loss {kind!r}; known: {', '.join(LOSSES)}")
-    right, wrong = torch.nn.functional.logsigmoid(margin), torch.nn.functional.logsigmoid(-margin)
-    return -(1 - label_smoothing) * right - label_smoothing * wrong
+    correct, wrong = torch.nn.functional.logsigmoid(margin), torch.nn.functional.logsigmoid(-margin)
+    return -(1 - label_smoothing) * correct - label_smoothing * wrong

@@ -28,7 +28,7 @@ from sfumato.parallel.sequence import shard_sequence
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 WORTH_PICKING = 0.9
-"""Share of learned tokens up to which logits are computed for these alone; picking them out costs a copy."""
+"""Fraction of tokens in the loss mask up to which logits are computed for these alone; picking them costs a copy."""
 
 Tensors = dict[str, Tensor]
 TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
@@ -260,9 +260,9 @@ class LanguageModel:
         row = shard_sequence(self._to_device(tensors), self.mesh)
         kept = None
         if "number" not in tensors and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
-            learned = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
-            if len(learned) < WORTH_PICKING * tensors["labels"].shape[1]:
-                kept = (learned if len(learned) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
+            masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
+            if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
+                kept = (masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
         more = {} if kept is None else {"logits_to_keep": kept}
         head = self._head() if self._chunked else None
         with self._autocast():

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from sfumato.config.sections import TrainConfig
-from sfumato.models.saved_bytes import SavedBytes, count_saved, fake_tensors, make_fake
+from sfumato.models.saved_bytes import SavedBytes, count_saved, make_fake
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, pretended_mesh
@@ -107,7 +108,7 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
     within = ("sequence_parallel", "tensor_parallel_size")
     config = type(train).model_construct(**dict(train)).model_copy(update=_nothing_else(train, within))
     gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
-    with pretended_mesh(Layout(tp=layout.tp)) as mesh, fake_tensors():
+    with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
         blocks = find_blocks(module, planned.plan)
         if layout.tp > 1:

@@ -68,7 +68,7 @@ def plan_language_model(
 ) -> Planned:
     """What is to be known of a language model's memory.
 
-    Every token counts as one that is learned, which makes the most logits.
+    Every token counts as one in the loss mask, which makes the most logits.
 
     Args:
         model, data, train: the task's sections.

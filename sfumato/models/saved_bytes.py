@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight
+from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight, storage_of
 from sfumato.parallel.shards import local
 
 STAND_IN = "sfumato_stand_in"
@@ -101,11 +100,6 @@ def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:
                 owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def fake_tensors() -> FakeTensorMode:
-    """The mode in which tensors have no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def register_stand_in(on_gpu: bool, scores: bool) -> str:
     """Makes an attention known to transformers that saves what flash attention does: no score matrix.
 
@@ -166,7 +160,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
         super().__init__()
         self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
-        self._seen = {_storage(parameter): None for parameter in module.parameters()}
+        self._seen = {storage_of(parameter): None for parameter in module.parameters()}
         self._given: dict[int, Tensor] = {}
         self._block: int | None = None
         self._products = 0
@@ -186,8 +180,8 @@ class _Counter(TorchDispatchMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._block, self._products = index, 0
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and _storage(leaf) not in self._given:
-                    self._given[_storage(leaf)] = leaf  # kept, so that no other storage gets its address
+                if isinstance(leaf, Tensor) and storage_of(leaf) not in self._given:
+                    self._given[storage_of(leaf)] = leaf  # kept, so that no other storage gets its address
                     self.found.blocks[index].full += leaf.untyped_storage().nbytes()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -199,7 +193,7 @@ class _Counter(TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Tensor:
         """Called by autograd for each tensor that it saves."""
         plain = local(tensor.detach())
-        if (storage := _storage(plain)) in self._seen:
+        if (storage := storage_of(plain)) in self._seen:
             return plain
         self._seen[storage] = plain
         num_bytes = plain.untyped_storage().nbytes()
@@ -217,14 +211,14 @@ class _Counter(TorchDispatchMode):
 
     def block_left(self, index: int, made: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
         """What a block has saved, and of which tensors that it returns it has saved the storage."""
-        return replace(self.found.blocks[index]), [_storage(tensor) in self._seen for tensor in made]
+        return replace(self.found.blocks[index]), [storage_of(tensor) in self._seen for tensor in made]
 
     def block_repeats(self, index: int, made: list[Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
         """Counts for a block what an equal one has saved; what it was given is counted already."""
         block, (equal, are_saved) = self.found.blocks[index], left
         block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
         self.found.copies += equal.copies
-        self._seen |= {_storage(tensor): tensor for tensor, is_saved in zip(made, are_saved, strict=True) if is_saved}
+        self._seen |= {storage_of(tensor): tensor for tensor, is_saved in zip(made, are_saved, strict=True) if is_saved}
 
     def keep(self, num_bytes: int) -> None:
         """Counts what selective recomputation keeps of this block."""
@@ -242,10 +236,6 @@ class _Counter(TorchDispatchMode):
         if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
             self.keep(sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return local(tensor.detach()).untyped_storage()._cdata
 
 
 def autocast(dtype: torch.dtype | None) -> Any:
@@ -275,9 +265,9 @@ class _Kind:
         leaves, self.nested = tree_flatten(output)
         places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
         self.outputs = [places.get(id(leaf), leaf) for leaf in leaves]
-        given = {_storage(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        given = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
         made = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
-        self.can_repeat = not any(_storage(tensor) in given for tensor in made)  # a view of an input
+        self.can_repeat = not any(storage_of(tensor) in given for tensor in made)  # a view of an input
         return made
 
     def again(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:

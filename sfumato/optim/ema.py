@@ -16,11 +16,6 @@ from sfumato.algorithms.decay import Decay, WarmUp
 from sfumato.parallel.shards import local, trainable_parameters
 
 
-def ema_decay(step: int, limit: float) -> float:
-    """Decay at an optimiser step (0 is the first): min((1 + step) / (10 + step), limit)."""
-    return WarmUp(limit).at(step)
-
-
 class Ema:
     """Averages of a module's trainable parameters, float32: a moving average, or any policy that follows another."""
 

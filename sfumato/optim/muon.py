@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert import find_experts, has_experts
-from sfumato.parallel.shards import local, plain_name, ranges_of, whole, whole_shapes
+from sfumato.parallel.shards import local, placed_like, plain_name, ranges_of, whole, whole_shapes
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -167,9 +167,7 @@ class Sharers:
         """The tensor, whole along these axes, of which this rank has the shard that it has of a parameter."""
         if not self.axes:
             return shard
-        placed = DTensor.from_local(
-            shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        placed = placed_like(shard, like)
         if len(self.axes) == like.device_mesh.ndim:
             return whole(placed)
         kept = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]

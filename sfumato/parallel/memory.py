@@ -265,7 +265,7 @@ class _Call:
     """One call of a block: what it moved. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
-        self.weights = {_storage(tensor) for part in block.modules() for tensor in _tensors_of(part)}
+        self.weights = {storage_of(tensor) for part in block.modules() for tensor in _tensors_of(part)}
         self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self.stream: Any = None
         self.device: torch.device | None = None
@@ -360,7 +360,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
             yield value
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Address of the memory that a tensor, of any shape and dtype, or this rank's shard of it lies in."""
     return local(tensor.detach()).untyped_storage()._cdata
 
 

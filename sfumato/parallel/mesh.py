@@ -133,9 +133,9 @@ class Mesh:
         """The value of the first rank of an axis or view, on each of them."""
         return self.gather(value, among)[0]
 
-    def share(self, count: int) -> range:
+    def range_of_rank(self, count: int) -> range:
         """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""
-        return share_of(count, self.data_rank, self.data_size)
+        return range_of_rank(count, self.data_rank, self.data_size)
 
     def barrier(self) -> None:
         """Waits until every process is here."""
@@ -170,11 +170,11 @@ class Mesh:
                 store.set(key, "done")
 
 
-def share_of(count: int, share: int, num_shares: int) -> range:
+def range_of_rank(count: int, rank: int, num_ranks: int) -> range:
     """One of several parts of ``count`` items, contiguous and as even as possible."""
-    base, extra = divmod(count, num_shares)
-    start = share * base + min(share, extra)
-    return range(start, start + base + (share < extra))
+    base, extra = divmod(count, num_ranks)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
 
 
 def build_mesh(config: TrainConfig) -> Mesh:
@@ -234,7 +234,7 @@ def close_mesh() -> None:
 def pretended_mesh(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """Inside, this process is one rank of a mesh whose other ranks do not exist.
 
-    Collectives return at once and leave in their results what was there, so that shapes are right and values are not:
+    Collectives return at once and leave in their results what was there, so that shapes are correct and values are not:
     for modules on meta and fake tensors. Not within a process group.
 
     Args:

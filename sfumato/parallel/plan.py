@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -44,6 +45,11 @@ class ParallelPlan:
     sequence is cut."""
     parts: tuple[str, ...] = ()
     """Submodules that are models of their own, called one without the other; patterns are names inside of each."""
+
+
+def matcher(pattern: str) -> Callable[[str], object]:
+    """Whether a name fits a pattern of a plan, where ``*`` stands for a number."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
 
 
 def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:

@@ -33,7 +33,7 @@ from sfumato.parallel.attention import (
 )
 from sfumato.parallel.kernels import check_attention
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, reads_whole
+from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, matcher, reads_whole
 
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of what a model's attention modules share."""
@@ -268,8 +268,8 @@ class _DiffusionSequence(_Sequence):
         self.module.register_forward_hook(self._finish, always_call=True)
 
     def _matching(self, pattern: str) -> dict[str, nn.Module]:
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        found = {name: submodule for name, submodule in self.module.named_modules() if expression.fullmatch(name)}
+        fits = matcher(pattern)
+        found = {name: submodule for name, submodule in self.module.named_modules() if fits(name)}
         if not found:
             raise ConfigError(f"{self.name} has no module {pattern!r}, which its plan for sequence parallelism names")
         return found

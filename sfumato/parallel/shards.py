@@ -78,6 +78,12 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
+def placed_like(shard: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the shape and placements of ``like``, of which this rank has ``shard``, of the shape of its own."""
+    layout = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **layout)
+
+
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a whole tensor: what ``local(like)`` has when ``whole(like)`` is that tensor.
 
@@ -178,15 +184,7 @@ class Shards:
         """
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
-            placed = DTensor.from_local(
-                shard,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            return whole(placed)
+            return whole(placed_like(shard, parameter))
         if self.group is None:
             return shard
         longest = max(self.numels[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import ParallelPlan
+from sfumato.parallel.plan import ParallelPlan, matcher
 
 Batch = Mapping[str, Tensor]
 
@@ -205,7 +204,7 @@ def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> Pa
     gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
     tensor = {}
     for pattern, style in plan.tensor.items():
-        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        matches = matcher(pattern)
         if any(map(matches, here)) or not any(map(matches, gone)):
             tensor[pattern] = style
     return replace(plan, tensor=tensor)

@@ -6,7 +6,6 @@ The styles of a plan are those of transformers' ``base_model_tp_plan``, listed i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from sfumato.errors import ConfigError
 from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.plan import ParallelPlan, find_blocks, matcher
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor_sequence import share_sequence
 from sfumato.parallel.tensor_styles import Cutter
@@ -64,7 +63,7 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
 
     Raises:
         ConfigError: for a style that is not known, a pattern that matches nothing, heads or matrices that do not
-            divide, and models for which sequence parallelism is not right.
+            divide, and models for which sequence parallelism is not correct.
     """
     if not plan.tensor:
         raise ConfigError(
@@ -144,8 +143,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     found: dict[str, Style] = {}
     for pattern, text in plan.items():
         style = Style.of(text.removesuffix("?"), pattern)
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        matching = [name for name in names if expression.fullmatch(name)]
+        matching = [*filter(matcher(pattern), names)]
         if not matching and not text.endswith("?"):
             raise ConfigError(
                 f"plan of tensor parallelism: {pattern!r} ({text}) matches nothing in {type(module).__name__}; "

@@ -15,7 +15,7 @@ import torch
 
 from sfumato.algorithms.rows import Rows, by_row
 from sfumato.data.prompts import PromptLoader
-from sfumato.parallel.mesh import share_of
+from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.tracking.samples import SampleRecord
@@ -40,7 +40,7 @@ def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_
     groups = prompts.groups(iteration)
     return [
         SampleRequest(group * prompts.group_size + member, group, groups[group], is_first=member == 0)
-        for group in share_of(len(groups), data_rank, num_data_ranks)
+        for group in range_of_rank(len(groups), data_rank, num_data_ranks)
         for member in range(prompts.group_size)
     ]
 

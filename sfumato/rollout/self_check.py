@@ -20,7 +20,7 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning
-from sfumato.parallel.mesh import Mesh, share_of
+from sfumato.parallel.mesh import Mesh, range_of_rank
 from sfumato.rollout.diffusion import DiffusionRollout
 
 ROUNDINGS = 256
@@ -157,7 +157,9 @@ def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[i
     They are rows of one guidance branch, for any of the data-parallel ranks.
     """
     rollout, train = config.rollout, config.train
-    sizes = {len(share_of(rollout.num_prompts, rank, num_data_ranks)) * rollout.n for rank in range(num_data_ranks)}
+    sizes = {
+        len(range_of_rank(rollout.num_prompts, rank, num_data_ranks)) * rollout.n for rank in range(num_data_ranks)
+    }
     steps = len(config.algorithm.window.steps(rollout.num_inference_steps, train.seed, 0))
     whole = {min(size, rollout.micro_batch_size) for size in sizes}
     rest = {size % rollout.micro_batch_size for size in sizes}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.config.rl import RLConfig
-from sfumato.parallel.mesh import share_of
+from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
@@ -65,7 +65,7 @@ def _evaluate(
     roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
 ) -> tuple[dict[str, float], list[Evaluated]]:
     actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
-    by_rank = [list(share_of(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
+    by_rank = [list(range_of_rank(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
     longest = -(-count // actor.num_data_ranks)
     drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
     made = actor.map_remote(draw, drawn, config, num_values=2, kind="evaluate")

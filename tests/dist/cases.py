@@ -455,7 +455,7 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
     optimizer = adamw(parameters.values())
     outcome = Outcome()
     for step in range(NUM_STEPS):
-        rows = [case.row(step * ROWS + index) for index in mesh.share(ROWS)]
+        rows = [case.row(step * ROWS + index) for index in mesh.range_of_rank(ROWS)]
         losses, counts = [], 0
         num = count_all(case, rows, mesh)
         for row in accumulate(module, rows):
@@ -494,7 +494,7 @@ def train_steps(pipeline: Pipeline, mesh: Mesh, kind: str, dtype: torch.dtype | 
     optimizer = adamw(trainable_parameters(pipeline.module).values())
     outcome = Outcome()
     for step in range(NUM_STEPS):
-        rows = [case.row(step * ROWS + index) for index in mesh.share(ROWS)]
+        rows = [case.row(step * ROWS + index) for index in mesh.range_of_rank(ROWS)]
         num = count_all(case, rows, mesh)
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             losses = pipeline.train_step(rows, functools.partial(summed_loss, num=num))

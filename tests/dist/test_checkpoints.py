@@ -65,7 +65,7 @@ class Job:
     def step(self) -> tuple[float, float]:
         """One training step. Returns loss and gradient norm."""
         case, mesh, state = CASES[self.kind], self.mesh, self.state
-        rows = [case.row(state.step * ROWS + index) for index in mesh.share(ROWS)]
+        rows = [case.row(state.step * ROWS + index) for index in mesh.range_of_rank(ROWS)]
         num = count_all(case, rows, mesh)
         if self.pipeline is not None:
             losses = self.pipeline.train_step(rows, functools.partial(summed_loss, num=num))

@@ -57,7 +57,7 @@ def work(rank: int, folder: str) -> None:
         "any": [mesh.any(False), mesh.any(rank == 0), mesh.any(rank == 1), mesh.any(True)],
         "gather": mesh.gather({"rank": rank, "names": ["x"] * rank}),
         "sum_dict": mesh.sum_dict({"both": 1.0, "first": 2.0} if rank == 0 else {"both": 10.0, "second": 3.0}),
-        "share": list(mesh.share(5)),
+        "share": list(mesh.range_of_rank(5)),
     }
     mark = Path(folder) / "made by the first rank"
     with mesh.first_rank_first():
@@ -67,7 +67,7 @@ def work(rank: int, folder: str) -> None:
         found["first_rank_first"] = mark.exists()
 
     module = make()
-    backward(module, mesh.share(len(INPUTS)))
+    backward(module, mesh.range_of_rank(len(INPUTS)))
     found["norm"], found["gradients"] = reduce_and_clip(module, 0.5, mesh, "step 1"), gradients(module)
 
     module = make()
@@ -75,7 +75,7 @@ def work(rank: int, folder: str) -> None:
     found["norm_of_one"], found["gradients_of_one"] = reduce_and_clip(module, 0.5, mesh, "step 1"), gradients(module)
 
     module = make()
-    backward(module, mesh.share(len(INPUTS)))
+    backward(module, mesh.range_of_rank(len(INPUTS)))
     if rank == 1:
         module[2].bias.grad[0] = math.nan
     before = [each.detach().clone() for each in module.parameters()]
@@ -116,7 +116,7 @@ def test_sums_are_exact_and_equal_on_all_ranks(ranks):
 def test_one_process_is_the_identity():
     assert ALONE.sum(3) == 3 and ALONE.gather("x") == ["x"] and ALONE.sum_dict({"a": 1.0}) == {"a": 1.0}
     assert ALONE.any(True) and not ALONE.any(False)
-    assert list(ALONE.share(3)) == [0, 1, 2]
+    assert list(ALONE.range_of_rank(3)) == [0, 1, 2]
     ALONE.barrier()
 
 
@@ -124,7 +124,9 @@ def test_shares_are_contiguous_and_even(ranks):
     assert [each["share"] for each in ranks] == [[0, 1, 2], [3, 4]]
     for size in (1, 2, 3, 7):
         for count in (0, 1, 2, 6, 7, 20):
-            shares = [list(Mesh(Layout(dp_shard=size), ALONE.device, rank).share(count)) for rank in range(size)]
+            shares = [
+                list(Mesh(Layout(dp_shard=size), ALONE.device, rank).range_of_rank(count)) for rank in range(size)
+            ]
             assert sum(shares, []) == list(range(count))  # noqa: RUF017
             lengths = [len(each) for each in shares]
             assert max(lengths) - min(lengths) <= 1

@@ -209,7 +209,7 @@ def balance(kind: str, **config: Any) -> tuple[list[dict[str, float]], dict[str,
         balancer = ExpertBalancer(module, mesh, 0.05)
     metrics = []
     for step in range(3):
-        rows = [packed_row(step * ROWS + index) for index in mesh.share(ROWS)]
+        rows = [packed_row(step * ROWS + index) for index in mesh.range_of_rank(ROWS)]
         for row in accumulate(module, rows):
             cases.language_loss(module, row, mesh)[0].backward()
         with torch.no_grad():

@@ -191,7 +191,7 @@ def train_with_dropout(rows_at_once: int = 1, keyed: bool = True, **config: Any)
     optimizer = torch.optim.AdamW(trainable_parameters(module).values(), lr=1e-2, eps=1e-4)
     outcome = Outcome()
     for step in range(NUM_STEPS):
-        mine = [step * ROWS + index for index in mesh.share(ROWS)]
+        mine = [step * ROWS + index for index in mesh.range_of_rank(ROWS)]
         num = count_all(case, [case.row(each) for each in mine], mesh)
         losses = []
         batches = [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]

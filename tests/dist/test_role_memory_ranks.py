@@ -34,7 +34,7 @@ def train(move: bool, config: dict, optimizer_name: str, lora: bool) -> tuple[di
     optimizer, _ = build_optimizer(module, settings, 3)
     memory, freed = RoleMemory(module, optimizer, device=mesh.device), []
     for step in range(3):
-        rows = [case.row(8 * step + index) for index in mesh.share(4)]
+        rows = [case.row(8 * step + index) for index in mesh.range_of_rank(4)]
         if move:
             with torch.no_grad():  # a role that samples leaves weights gathered
                 case.loss(module, rows[0], mesh)

@@ -11,9 +11,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from sfumato.algorithms.decay import WarmUp
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.optim.ema import Ema, averaged_weights, ema_decay
+from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer, lr_at
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "data" / "flow_rl.json").read_text(encoding="utf-8"))[
@@ -244,7 +245,7 @@ def test_a_model_of_matrices_alone_has_one_group():
 
 def test_ema_decay_is_that_of_flow_grpo():
     for step, expected in GOLDEN["flow_grpo_ema_decay (cap 0.9)"].items():
-        assert ema_decay(int(step), 0.9) == pytest.approx(expected, rel=1e-8)
+        assert WarmUp(0.9).at(int(step)) == pytest.approx(expected, rel=1e-8)
 
 
 def test_ema_follows_the_trace_of_flow_grpo():

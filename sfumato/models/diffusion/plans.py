@@ -1,4 +1,4 @@
-"""Where the diffusion transformers are cut. diffusers' own plans where they are right; see docs/parallelism.md."""
+"""Where the diffusion transformers are cut. diffusers' own plans where they are correct; see docs/parallelism.md."""
 
 from __future__ import annotations
 
