@@ -284,7 +284,7 @@ def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
-    """Indices of each group's samples, in ascending order of the ids, leaving out those marked; none is empty."""
+    """Indices, int64 ``[members]``, of each group of ids ``[N]``, ascending, but for those marked; none is empty."""
     for group in torch.unique(group_ids[~without]):
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 

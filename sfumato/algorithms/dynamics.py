@@ -25,7 +25,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def gaussian_step(mean: Tensor, std: Tensor, diffusion: Tensor, velocity: Tensor) -> GaussianStep:
-    """A step whose log-probability is the whole Gaussian log-density; arguments are the fields of ``GaussianStep``."""
+    """A step whose log-probability is the whole Gaussian log-density, of float32 fields ``[B, ...]`` and ``[B]``."""
     return GaussianStep(
         mean=mean,
         std=std,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
-    """shift sigma / (1 + (shift - 1) sigma): more weight on high noise for larger images (arXiv 2403.03206, eq. 23)."""
+    """shift sigma / (1 + (shift - 1) sigma), any shape: more noise for larger images (arXiv 2403.03206, eq. 23)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 

@@ -226,9 +226,9 @@ class Mismatch:
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
-        """To be added over ranks; empty without rows."""
+        """Sums that are to be added over ranks; empty without rows."""
         self.largest = 0.0
-        """Of which the maximum over ranks is to be taken."""
+        """The largest absolute log-ratio, of which the maximum over ranks is to be taken."""
 
     def add(
         self,

@@ -33,7 +33,7 @@ class Checkpointer:
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
         self.before_save: Callable[[], None] = lambda: None
-        """Called before the state is looked at: tensors that were moved away must be back."""
+        """A function that is called before the state is looked at: tensors that were moved away must be back."""
         self._saved_step = -1
         self._unwritten = ""
         self._staging = Staging() if config.save_async else None

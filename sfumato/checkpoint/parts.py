@@ -169,7 +169,7 @@ class TensorPart(NamedTuple):
     """One chunk of a tensor."""
 
     shape: torch.Size
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     tensor: Tensor
     """A view of what this rank holds."""
 

@@ -85,9 +85,9 @@ class DenoiserFlops(NamedTuple):
     """Operations of a denoiser for one image or video, without guidance."""
 
     forward: int
-    """Of a forward pass."""
+    """Operations of a forward pass."""
     training: int
-    """Of a forward and a backward pass."""
+    """Operations of a forward and a backward pass."""
 
 
 def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:

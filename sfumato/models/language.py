@@ -32,7 +32,7 @@ WORTH_PICKING = 0.9
 
 Tensors = dict[str, Tensor]
 TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
-"""From the scores of a micro-batch, its tensors and the batch itself to its part of the loss, a scalar that is divided
+"""A function of the scores of a micro-batch, its tensors and the batch to its part of the loss, a scalar that is divided
 by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
 part of the tokens."""
 
@@ -253,7 +253,7 @@ class LanguageModel:
         return {} if self.balancer is None else self.balancer.update()
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
-        """Sum of a tensor over the ranks that share a sequence; gradients go to each rank's own part."""
+        """Sum of a tensor of any shape over the ranks that share a sequence; gradients go to each rank's own part."""
         return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"))
 
     def _score(self, tensors: Tensors) -> tuple[TokenScores, Tensors]:

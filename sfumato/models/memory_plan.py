@@ -47,15 +47,15 @@ class Planned:
     run: Callable[[nn.Module], Any]
     """Forward pass with the loss of one rank's micro-batch, on fake tensors."""
     loss_bytes: int
-    """What the loss takes on top of what it saves."""
+    """Bytes that the loss takes on top of what it saves."""
     num_micro_batches: int = 1
-    """In a step, of one data-parallel rank; more than one adds gradients up."""
+    """Micro-batches in a step of one data-parallel rank; more than one adds gradients up."""
     reference: torch.dtype | None = None
     """Precision of a frozen copy; None when there is none."""
     frozen_bytes: dict[str, int] = field(default_factory=dict)
     """What else lies whole in each rank, by name."""
     frozen_idle: bool = False
-    """It lies in CPU memory except while it works, when there are no activations."""
+    """Whether that lies in CPU memory except while it works, when there are no activations."""
     shares_samples: int = 1
     """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
     num_policies: int = 0
@@ -67,9 +67,9 @@ class RankMemory:
     """Bytes of one rank by what they hold."""
 
     parts: dict[str, int] = field(default_factory=dict)
-    """On the device."""
+    """Bytes on the device."""
     host: dict[str, int] = field(default_factory=dict)
-    """In CPU memory, when something is offloaded."""
+    """Bytes in CPU memory, when something is offloaded."""
 
     @property
     def total(self) -> int:

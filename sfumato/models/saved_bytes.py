@@ -32,7 +32,7 @@ class BlockBytes:
     none: int = 0
     selective: int = 0
     full: int = 0
-    """What it is given."""
+    """The inputs of the block."""
     copies: int = 0
     """Weights that autocast has converted and that wait too."""
 
@@ -42,7 +42,7 @@ class SavedBytes:
     """What a micro-batch keeps until its backward pass."""
 
     blocks: list[BlockBytes] = field(default_factory=list)
-    """In order."""
+    """Bytes of each block, in order."""
     before: int = 0
     """Saved before the first block: the embedding."""
     after: int = 0
@@ -247,7 +247,7 @@ NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
 """Names of attributes that tell one layer from another without changing what it does."""
 
 RUNS = 2
-"""Of a kind that run: the first also makes what the others share, the second is as all that follow."""
+"""Blocks of a kind that run: the first also makes what the others share, the second is as all that follow."""
 
 
 class _Kind:

@@ -84,15 +84,15 @@ class Tile(NamedTuple):
         return block[self.rows, :, self.query : self.query + self.num_queries * self.repeat]
 
     def keys(self, block: Tensor) -> Tensor:
-        """The place of the keys; it shares memory with the block."""
+        """The place of the keys in a block [B, H, S, ...]; it shares memory with the block."""
         return block[self.rows, :, self.key : self.key + self.num_keys * self.repeat]
 
     def fold(self, part: Tensor) -> Tensor:
-        """Makes repeats to rows."""
+        """Makes repeats to rows: [B, H, repeat S, ...] to [B repeat, H, S, ...]."""
         return part if self.repeat == 1 else part.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
 
     def unfold(self, part: Tensor) -> Tensor:
-        """The reverse."""
+        """The reverse: [B repeat, H, S, ...] to [B, H, repeat S, ...]."""
         return part if self.repeat == 1 else part.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
 
 
@@ -102,7 +102,7 @@ class Schedule:
 
     groups: SequenceGroups
     query_order: tuple[TokenRun, ...]
-    """Make of the parts of the Ulysses group the query block of this ring rank."""
+    """The runs of tokens of the Ulysses group that make up the query block of this ring rank."""
     key_order: tuple[TokenRun, ...]
     key_lengths: tuple[int, ...]
     """Tokens in the key block of each ring rank."""

@@ -92,7 +92,7 @@ class ExpertBalancer:
         return {name: getattr(*router).clone() for name, router in self._routers.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes over biases from ``state_dict``.
+        """Takes over biases ``[experts]`` from ``state_dict``.
 
         Raises:
             CheckpointError: when one is missing.

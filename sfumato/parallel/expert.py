@@ -145,7 +145,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def multiply_in_turn(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``grouped_matmul`` as a loop over groups."""
+    """``grouped_matmul`` as a loop over groups, with the same shapes."""
     return torch.cat([part @ matrix for part, matrix in zip(rows.split(counts.tolist()), weight.unbind(), strict=True)])
 
 

@@ -92,7 +92,7 @@ def num_shards(parameter: Tensor, mesh: Mesh, flat: bool = False) -> int:
 
 
 def check_finite(loss: Tensor, where: str) -> None:
-    """Raises NonFiniteError when a loss is NaN or infinite. ``where`` names step, rank and samples."""
+    """Raises NonFiniteError when a loss of any shape is NaN or infinite. ``where`` names step, rank and samples."""
     if not torch.isfinite(loss.detach()).all():
         raise NonFiniteError(f"{where}: the loss is {float(loss.detach().sum())}. Nothing was updated")
 

@@ -366,7 +366,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def is_converted_weight(tensor: Tensor) -> bool:
-    """Whether autocast made this tensor from a leaf."""
+    """Whether autocast made this tensor, of any shape and dtype, from a leaf."""
     base = tensor._base if tensor._is_view() else tensor
     node = base.grad_fn
     return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")

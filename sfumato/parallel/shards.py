@@ -58,12 +58,12 @@ def plain_name(name: str) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; it shares memory with the tensor."""
+    """This rank's shard of a tensor of any shape and dtype; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all ranks that hold a shard: every one of them must call this."""
+    """The whole of a tensor of any shape, gathered from all ranks that hold a shard: all of them must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(_cut_twice_in_blocks(tensor, dim) for dim in range(tensor.ndim)):
@@ -101,7 +101,7 @@ def shard_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def ranges_of(tensor: Tensor) -> list[list[tuple[int, int]]]:
-    """Where this rank's shard lies in the whole tensor.
+    """Where this rank's shard lies in the whole tensor, of any shape.
 
     Returns:
         For each dimension one or more ranges ``(start, stop)``; joined in this order they make up the shard.
@@ -196,7 +196,7 @@ class Shards:
         return torch.cat(parts).view(self.shapes[name])
 
     def shard(self, name: str, full: Tensor) -> Tensor:
-        """This rank's shard of a whole tensor, a plain tensor."""
+        """This rank's shard, a plain tensor, of a whole tensor of the shape of the parameter."""
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
             return shard_of(full, parameter)
@@ -211,10 +211,10 @@ class Chunk:
     """Where a part of this rank's shard lies."""
 
     offsets: tuple[int, ...]
-    """In the whole."""
+    """Offsets of the chunk in the whole tensor."""
     sizes: tuple[int, ...]
     place: tuple[slice, ...]
-    """In the shard."""
+    """The place of the chunk in the shard."""
 
 
 def chunks_of(shards: Shards, name: str) -> list[Chunk]:

@@ -24,7 +24,7 @@ SPLIT_BACKWARD = ("zero_bubble", "zbv")
 """Schedules that compute gradients of inputs and of weights apart."""
 
 PADDING = {"labels": -100}
-"""What padding holds, by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
+"""The values of padding by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
 
 
 class Absent(nn.Module):

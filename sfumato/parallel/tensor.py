@@ -318,7 +318,7 @@ class _Site:
     module: nn.Module
     """The model."""
     name: str
-    """Of the layer in it."""
+    """The name of the layer in the model."""
     cutter: Cutter
     parts: bool
     """Whether it stands in a partial group."""

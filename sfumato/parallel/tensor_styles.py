@@ -43,27 +43,27 @@ class Ranks:
 
 
 def copy(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The tensor, whole on every rank; its gradient is summed over ranks."""
+    """The tensor, of any shape and dtype, whole on every rank; its gradient is summed over ranks."""
     return _Copy.apply(tensor, ranks) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
 def reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks; the gradient, the same on every rank, goes to each."""
+    """The sum over ranks of tensors of one shape; the gradient, the same on every rank, goes to each."""
     return _Reduce.apply(tensor, ranks)
 
 
 def gather(tensor: Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> Tensor:
-    """Joins the shards of ``total`` elements along a dimension. ``parts``: gradients are summed over ranks."""
+    """Joins shards ``[..., width, ...]`` of ``total`` along a dimension. ``parts``: gradients are summed over ranks."""
     return _Gather.apply(tensor, dim, total, ranks, parts)
 
 
 def cut(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """This rank's shard of a tensor that is whole on every rank, filled up with zeros; the gradient is gathered."""
+    """This rank's shard ``[..., width, ...]`` of a whole tensor, filled up with zeros; the gradient is gathered."""
     return _Cut.apply(tensor, dim, ranks)
 
 
 def scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """This rank's shard of the sum over ranks, filled up with zeros; the gradient is gathered."""
+    """This rank's shard ``[..., width, ...]`` of the sum over ranks, filled up with zeros; the gradient is gathered."""
     return _Scatter.apply(tensor, dim, ranks)
 
 
@@ -163,7 +163,7 @@ def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
 
 
 def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
-    """This rank's shard of each of several equal blocks, one after the other: of fused matrices."""
+    """This rank's shard ``[..., size / ranks, ...]`` of equal blocks, one after the other: of fused matrices."""
     return torch.cat([block.chunk(ranks.size, dim)[ranks.rank] for block in tensor.chunk(blocks, dim)], dim)
 
 

@@ -34,7 +34,7 @@ class NFT:
     advantage_clip: float = 5.0
     """The advantage that makes a sample wholly good; also a factor of the loss."""
     advantage_mode: AdvantageMode = "all"
-    """What is kept of the advantages."""
+    """The part of the advantages that is kept."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0 or not self.advantage_clip > 0:
@@ -77,7 +77,7 @@ class AWM:
     shared_noise: ClassVar[bool] = False
 
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
-    """Of an error l at sigma t: l; l t; l t^2; (sqrt(l) - 1e-5) t; l^p t / p, both shifted to be smooth at 0."""
+    """The form of an error l at sigma t: l; l t; l t^2; (sqrt(l) - 1e-5) t; l^p t / p, both shifted to be smooth at 0."""
     power: float = 0.25
     """p of ghuber."""
     clip_range: float = 1.0

@@ -109,6 +109,6 @@ def exchange_branches(mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
 
 
 def share_gradient(output: Tensor, mesh: Mesh) -> Tensor:
-    """The output itself where both ranks computed the same, without guidance; each keeps half of the gradient."""
+    """The output ``[B, ...]`` itself where both ranks computed the same, unguided; each keeps half of the gradient."""
     part = 1 / mesh.layout.cfg
     return output * part + output.detach() * (1 - part)

@@ -25,7 +25,7 @@ DECODE_BATCH = 8
 """Small pictures are always decoded so many at a time: the bits of a convolution depend on the size of the batch."""
 
 DECODE_POSITIONS = 1024
-"""Of latents: what is decoded at a time has no more, so that larger pictures and videos are decoded one by one."""
+"""Positions of latents: what is decoded at a time has no more, so that larger pictures and videos are decoded one by one."""
 
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
@@ -60,7 +60,7 @@ class FrozenParts(ABC):
         self.idle_device: torch.device | None = None
         """Where text encoders and autoencoder wait for work; None leaves them where they are."""
         self.say: Callable[[str], None] = lambda text: None
-        """Is told of prompts that are cut."""
+        """The function that is told of prompts that are cut."""
         self._cut: set[int] = set()
         """Hashes of prompts that were cut."""
         self._prompts: dict[tuple[str, str], dict[str, Tensor]] = {}

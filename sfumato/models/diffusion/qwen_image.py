@@ -28,7 +28,7 @@ from sfumato.models.diffusion.scratch import (
 from sfumato.parallel.plan import ParallelPlan
 
 SMALLEST_NORM = 1e-12
-"""Of a token, which may be zero in a model that is made from scratch."""
+"""The norm of a token may be zero in a model that is made from scratch."""
 
 
 class QwenImage(FlowTokens):

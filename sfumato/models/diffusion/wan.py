@@ -65,7 +65,7 @@ class Wan(DiffusionModel):
         "text_encoder",
         "tokenizer",
     )
-    """Of a description."""
+    """The sections of a description."""
 
     def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
         """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs, or an unknown scheduler."""
