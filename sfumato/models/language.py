@@ -32,7 +32,7 @@ WORTH_PICKING = 0.9
 
 Tensors = dict[str, Tensor]
 TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
-"""A function of the scores of a micro-batch, its tensors and the batch to its part of the loss, a scalar that is divided
+"""A function from the scores of a micro-batch, its tensors and itself to its part of the loss, a scalar that is divided
 by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
 part of the tokens."""
 

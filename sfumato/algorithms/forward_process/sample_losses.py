@@ -77,7 +77,7 @@ class AWM:
     shared_noise: ClassVar[bool] = False
 
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
-    """The form of an error l at sigma t: l; l t; l t^2; (sqrt(l) - 1e-5) t; l^p t / p, both shifted to be smooth at 0."""
+    """Weighted error, of l at sigma t: l; l t; l t^2; (sqrt(l) - 1e-5) t; l^p t / p, both shifted to be smooth at 0."""
     power: float = 0.25
     """p of ghuber."""
     clip_range: float = 1.0

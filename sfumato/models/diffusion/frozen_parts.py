@@ -25,7 +25,7 @@ DECODE_BATCH = 8
 """Small pictures are always decoded so many at a time: the bits of a convolution depend on the size of the batch."""
 
 DECODE_POSITIONS = 1024
-"""Positions of latents: what is decoded at a time has no more, so that larger pictures and videos are decoded one by one."""
+"""Positions of latents that are decoded at a time at most, so that larger pictures and videos come one by one."""
 
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
