@@ -45,21 +45,8 @@ class Advantages:
         return trained if keep_no_spread else trained & ~self.no_spread
 
 
-@dataclass(frozen=True)
-class GroupAdvantage:
-    """(reward - group mean) / (std + eps), as in GRPO (arXiv 2402.03300)."""
-
-    type: ClassVar[str] = "group"
-    has_both_signs: ClassVar[bool] = True
-
-    std: Literal["group", "global", "none"] = "group"
-    """Standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
-    clip: float = 5.0
-    """Advantages are clamped to [-clip, clip]."""
-    ddof: Literal[0, 1] = 0
-    """Divisor N - ddof of the variance: 0 as in flow_grpo, 1 as in DanceGRPO and verl-omni."""
-    eps: float = 1e-4
-    """Added to the standard deviation."""
+class RewardSumAdvantage:
+    """What needs only the weighted sum of a sample's rewards; a subclass says what it makes of that."""
 
     def compute(
         self,
@@ -80,7 +67,31 @@ class GroupAdvantage:
             ValueError: when the shapes differ.
         """
         del components, weights
-        rewards = checked(rewards, group_ids)
+        return self.of_sums(checked(rewards, group_ids), group_ids)
+
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        """Advantages of float64 rewards ``[N]`` in groups ``[N]``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GroupAdvantage(RewardSumAdvantage):
+    """(reward - group mean) / (std + eps), as in GRPO (arXiv 2402.03300)."""
+
+    type: ClassVar[str] = "group"
+    has_both_signs: ClassVar[bool] = True
+
+    std: Literal["group", "global", "none"] = "group"
+    """Standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
+    clip: float = 5.0
+    """Advantages are clamped to [-clip, clip]."""
+    ddof: Literal[0, 1] = 0
+    """Divisor N - ddof of the variance: 0 as in flow_grpo, 1 as in DanceGRPO and verl-omni."""
+    eps: float = 1e-4
+    """Added to the standard deviation."""
+
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        """As ``RewardSumAdvantage.of_sums``."""
         scored = rewards[torch.isfinite(rewards)]
         overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
 
@@ -92,7 +103,7 @@ class GroupAdvantage:
 
 
 @dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(RewardSumAdvantage):
     """Reward minus the mean of the group's other rewards, as in RLOO (arXiv 2402.14740)."""
 
     type: ClassVar[str] = "rloo"
@@ -101,16 +112,8 @@ class LeaveOneOut:
     clip: float = 5.0
     """Advantages are clamped to [-clip, clip]."""
 
-    def compute(
-        self,
-        rewards: Float[Tensor, "samples"],
-        group_ids: Int64[Tensor, "samples"],
-        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> Advantages:
-        """As ``GroupAdvantage.compute``."""
-        del components, weights
-        rewards = checked(rewards, group_ids)
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        """As ``RewardSumAdvantage.of_sums``."""
         return within_groups(
             rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)), self.clip
         )
@@ -139,7 +142,7 @@ class GDPO:
         components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
-        """As ``GroupAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
+        """As ``RewardSumAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
 
         Raises:
             ValueError: also when a weighted component is missing.
@@ -200,7 +203,7 @@ class BestWorst:
         components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
-        """As ``GroupAdvantage.compute``."""
+        """As ``RewardSumAdvantage.compute``."""
         whole = GroupAdvantage(clip=self.clip).compute(rewards, group_ids, components, weights)
         sign, rewards = torch.zeros_like(whole.values), rewards.to(torch.float64)
         for members in groups_of(group_ids, whole.failed | whole.no_spread):
@@ -216,7 +219,7 @@ class BestWorst:
 
 
 @dataclass(frozen=True)
-class Best:
+class Best(RewardSumAdvantage):
     """1 for the best samples of a group, 0 for the others: best-of-n (flow_grpo, type sft)."""
 
     type: ClassVar[str] = "best"
@@ -225,16 +228,8 @@ class Best:
     leave_out: bool = True
     """Leave the others out; false keeps them for the sake of a KL penalty, as flow_grpo does."""
 
-    def compute(
-        self,
-        rewards: Float[Tensor, "samples"],
-        group_ids: Int64[Tensor, "samples"],
-        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> Advantages:
-        """As ``GroupAdvantage.compute``; all of a group without spread are its best."""
-        del components, weights
-        rewards = checked(rewards, group_ids)
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        """As ``RewardSumAdvantage.of_sums``; all of a group without spread are its best."""
         failed = ~torch.isfinite(rewards)
         values = torch.zeros_like(rewards)
         for members in groups_of(group_ids, failed):
@@ -244,22 +239,14 @@ class Best:
 
 
 @dataclass(frozen=True)
-class RawReward:
+class RawReward(RewardSumAdvantage):
     """The reward itself, whatever its group: weights for reward-weighted regression (flow_grpo, type rwr)."""
 
     type: ClassVar[str] = "raw"
     has_both_signs: ClassVar[bool] = False
 
-    def compute(
-        self,
-        rewards: Float[Tensor, "samples"],
-        group_ids: Int64[Tensor, "samples"],
-        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> Advantages:
-        """As ``GroupAdvantage.compute``."""
-        del components, weights
-        rewards = checked(rewards, group_ids)
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        """As ``RewardSumAdvantage.of_sums``."""
         failed = ~torch.isfinite(rewards)
         values = rewards.masked_fill(failed, 0.0)
         nobody = torch.zeros_like(failed)

@@ -163,8 +163,9 @@ def raw_advantages():
 
 CALLS = {
     "advantages:Advantages.useful": lambda: (raw_advantages(), True),
+    "advantages:RewardSumAdvantage.compute": functools.partial(advantages_of, "advantages:GroupAdvantage"),
     **{f"advantages:{name}.compute": functools.partial(advantages_of, f"advantages:{name}")
-       for name in ("GroupAdvantage", "LeaveOneOut", "GDPO", "BestWorst", "Best", "RawReward")},
+       for name in ("GDPO", "BestWorst")},
     "flow_matching:flow_matching_loss": lambda: (latents(), latents(), latents()),
     **{f"forward_kl:{name}.penalty": lambda name=name: (of_kind(f"forward_kl:{name}"), noised(), SIGNS)
        for name in ("VelocityMSE", "SampleMSE")},
