@@ -17,6 +17,7 @@ from sfumato.data.packing import TextBatch
 from sfumato.errors import ConfigError
 from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.models.scores import TokenScores
+from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.loss import IGNORED
@@ -24,7 +25,6 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import language_plan
-from sfumato.parallel.sequence import shard_sequence
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 WORTH_PICKING = 0.9

@@ -12,7 +12,7 @@ B batch, H heads, S tokens, D features of a head; a *block* is what one ring ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import attend, attend_backward
 from sfumato.parallel.mesh import Mesh
+
+SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,38 @@ def head_tail_chunks(total: int, size: int) -> list[range]:
     """
     base, extra = divmod(total, 2 * size)
     return _ranges([base + (index < extra) for index in range(2 * size)])
+
+
+def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's part of packed rows: a chunk near the head and its mirror image near the tail.
+
+    Args:
+        batch: ``input_ids`` (or ``inputs_embeds``) [B, S, ...] and others; every tensor with S tokens in dimension 1
+            is cut. Labels must be shifted already. Without ``position_ids`` each row is one document.
+        mesh: the ranks.
+
+    Returns:
+        The batch with ``position_ids``. Parts differ by one token at most.
+
+    Raises:
+        ConfigError: when there are fewer tokens than ranks.
+    """
+    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+    total, size, rank = tokens.shape[1], mesh.layout.cp, mesh.rank_in("cp")
+    positions = torch.arange(total, device=tokens.device)[None]
+    batch = {"position_ids": positions} | dict(batch)
+    if size == 1:
+        return batch
+    if total < size:
+        raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
+    chunks = head_tail_chunks(total, size)
+    kept = [chunks[rank], chunks[-1 - rank]]
+    return {
+        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
+        if tensor.ndim > 1 and tensor.shape[1] == total
+        else tensor
+        for name, tensor in batch.items()
+    }
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:

@@ -26,20 +26,19 @@ IGNORED = -100
 
 
 def cross_entropy_sum(
-    logits: Float[Tensor, "*tokens vocabulary"], labels: Int64[Tensor, "*tokens"], ignore_index: int = IGNORED
+    logits: Float[Tensor, "*tokens vocabulary"], labels: Int64[Tensor, "*tokens"]
 ) -> Float32[Tensor, ""]:
     """Sum of ``-log p(label)`` over tokens, computed in float32.
 
     Args:
         logits: ``[..., V]``, any float dtype.
-        labels: int64 ``[...]``; ``ignore_index`` does not count.
-        ignore_index: the label to pass over.
+        labels: int64 ``[...]``; ``IGNORED`` does not count.
 
     Returns:
         float32 scalar; 0 with zero gradients when no token counts.
     """
     return functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
+        logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
 
 
@@ -49,7 +48,6 @@ def linear_cross_entropy_sum(
     labels: Int64[Tensor, "*tokens"],
     bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
-    ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
 ) -> Float32[Tensor, ""]:
     """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
@@ -59,7 +57,7 @@ def linear_cross_entropy_sum(
     Returns:
         float32 scalar; 0 with zero gradients when no token counts.
     """
-    return -token_log_probs(hidden, weight, labels, 1.0, bias, chunk_tokens, ignore_index, group).sum()
+    return -token_log_probs(hidden, weight, labels, 1.0, bias, chunk_tokens, group).sum()
 
 
 def token_log_probs(
@@ -69,7 +67,6 @@ def token_log_probs(
     temperature: float = 1.0,
     bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
-    ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
 ) -> Float32[Tensor, "*tokens"]:
     """Log-probability of each label under ``softmax((hidden @ weight.T + bias) / temperature)``.
@@ -82,11 +79,10 @@ def token_log_probs(
         weight: ``[V, H]``, or this rank's rows of it with ``group``. A DTensor (fsdp2) is gathered, and its gradient
             summed over the ranks that hold its shards and copies, except over a mesh axis called tp, whose ranks see
             the same tokens: there it stays in rows if that axis is ``group``.
-        labels: int64 ``[...]`` in the whole vocabulary; ``ignore_index`` gives 0.
+        labels: int64 ``[...]`` in the whole vocabulary; ``IGNORED`` gives 0.
         temperature: divides the logits.
         bias: ``[V]``, or this rank's part of it.
         chunk_tokens: tokens whose logits are in memory at a time.
-        ignore_index: the label to pass over.
         group: ranks over which the vocabulary is cut in rank order. Gradients of ``hidden`` are summed over it.
 
     Returns:
@@ -95,7 +91,7 @@ def token_log_probs(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    settings = (temperature, bias, chunk_tokens, ignore_index, group)
+    settings = (temperature, bias, chunk_tokens, group)
     return token_log_probs_and_entropy(hidden, weight, labels, *settings, with_entropy=False)[0]
 
 
@@ -106,14 +102,13 @@ def token_log_probs_and_entropy(
     temperature: float = 1.0,
     bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
-    ignore_index: int = IGNORED,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
 ) -> tuple[Float32[Tensor, "*tokens"], Float32[Tensor, "*tokens_or_none"]]:
     """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
 
     Returns:
-        float32 ``[...]`` twice, the second empty without entropy; both are 0 where the label is ``ignore_index``.
+        float32 ``[...]`` twice, the second empty without entropy; both are 0 where the label is ``IGNORED``.
     """
     weight = _gathered(weight, group)
     bias = None if bias is None else _gathered(bias, group)
@@ -131,7 +126,7 @@ def token_log_probs_and_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
         log_probs, entropy = _LinearLogProbs.apply(
-            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, ignore_index, group, with_entropy
+            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, group, with_entropy
         )
     return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
@@ -162,11 +157,10 @@ class _LinearLogProbs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         chunk_tokens: int,
-        ignore_index: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        counts = labels != ignore_index
+        counts = labels != IGNORED
         rows = _own_rows(labels, weight.shape[0], group)
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
         target, entropy = torch.empty_like(lse), torch.empty_like(lse) if with_entropy else lse.new_empty(0)
@@ -221,7 +215,7 @@ class _LinearLogProbs(torch.autograd.Function):
             dist.all_reduce(grad_hidden, group=group)
         grad_weight = grad_weight.to(weight.dtype) if wants_weight else None
         grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _parts(count: int, size: int) -> list[slice]:

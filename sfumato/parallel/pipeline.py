@@ -21,11 +21,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
+from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.expert import find_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
-from sfumato.parallel.sequence import shard_sequence
 from sfumato.parallel.stages import (
     SPLIT_BACKWARD,
     Absent,

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import (
+    SIZES,
     Schedule,
     SequenceGroups,
     causal_schedule,
@@ -38,40 +39,7 @@ from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, matc
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of what a model's attention modules share."""
 
-SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 OFF = f"set {SIZES} to 1"
-
-
-def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of packed rows: a chunk near the head and its mirror image near the tail.
-
-    Args:
-        batch: ``input_ids`` (or ``inputs_embeds``) [B, S, ...] and others; every tensor with S tokens in dimension 1
-            is cut. Labels must be shifted already. Without ``position_ids`` each row is one document.
-        mesh: the ranks.
-
-    Returns:
-        The batch with ``position_ids``. Parts differ by one token at most.
-
-    Raises:
-        ConfigError: when there are fewer tokens than ranks.
-    """
-    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-    total, size, rank = tokens.shape[1], mesh.layout.cp, mesh.rank_in("cp")
-    positions = torch.arange(total, device=tokens.device)[None]
-    batch = {"position_ids": positions} | dict(batch)
-    if size == 1:
-        return batch
-    if total < size:
-        raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
-    chunks = head_tail_chunks(total, size)
-    kept = [chunks[rank], chunks[-1 - rank]]
-    return {
-        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
-        if tensor.ndim > 1 and tensor.shape[1] == total
-        else tensor
-        for name, tensor in batch.items()
-    }
 
 
 def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:

@@ -19,10 +19,11 @@ from sfumato.parallel.attention import (
     full_schedule,
     head_tail_chunks,
     sequence_attention,
+    shard_sequence,
 )
 from sfumato.parallel.kernels import attend, attend_backward, choose_kernel
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, language_plan
-from sfumato.parallel.sequence import apply_sequence_parallel, shard_sequence
+from sfumato.parallel.sequence import apply_sequence_parallel
 from tests.dist.cases import Outcome, build, difference, make_mesh, train
 
 U, R, DDP = "ulysses_parallel_size", "context_parallel_size", {"data_parallel_mode": "ddp"}
