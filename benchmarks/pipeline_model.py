@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pipeline_simulation
 from pipeline_simulation import (
@@ -37,10 +38,27 @@ from pipeline_simulation import (
 )
 
 from sfumato.errors import DataError, UserError
-from sfumato.tracking.drawing import MUTED, plain_axes, stand_in, whole_svg
+from sfumato.tracking.drawing import (
+    MUTED,
+    Stretch,
+    choose_stretch,
+    draw_legend,
+    draw_rows,
+    inline_svg,
+    plain_axes,
+    stand_in,
+    theme_css,
+)
 from sfumato.tracking.timeline import RUN, Event, read_events
-from sfumato.tracking.timeline_picture import Stretch, choose_stretch, draw_legend, draw_rows
 from sfumato.tracking.trackers import finite, read_jsonl, series_of
+
+
+def whole_svg(figure: Any, label: str) -> str:
+    """A figure as a file of its own: an image on a page follows the theme of its reader too."""
+    svg = inline_svg(figure, "", label)
+    background = '<rect width="100%" height="100%" fill="var(--card)"/>'
+    head, body = svg.split(">", 1)
+    return f"{head}><style>{theme_css('svg')}</style>{background}{body}\n"
 
 
 def rollout_s(phases: Phases, samplers: int, scorers: int, with_reward: bool) -> float:

@@ -25,12 +25,12 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from sfumato.errors import ConfigError
-from sfumato.tracking.timeline import RUN, STEP, Event, utilisation
+from sfumato.tracking.timeline import RUN, STEP, Event, union_seconds
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,39 @@ class Result:
 
 Stragglers = Callable[[str, int, int], float]
 """Factor on the time of a call, by kind, iteration and index."""
+
+
+def utilisation(
+    events: Iterable[Event], start: float, end: float, processes: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Share of a stretch of time in which the processes of each role worked; the rest they were idle.
+
+    Args:
+        events: of any time; those of the role "run" are no work.
+        start: of the stretch, wall-clock seconds.
+        end: of the stretch; after ``start``.
+        processes: of each role; those of a role that is left out are the ranks that have an event here.
+
+    Returns:
+        ``utilisation/<role>`` in [0, 1].
+
+    Raises:
+        ValueError: for a stretch that is empty.
+    """
+    if not end > start:
+        raise ValueError(f"utilisation from {start} to {end}: the end must be after the start")
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event.role != RUN:
+            within = spans.setdefault((event.role, event.rank), [])
+            if event.start < end and event.end > start:
+                within.append((max(event.start, start), min(event.end, end)))
+    shares = {}
+    for role in sorted({role for role, _ in spans}):
+        busy = sum(union_seconds(worked) for (owner, _), worked in spans.items() if owner == role)
+        count = max((processes or {}).get(role, 0), sum(owner == role for owner, _ in spans))
+        shares[f"utilisation/{role}"] = busy / (count * (end - start))
+    return shares
 
 
 def no_stragglers(kind: str, iteration: int, index: int) -> float:

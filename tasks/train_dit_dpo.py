@@ -24,7 +24,7 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.data.encoded import EncodedBatch, LatentCache, OnlineEncoder, open_encoder
 from sfumato.data.identity import identify_images
-from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
+from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import set_output
 from sfumato.models.diffusion.load import build_diffusion_model

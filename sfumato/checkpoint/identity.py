@@ -13,8 +13,9 @@ from typing import Any
 
 from sfumato.checkpoint.envelope import list_checkpoints, read_values
 from sfumato.config.base import Section
+from sfumato.config.load import flatten
 from sfumato.errors import CheckpointError
-from sfumato.tracking.folder import flatten, read_environment
+from sfumato.tracking.folder import read_environment
 
 Identity = dict[str, Any]
 """Values by the fields that they come from, of what JSON can hold."""

@@ -14,8 +14,7 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitD
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_pairs import open_held_out_pairs, open_image_pairs
-from sfumato.data.image_text import open_image_text
+from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import check_prompts, load_prompts
 from sfumato.data.rows import Rows

@@ -133,9 +133,8 @@ def _packages() -> Iterator[Finding]:
 def _package(requirement: Requirement) -> Finding:
     name, wanted = requirement.name, str(requirement.specifier)
     remedy = f"pip install '{requirement}'"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = _version(name)
+    if version is None:
         return Finding("packages", name, "missing", f"needed: {wanted}", remedy, True)
     if not requirement.specifier.contains(version, prereleases=True):
         return Finding("packages", name, "broken", f"{version}, needed: {wanted}", remedy, True)
@@ -143,6 +142,14 @@ def _package(requirement: Requirement) -> Finding:
     if imported:
         return Finding("packages", name, "broken", f"{version}, cannot be imported: {imported}", remedy, True)
     return Finding("packages", name, "ok", version, is_needed=True)
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _imports(package: str) -> str:
@@ -169,7 +176,7 @@ def _devices() -> Iterator[Finding]:
     built = " ".join(f"{kind} {version}" for kind, version in kinds if version)
     detail = f"built for {built or 'CPUs only'}, {torch.get_num_threads()} CPU threads"
     yield Finding("devices", "build of torch", "ok", detail)
-    yield _works("CPU", partial(_multiply, torch.device("cpu")), "float32 and bf16 products are right", needed=True)
+    yield _works("CPU", partial(_multiply, torch.device("cpu")), "float32 and bf16 products are correct", needed=True)
     if built and not torch.cuda.is_available():
         yield Finding(
             "devices", "GPU", "missing", "torch was built for GPUs but finds none", "check driver and nvidia-smi"
@@ -177,7 +184,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        detail = f"{properties.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; bf16 products are right"
+        detail = f"{properties.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; bf16 products are correct"
         yield _works(f"GPU {index}", partial(_multiply, torch.device("cuda", index)), detail, needed=True)
 
 
@@ -222,10 +229,7 @@ def _one_rank(backend: str, device: str) -> None:
         "dist.destroy_process_group()\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code, backend, device, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        _run_code(code, backend, device, folder, timeout_s=120)
 
 
 def _works(name: str, action: Callable[[], None], detail: str, needed: bool = False) -> Finding:
@@ -237,9 +241,8 @@ def _works(name: str, action: Callable[[], None], detail: str, needed: bool = Fa
 
 def _extras() -> Iterator[Finding]:
     for name, (use, remedy) in EXTRAS.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _version(name)
+        if version is None:
             yield Finding("extras", name, "missing", use, remedy)
             continue
         wrong = "" if name in SLOW else _imports(name)
@@ -301,9 +304,7 @@ def _file_system(folder: Path) -> str:
 
 def _ray(start: bool) -> Iterator[Finding]:
     """What Ray needs of this machine, where it is installed."""
-    try:
-        importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
+    if _version("ray") is None:
         return  # it stands among the extras
     yield _open_files()
     yield _object_store()
@@ -345,8 +346,13 @@ def _start_ray() -> None:
         "ray.shutdown()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=environment)
+    _run_code(code, timeout_s=180, environment=environment)
+
+
+def _run_code(code: str, *arguments: str, timeout_s: float, environment: dict[str, str] | None = None) -> None:
+    """Runs Python in a process of its own. Raises RuntimeError with the last line that it wrote when it fails."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -279,6 +279,13 @@ def dump_config(config: Section, path: str | Path) -> None:
     """Writes the resolved configuration; the file can be run again as it is."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
+
+
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name."""
+    if not isinstance(value, Mapping) or not value:
+        return {name: value}
+    return {key: leaf for k, item in value.items() for key, leaf in flatten(item, f"{name}.{k}" if name else k).items()}
 
 
 def _describe(

@@ -18,8 +18,7 @@ import torch
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_pairs import PairDataset
-from sfumato.data.image_text import ImageTextDataset
+from sfumato.data.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, make_cache_folder, read_manifest
 from sfumato.errors import DataError

@@ -43,6 +43,20 @@ def refuse_repetition(option: str, count: int, num_rows: int) -> None:
         )
 
 
+class EpochOrder:
+    """The numbers below ``count`` over and over, in each epoch in another order: a function of (seed, key, epoch)."""
+
+    def __init__(self, count: int, seed: int, key: str) -> None:
+        self.count, self.seed, self.key = count, seed, key
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, offset = divmod(position, self.count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, keyed_permutation(self.count, self.seed, self.key, epoch)
+        return int(self._order[offset])
+
+
 class IndexLoader:
     """Which rows each step trains on, the same whatever the number of processes and the micro-batch size."""
 
@@ -82,7 +96,7 @@ class IndexLoader:
                 f"{global_batch_size}: lower it, or set train.max_steps"
             )
         refuse_repetition("train.global_batch_size", global_batch_size, num_rows)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+        self._rows = EpochOrder(num_rows, seed, "order")
 
     @classmethod
     def from_config(cls, num_rows: int, train: EpochTrainConfig, mesh: Mesh) -> IndexLoader:
@@ -110,14 +124,8 @@ class IndexLoader:
         batches = []
         for start in range(first, first + per_rank, self.micro_batch_size):
             ids = list(range(start, min(start + self.micro_batch_size, first + per_rank)))
-            batches.append(IndexBatch([self._row(sample_id) for sample_id in ids], ids))
+            batches.append(IndexBatch([self._rows[position] for position in ids], ids))
         return batches
-
-    def _row(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_rows)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, keyed_permutation(self.num_rows, self.seed, "order", epoch)
-        return int(self._order[offset])
 
 
 def evaluation_batches(num_rows: int, micro_batch_size: int, mesh: Mesh) -> list[IndexBatch]:

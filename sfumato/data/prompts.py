@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.algorithms.noise import keyed_permutation
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
-from sfumato.data.loader import refuse_repetition
+from sfumato.data.loader import EpochOrder, refuse_repetition
 from sfumato.data.pictures import File, check_image, find_file, fitted, read_image
 from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError
@@ -136,23 +135,10 @@ class PromptLoader:
         """Args are how many prompts there are, the groups of one iteration, the samples of a group, and the order's
         seed."""
         refuse_repetition("rollout.num_prompts", num_prompts, count)
-        self.count = count
         self.num_prompts, self.group_size = num_prompts, group_size
-        self.seed = seed
+        self._order = EpochOrder(count, seed, "prompts")
 
     def groups(self, iteration: int) -> list[int]:
         """The prompts of one iteration by number; the i-th is group i."""
         first = iteration * self.num_prompts
-        return [self._at(position) for position in range(first, first + self.num_prompts)]
-
-    def _at(self, position: int) -> int:
-        epoch, offset = divmod(position, self.count)
-        return int(self._order(epoch)[offset])
-
-    def _order(self, epoch: int) -> Any:
-        if getattr(self, "_cached_epoch", None) != epoch:
-            self._cached_epoch, self._cached_order = (
-                epoch,
-                keyed_permutation(self.count, self.seed, "prompts", epoch),
-            )
-        return self._cached_order
+        return [self._order[position] for position in range(first, first + self.num_prompts)]

@@ -22,8 +22,7 @@ from sfumato.data.packing import Bins, TextBatch, make_batch, micro_batch_rule, 
 from sfumato.data.row_blocks import RowFile
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextSample, TextTransform, build_transform
-from sfumato.data.text_steps import RunLength, State, Step, StepRule, Steps, StoreSteps
-from sfumato.data.text_stream import StreamSteps, TextStream
+from sfumato.data.text_steps import RunLength, State, Step, StepRule, Steps, StoreSteps, StreamSteps, TextStream
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ from sfumato.errors import DataError
 CHUNK_ROWS = 256
 """Rows that a process tokenises at a time."""
 
-COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2", "row_of": "<i8"}
-"""Files of a store and what they hold: per token, per token, per document, per sample, per sample."""
+COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2"}
+"""Files of a store and what they hold: per token, per token, per document, per sample."""
 
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
@@ -39,20 +39,16 @@ Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 class TokenStore:
     """The samples of a dataset, in the order of sources and rows."""
 
-    def __init__(self, folder: Path, sources: Sources) -> None:
-        """Opens a finished store.
-
-        Args:
-            folder: where its files are.
-            sources: what it was made from, for messages.
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """Opens a finished store of the sources of these names.
 
         Raises:
             DataError: when a file is missing, damaged or of the wrong size.
         """
         manifest = read_manifest(folder, "token store")
         columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in COLUMNS.items()}
-        self.folder, self._sources = folder, sources
-        self.names: list[str] = list(sources.names)
+        self.folder = folder
+        self.names: list[str] = list(names)
         """Names of the sources."""
         self.documents_per_sample: int = manifest["documents_per_sample"]
         """1, or 2 for pairs."""
@@ -66,7 +62,7 @@ class TokenStore:
         """Tokens of each document: int64 ``[N, documents_per_sample]``."""
         self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
         """Tokens of each sample: int64 ``[N]``."""
-        self._tokens, self._learned, self._row_of = columns["tokens"], columns["learned"], columns["row_of"]
+        self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
         self._ends = np.cumsum(columns["document_lengths"])
 
     @property
@@ -84,18 +80,14 @@ class TokenStore:
         for number in range(first, first + self.documents_per_sample):
             stop = int(self._ends[number])
             start = int(self._ends[number - 1]) if number else 0
-            documents.append(Document(self._tokens[start:stop], self._learned[start:stop].view(bool)))
+            documents.append(Document(self._tokens[start:stop], self._loss_mask[start:stop].view(bool)))
         return TextSample(tuple(documents))
-
-    def describe(self, index: int) -> str:
-        """File and row of a sample, for messages."""
-        return self._sources.rows[self.source_of[index]].describe(int(self._row_of[index]))
 
 
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
     """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
     place = folder / _key(sources, transform)
-    return TokenStore(place, sources) if (place / MANIFEST).is_file() else None
+    return TokenStore(place, sources.names) if (place / MANIFEST).is_file() else None
 
 
 def build_token_store(
@@ -138,8 +130,8 @@ def build_token_store(
                 raise
             shutil.rmtree(place, ignore_errors=True)
             building.rename(place)
-            return TokenStore(place, sources)
-    store = TokenStore(place, sources)
+            return TokenStore(place, sources.names)
+    store = TokenStore(place, sources.names)
     if store.num_bad > max_bad_rows:
         raise DataError(
             f"{store.bad_rows[max_bad_rows]} ({store.num_bad} rows were left out when {place} was made, but "
@@ -155,8 +147,8 @@ class _Part:
     """The samples of some rows that follow each other, and why others of these rows are missing."""
 
     documents: list[Document] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    """The row of each sample."""
+    num_samples: int = 0
+    """Samples of these rows, each of as many documents."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
 
@@ -188,17 +180,16 @@ def _build(
             for row, error in part.bad:
                 bad_rows.add(int(first[source]) + row, error)
                 broken.append(str(error))
-            num_samples[source] += len(part.rows)
+            num_samples[source] += part.num_samples
             if part.documents:
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.learned for document in part.documents]))
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
-            columns["source_of"].add([source] * len(part.rows))
-            columns["row_of"].add(part.rows)
+            columns["source_of"].add([source] * part.num_samples)
     if 0 in num_samples:
         name = sources.names[num_samples.index(0)]
         raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
-    digests = {name: column.close() for name, column in columns.items() if name != "row_of"}
+    digests = {name: column.close() for name, column in columns.items()}
     identity = json.dumps([list(sources.names), transform.documents_per_sample, digests])
     manifest = {
         "fingerprint": hashlib.blake2b(identity.encode(), digest_size=10).hexdigest(),
@@ -206,7 +197,6 @@ def _build(
         "bad_rows": broken,
         **{name: column.size for name, column in columns.items()},
     }
-    columns["row_of"].close()
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -245,7 +235,7 @@ def _tokenise(rows: Rows, transform: TextTransform, indices: range) -> _Part:
             continue
         for sample in samples:
             part.documents += sample.documents
-            part.rows.append(index)
+            part.num_samples += 1
     return part
 
 

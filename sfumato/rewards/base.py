@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from sfumato.errors import ConfigError
+
+Result = TypeVar("Result")
+
+
+def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[..., Result]:
+    """Keeps what a loader returned for the life of the process, one per set of arguments, whatever thread asks.
+
+    Loaders that share a lock run one after the other.
+    """
+    cached, lock = functools.cache(function), lock or threading.RLock()
+
+    @functools.wraps(function)
+    def load(*args: Any) -> Result:
+        with lock:  # functools.cache alone would load twice when two threads ask at once
+            return cached(*args)
+
+    return load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +119,7 @@ class Reward(ABC):
             raise ConfigError(f"weight of reward {self.label!r} must be a finite number, not {self.weight}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
-        if self.frame_step < 1:
-            raise ConfigError(f"frame_step of reward {self.label!r} must be at least 1, not {self.frame_step}")
+        self._check_positive("frame_step")
         if not isinstance(self.normalise, str):
             low, high = self.normalise
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -109,6 +127,12 @@ class Reward(ABC):
                     f"normalise of reward {self.label!r} must be a range [low, high] of finite numbers with low below "
                     f"high, not {list(self.normalise)}"
                 )
+
+    def _check_positive(self, *names: str) -> None:
+        """Raises ConfigError when one of these fields is below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of reward {self.label!r} must be at least 1, not {getattr(self, name)}")
 
     @property
     def label(self) -> str:

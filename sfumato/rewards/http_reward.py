@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.base import Failure, Reward
+from sfumato.rewards.base import Failure, Reward, load_once
 from sfumato.rewards.http.caller import HttpCaller, HttpError
 from sfumato.rewards.http.connection import parse_base_url
 
@@ -21,8 +19,6 @@ AnswerT = TypeVar("AnswerT")
 
 START_WAIT_S = 60.0
 """How long the first step waits for a server that is still loading."""
-
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +77,7 @@ class HttpReward(Reward):
                     f"reward {self.label!r} takes its key from the environment variable {self.api_key_env}, which is "
                     "not set or holds no key: export it before the run"
                 )
-        with _lock:
-            return _caller(
-                base_urls or self.base_urls, key, self.retry_for_s, self.request_timeout_s, self.allow_private
-            )
+        return _caller(base_urls or self.base_urls, key, self.retry_for_s, self.request_timeout_s, self.allow_private)
 
     def take_notes(self) -> list[str]:
         """Requests that were tried again, or given up, since this was last asked."""
@@ -107,7 +100,7 @@ class HttpReward(Reward):
             return list(pool.map(answer, items))
 
 
-@functools.cache
+@load_once
 def _caller(
     base_urls: tuple[str, ...], key: str, retry_for_s: float, request_timeout_s: float, allow_private: bool
 ) -> HttpCaller:

@@ -5,7 +5,6 @@ Replies are read strictly: what is not clearly there counts as not said.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import threading
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.base import Failure, Sample, load_once
 from sfumato.rewards.http.caller import HttpCaller, HttpError
 from sfumato.rewards.http.chat_completions import Content, Reply, decode_reply, encode_question
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
@@ -115,9 +114,7 @@ class Judge(HttpReward):
         super().__post_init__()
         if not self.model:
             raise ConfigError(f"model of reward {self.label!r} is empty: give the name that the server calls it by")
-        for name in ("max_tokens", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of reward {self.label!r} must be at least 1, not {getattr(self, name)}")
+        self._check_positive("max_tokens", "concurrency")
         self._more()
 
     @abstractmethod
@@ -127,8 +124,7 @@ class Judge(HttpReward):
     @property
     def tally(self) -> Tally:
         """Counts of this judge, the same object whenever it is asked for."""
-        with _lock:  # functools.cache alone could make two when two threads ask at once
-            return _build_tally(self)
+        return _build_tally(self)
 
     def variables(self) -> dict[str, Any]:
         """What a template may use besides prompt, metadata, kind, source and the samples."""
@@ -273,7 +269,7 @@ class Tally:
         return [f"{text} ({count})" for text, count in notes.items()]
 
 
-@functools.cache
+@load_once
 def _build_tally(judge: Judge) -> Tally:
     del judge  # one for each
     return Tally()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
@@ -19,8 +18,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from sfumato.errors import ConfigError, DataError, MissingDependencyError
-from sfumato.rewards.base import Reward, Sample
+from sfumato.errors import DataError, MissingDependencyError
+from sfumato.rewards.base import Reward, Sample, load_once
 
 _QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 
@@ -34,7 +33,6 @@ _INK_MARGIN = 2
 _TESSERACT_MIN_HEIGHT = 64
 _TESSERACT_BORDER = 16  # Tesseract misses characters that touch the edge
 
-_load_lock = threading.Lock()
 _detect_lock = threading.Lock()
 
 
@@ -144,9 +142,7 @@ class OcrReward(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("num_threads", "batch_size"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} of reward {self.label!r} must be at least 1, not {getattr(self, field)}")
+        self._check_positive("num_threads", "batch_size")
 
     def prepare(self) -> None:
         """Loads the engine. Raises MissingDependencyError when it is not installed."""
@@ -225,14 +221,9 @@ def _read_lines(images: list[np.ndarray], engine: Any) -> list[str]:
     return texts
 
 
+@load_once
 def _load_rapidocr(batch_size: int, num_threads: int) -> Any:
     """The RapidOCR engine of these settings, one per process."""
-    with _load_lock:  # functools.cache alone would load twice when two threads ask at once
-        return _build_rapidocr(batch_size, num_threads)
-
-
-@functools.cache
-def _build_rapidocr(batch_size: int, num_threads: int) -> Any:
     parameters = {
         "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
         "Rec.rec_batch_num": batch_size,
@@ -304,7 +295,7 @@ def read_with_paddle(images: list[np.ndarray], detect: bool, batch_size: int, nu
         return [result["rec_text"] for result in engine.predict(images, batch_size=batch_size)] if images else []
 
 
-@functools.cache
+@load_once
 def load_paddle(detect: bool, batch_size: int, num_threads: int) -> Any:
     """The pipeline, or the recogniser alone; it fetches its PP-OCR models at the first use, unless they are there."""
     try:

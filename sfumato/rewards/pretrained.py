@@ -39,8 +39,7 @@ class PretrainedReward(Reward):
         super().__post_init__()
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device of reward {self.label!r} must be auto, cpu, cuda or cuda:N, not {self.device!r}")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size of reward {self.label!r} must be at least 1, not {self.batch_size}")
+        self._check_positive("batch_size")
 
     @abstractmethod
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.base import Failure, Sample, load_once
 from sfumato.rewards.http import wire
 from sfumato.rewards.http.caller import HttpError
 from sfumato.rewards.http.connection import BadAnswerError
@@ -20,8 +18,6 @@ AnswerT = TypeVar("AnswerT")
 
 REQUESTS_PER_SERVER = 2
 """On their way at the same time: one that is scored and one that waits for its turn."""
-
-_load_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +98,9 @@ class RemoteReward(HttpReward):
         return [*pieces, range(start, len(samples))]
 
 
+@load_once
 def _ask_servers(reward: RemoteReward) -> wire.Description:
     """What the servers of a reward serve, asked once per process."""
-    with _load_lock:
-        return _describe(reward)
-
-
-@functools.cache
-def _describe(reward: RemoteReward) -> wire.Description:
     deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
     found = {
         url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls

@@ -25,11 +25,11 @@ import torch
 
 from sfumato.checkpoint.envelope import flush, list_checkpoints, read_run_id
 from sfumato.config.base import Section
-from sfumato.config.load import dump_config, read_yaml
+from sfumato.config.load import dump_config, flatten, read_yaml
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.lock import FolderLock, lock_folder
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.trackers import read_jsonl, write_atomically
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -121,13 +121,6 @@ def read_environment(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by dotted name."""
-    if not isinstance(value, Mapping) or not value:
-        return {name: value}
-    return {key: leaf for k, item in value.items() for key, leaf in flatten(item, f"{name}.{k}" if name else k).items()}
 
 
 class RunFolder:
@@ -296,25 +289,23 @@ class RunFolder:
 
     def _kept_name(self) -> Path:
         """Where an earlier run is moved to."""
-        root, number = self.path.resolve(), 1
-        while root.with_name(f"{root.name}.{number}").exists():
-            number += 1
-        return self.path.parent / f"{root.name}.{number}"
+        return self._free_name(".", 1)
 
     def _other_name(self) -> Path:
-        """A folder that is free."""
-        root, number = self.path.resolve(), 2
-        while root.with_name(f"{root.name}_{number}").exists():
+        """A folder for another run."""
+        return self._free_name("_", 2)
+
+    def _free_name(self, separator: str, number: int) -> Path:
+        """The folder's name with the first number that is free, from ``number`` on."""
+        root = self.path.resolve()
+        while root.with_name(f"{root.name}{separator}{number}").exists():
             number += 1
-        return self.path.parent / f"{root.name}_{number}"
+        return self.path.parent / f"{root.name}{separator}{number}"
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file as one indivisible act."""
-    building = path.with_name(f"{path.name}.tmp")
-    building.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    flush(building)
-    os.replace(building, path)
+    write_atomically(path, json.dumps(value, indent=1).encode())
     flush(path.parent)
 
 

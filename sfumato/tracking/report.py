@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sfumato.tracking.drawing import curve_svg, theme_css
+from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
 from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.timeline import read_events
-from sfumato.tracking.timeline_picture import choose_stretch, timeline_svg
 from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of, write_atomically
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")

@@ -190,20 +190,21 @@ def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
     The image of a row is ``step_folder(output_dir, step) / row["file"]``; one of a text has ``text`` instead.
     Unfinished folders are not looked at.
     """
-    found = {}
-    for folder in (Path(output_dir) / "samples").glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)", folder.name)
-        if match and (folder / "samples.jsonl").is_file():
-            found[int(match[1])] = read_jsonl(folder / "samples.jsonl")
-    return dict(sorted(found.items()))
+    folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").is_file()]
+    return {step: read_jsonl(path / "samples.jsonl") for step, path in sorted(folders)}
 
 
 def drop_samples_after(output_dir: Path, step: int) -> None:
     """Removes the samples of later steps, which a run that resumes from ``step`` makes again."""
-    for folder in (Path(output_dir) / "samples").glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)", folder.name)
-        if match and int(match[1]) > step:
-            shutil.rmtree(folder)
+    for found, path in _step_folders(output_dir):
+        if found > step:
+            shutil.rmtree(path)
+
+
+def _step_folders(output_dir: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of finished samples."""
+    paths = (Path(output_dir) / "samples").glob("step_*")
+    return [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_\d+", path.name)]
 
 
 def image_grid(
@@ -211,9 +212,7 @@ def image_grid(
     columns: int,
     captions: Sequence[str] | None = None,
     *,
-    scale: int = 1,
     padding: int = 4,
-    background: tuple[int, int, int] = (255, 255, 255),
 ) -> Image.Image:
     """Lays images out row by row.
 
@@ -222,38 +221,32 @@ def image_grid(
         columns: cells in a row, at least 1.
         captions: one per image, drawn below it and shortened to the width of the cell. The built-in font knows
             Latin letters only, others are shown as "?".
-        scale: whole factor by which images are enlarged, without smoothing.
-        padding: pixels between cells and around them.
-        background: colour between the cells; captions are drawn in black or white, whichever can be read.
+        padding: white pixels between cells and around them.
 
     Raises:
         ValueError: no images, no columns, or another number of captions than of images.
     """
-    if not images or columns < 1 or scale < 1:
-        raise ValueError(f"a grid needs images, columns and scale, not {len(images)}, {columns} and {scale}")
+    if not images or columns < 1:
+        raise ValueError(f"a grid needs images and columns, not {len(images)} and {columns}")
     if captions is not None and len(captions) != len(images):
         raise ValueError(f"{len(captions)} captions for {len(images)} images")
     font = ImageFont.load_default(size=12)
     line_height = 16 if captions is not None else 0
-    cell_width = scale * max(image.shape[1] for image in images)
-    cell_height = scale * max(image.shape[0] for image in images) + line_height
+    cell_width = max(image.shape[1] for image in images)
+    cell_height = max(image.shape[0] for image in images) + line_height
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     size = (columns * (cell_width + padding) + padding, rows * (cell_height + padding) + padding)
-    grid = Image.new("RGB", size, background)
+    grid = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(grid)
-    ink = (0, 0, 0) if sum(background) > 3 * 127 else (255, 255, 255)
 
     for index, image in enumerate(images):
         x = padding + (index % columns) * (cell_width + padding)
         y = padding + (index // columns) * (cell_height + padding)
-        cell = Image.fromarray(np.ascontiguousarray(image))
-        if scale > 1:
-            cell = cell.resize((cell.width * scale, cell.height * scale), Image.Resampling.NEAREST)
-        grid.paste(cell, (x, y))
+        grid.paste(Image.fromarray(np.ascontiguousarray(image)), (x, y))
         if captions is not None:
             text = _shorten(captions[index], cell_width, font)
-            draw.text((x, y + cell_height - line_height + 1), text, fill=ink, font=font)
+            draw.text((x, y + cell_height - line_height + 1), text, fill="black", font=font)
     return grid
 
 

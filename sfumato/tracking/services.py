@@ -18,65 +18,70 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.config.load import flatten
 from sfumato.errors import MissingDependencyError
 
 PROJECT = "sfumato"
 
 
-class WandbTracker:
+class _LoggedRun:
+    """What the services share whose run takes dictionaries: ``_run``, and ``_image``, which wraps an array."""
+
+    _run: Any
+    _image: Any
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._run.log(finite(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
+        self._run.log({name: [self._image(image) for image in images]}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_LoggedRun):
     """Weights & Biases. ``WANDB_MODE=offline`` needs no network; what it writes lies below ``output_dir/wandb``.
 
     Offline, a resumed run is a second folder with the same id: ``wandb sync --append`` joins them.
     """
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
-        self._wandb = _import("wandb")
+        wandb = _import("wandb")
         known = _known_id(output_dir / "wandb", resumed)
-        self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", _name(output_dir)),
-            dir=str(output_dir),
-            id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
-            resume="allow" if known else "never",
-            config=dict(config),
-            settings=self._wandb.Settings(console="off", silent=True),
+        self._image, self._run = (
+            wandb.Image,
+            wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=os.environ.get("WANDB_NAME", _name(output_dir)),
+                dir=str(output_dir),
+                id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
+                resume="allow" if known else "never",
+                config=dict(config),
+                settings=wandb.Settings(console="off", silent=True),
+            ),
         )
 
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._run.log(finite(metrics), step=step)
 
-    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({name: [self._wandb.Image(image) for image in images]}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class SwanlabTracker:
+class SwanlabTracker(_LoggedRun):
     """SwanLab. ``SWANLAB_MODE=local`` or ``offline`` needs no network; files lie in ``output_dir/swanlab``."""
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
-        self._swanlab = _import("swanlab")
+        swanlab = _import("swanlab")
         folder = output_dir / "swanlab"
         known = _known_id(folder, resumed)
-        self._run = self._swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-            name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
-            log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
-            id=known or _keep_id(folder, secrets.token_hex(8)),
-            resume="allow" if known else "never",
-            mode=os.environ.get("SWANLAB_MODE"),
-            config=dict(config),
+        self._image, self._run = (
+            swanlab.Image,
+            swanlab.init(
+                project=os.environ.get("SWANLAB_PROJECT", PROJECT),
+                name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
+                log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
+                id=known or _keep_id(folder, secrets.token_hex(8)),
+                resume="allow" if known else "never",
+                mode=os.environ.get("SWANLAB_MODE"),
+                config=dict(config),
+            ),
         )
-
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._run.log(finite(metrics), step=step)
-
-    def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({name: [self._swanlab.Image(image) for image in images]}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:
@@ -103,7 +108,7 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_name(output_dir)).info.run_id)
-        params = [Param(key, str(value)[:6000]) for key, value in _flat(config).items()]
+        params = [Param(key, str(value)[:6000]) for key, value in flatten(config).items()]
         for start in range(0, len(params), 100):  # most that one request may hold
             self._client.log_batch(self._id, params=params[start : start + 100])
 
@@ -121,32 +126,29 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
-class TrackioTracker:
+class TrackioTracker(_LoggedRun):
     """trackio, which keeps runs on this machine; ``TRACKIO_DIR`` says where, ``trackio show`` shows them."""
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
-        self._trackio = _import("trackio")
+        trackio = _import("trackio")
         known = _known_id(output_dir / "trackio", resumed)
         # its runs are told apart by their names, and many folders are called alike
         fresh = f"{_name(output_dir)}-{secrets.token_hex(3)}"
-        self._run = self._trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=known or _keep_id(output_dir / "trackio", fresh),
-            config=dict(config),
-            resume="allow" if known else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
+        self._image, self._run = (
+            trackio.Image,
+            trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=known or _keep_id(output_dir / "trackio", fresh),
+                config=dict(config),
+                resume="allow" if known else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            ),
         )
 
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._run.log(finite(metrics), step=step)
-
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        self._run.log({f"{name}/{index}": self._trackio.Image(image) for index, image in enumerate(images)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        self._run.log({f"{name}/{index}": self._image(image) for index, image in enumerate(images)}, step=step)
 
 
 SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
@@ -186,11 +188,3 @@ def _keep_id(folder: Path, run_id: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run_id").write_text(run_id, encoding="utf-8")
     return run_id
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return flat

@@ -194,39 +194,6 @@ def union_seconds(intervals: Intervals) -> float:
     return total
 
 
-def utilisation(
-    events: Iterable[Event], start: float, end: float, processes: Mapping[str, int] | None = None
-) -> dict[str, float]:
-    """Share of a stretch of time in which the processes of each role worked; the rest they were idle.
-
-    Args:
-        events: of any time; those of the role "run" are no work.
-        start: of the stretch, wall-clock seconds.
-        end: of the stretch; after ``start``.
-        processes: of each role; those of a role that is left out are the ranks that have an event here.
-
-    Returns:
-        ``utilisation/<role>`` in [0, 1].
-
-    Raises:
-        ValueError: for a stretch that is empty.
-    """
-    if not end > start:
-        raise ValueError(f"utilisation from {start} to {end}: the end must be after the start")
-    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for event in events:
-        if event.role != RUN:
-            within = spans.setdefault((event.role, event.rank), [])
-            if event.start < end and event.end > start:
-                within.append((max(event.start, start), min(event.end, end)))
-    shares = {}
-    for role in sorted({role for role, _ in spans}):
-        busy = sum(union_seconds(worked) for (owner, _), worked in spans.items() if owner == role)
-        count = max((processes or {}).get(role, 0), _ranks(spans, role))
-        shares[f"utilisation/{role}"] = busy / (count * (end - start))
-    return shares
-
-
 def step_windows(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
     """Start and end of each step that the file knows, by step in order; of a step that stands twice the last one."""
     found = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}

@@ -16,11 +16,11 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitD
 from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.config.rl import RLConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward
+from sfumato.rewards.server.app import RewardServerConfig
 
 QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
 SCHEMAS = [TrainDitConfig, TrainDitDpoConfig, TrainAutoencoderConfig, TrajectoryRLConfig, ForwardRLConfig]

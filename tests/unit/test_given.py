@@ -14,7 +14,6 @@ from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.load import dump_config, load_config, merge
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
@@ -25,6 +24,7 @@ from sfumato.data.sources import open_sources
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language import check_length
+from sfumato.rewards.server.app import RewardServerConfig
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config, tiny_text_config, write_config
 

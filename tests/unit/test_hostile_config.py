@@ -13,8 +13,8 @@ import yaml
 from sfumato.commands.find_task import TASKS, schema_of
 from sfumato.config.base import Section
 from sfumato.config.load import MOST_SHOWN, dump_config, load_config, parse_config
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import ConfigError
+from sfumato.rewards.server.app import RewardServerConfig
 from tests.hostile_values import TEXTS, hostile_arguments
 
 SCHEMAS: dict[str, type[Section]] = {**{task: schema_of(task) for task in TASKS}, "server": RewardServerConfig}

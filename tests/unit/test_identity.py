@@ -20,8 +20,7 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data import identity as module
 from sfumato.data.identity import content_of_file, content_of_images, content_of_prompts, content_of_sources
-from sfumato.data.image_pairs import PairDataset
-from sfumato.data.image_text import ImageTextDataset
+from sfumato.data.image_text import ImageTextDataset, PairDataset
 from sfumato.data.prompts import load_prompts
 from sfumato.data.sources import open_sources
 from sfumato.errors import CheckpointError

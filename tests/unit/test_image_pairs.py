@@ -19,7 +19,7 @@ from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.encoded import OnlineEncoder, encode_rows, open_cache
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs, is_held_out
-from sfumato.data.image_pairs import PairDataset, open_held_out_pairs, open_image_pairs
+from sfumato.data.image_text import PairDataset, open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, evaluation_batches
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel

@@ -17,7 +17,7 @@ from sfumato.cli import build_parser
 from sfumato.commands.find_task import load_for_task
 from sfumato.config import __main__ as configuration
 from sfumato.config.load import load_config, parse_overrides
-from sfumato.config.reward_server import RewardServerConfig
+from sfumato.rewards.server.app import RewardServerConfig
 from tests.page_commands import FENCE, PAGES, ROOT, Command, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]

@@ -160,3 +160,22 @@ def test_timelines_of_all_strategies_stand_in_one_picture(model: ModuleType, tmp
     svg = (tmp_path / "all.svg").read_text()
     assert svg.startswith("<svg") and "prefers-color-scheme:dark" in svg
     assert all(strategy.name in svg for strategy in model.STRATEGIES)
+
+
+def _event(role: str, rank: int, start: float, end: float, kind: str = "update") -> Event:
+    return Event(role, rank, kind, start, end, 1)
+
+
+def test_utilisation_is_clipped_and_counts_idle_processes(model: ModuleType) -> None:
+    utilisation = sys.modules[model.Pipeline.__module__].utilisation
+    events = [
+        _event("actor", 0, -5.0, 2.0),
+        _event("actor", 0, 1.0, 4.0, "save"),  # beside the first
+        _event("actor", 1, 20.0, 30.0),  # not in this stretch: idle
+        _event("scorer", 0, 9.0, 99.0, "score"),
+        Event("run", 0, "step", 0.0, 10.0, 1),
+    ]
+    assert utilisation(events, 0.0, 10.0) == {"utilisation/actor": 0.2, "utilisation/scorer": 0.1}
+    assert utilisation(events, 0.0, 10.0, {"actor": 4, "scorer": 1})["utilisation/actor"] == 0.1
+    with pytest.raises(ValueError, match="after the start"):
+        utilisation(events, 3.0, 3.0)

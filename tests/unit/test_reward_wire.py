@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from sfumato.config.load import load_config
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Failure, Reward
 from sfumato.rewards.http import wire
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.remote import RemoteReward
 from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.server.app import RewardServerConfig
 from sfumato.rewards.server.batching import score_requests
 from sfumato.rewards.server.metrics import ServerMetrics
 from tests.reward_servers import noise_samples

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from sfumato.config.load import load_config, merge, parse_overrides, read_yaml
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.rewards.scoring.workers import close_workers
+from sfumato.rewards.server.app import RewardServerConfig
 from tests.reward_servers import start_server
 from tests.tiny import ROOT, run_task_here, weights_in, write_tiny_pipeline
 

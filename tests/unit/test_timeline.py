@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.drawing import LIGHT, stand_in
+from sfumato.tracking.drawing import LIGHT, MAX_BARS, MAX_RANKS, choose_stretch, draw_rows, stand_in, timeline_svg
 from sfumato.tracking.report import write_report
 from sfumato.tracking.run import Run
-from sfumato.tracking.timeline import Event, Timeline, read_events, step_windows, union_seconds, utilisation
-from sfumato.tracking.timeline_picture import MAX_BARS, MAX_RANKS, choose_stretch, draw_rows, timeline_svg
+from sfumato.tracking.timeline import Event, Timeline, read_events, step_windows, union_seconds
 from sfumato.tracking.trackers import JsonLines, read_jsonl
 
 
@@ -44,20 +43,6 @@ def test_an_event_does_not_end_before_it_starts() -> None:
 def test_overlaps_count_once() -> None:
     assert union_seconds([]) == 0.0
     assert union_seconds([(5, 6), (0, 2), (1, 3), (1.5, 1.6)]) == 4.0
-
-
-def test_utilisation_is_clipped_and_counts_idle_processes() -> None:
-    events = [
-        event("actor", 0, -5.0, 2.0),
-        event("actor", 0, 1.0, 4.0, "save"),  # beside the first
-        event("actor", 1, 20.0, 30.0),  # not in this stretch: idle
-        event("scorer", 0, 9.0, 99.0, "score"),
-        Event("run", 0, "step", 0.0, 10.0, 1),
-    ]
-    assert utilisation(events, 0.0, 10.0) == {"utilisation/actor": 0.2, "utilisation/scorer": 0.1}
-    assert utilisation(events, 0.0, 10.0, {"actor": 4, "scorer": 1})["utilisation/actor"] == 0.1
-    with pytest.raises(ValueError, match="after the start"):
-        utilisation(events, 3.0, 3.0)
 
 
 def test_a_call_that_outlasts_its_step_is_credited_later_and_no_second_is_lost(tmp_path: Path, clock: None) -> None:
@@ -155,7 +140,11 @@ def test_a_run_writes_what_its_roles_did_beside_its_timings(tmp_path: Path) -> N
     lines = read_jsonl(tmp_path / "timings.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
-        busy = utilisation(work, *windows[line["step"]])["utilisation/actor"]
+        start, end = windows[line["step"]]
+        worked = [
+            (max(each.start, start), min(each.end, end)) for each in work if each.start < end and each.end > start
+        ]
+        busy = union_seconds(worked) / (end - start)
         assert line["utilisation/actor"] == pytest.approx(busy, abs=1e-3) and 0.0 < busy <= 1.0
 
 

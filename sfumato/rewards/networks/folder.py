@@ -6,9 +6,9 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,24 +17,12 @@ from torch import nn
 from sfumato.config.paths import check_weights
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
+from sfumato.rewards import base
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Result = TypeVar("Result")
-
-_load_lock = threading.RLock()
-
-
-def load_once(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Keeps what a loader returned for the life of the process, one per set of arguments, whatever thread asks."""
-    cached = functools.cache(function)
-
-    @functools.wraps(function)
-    def load(*args: Any) -> Result:
-        with _load_lock:  # functools.cache alone would load twice when two threads ask at once
-            return cached(*args)
-
-    return load
+load_once = functools.partial(base.load_once, lock=threading.RLock())
+"""Models are loaded one after the other, whichever rewards ask for them."""
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,10 +6,9 @@ import asyncio
 import sys
 
 from sfumato.config.load import parse_config
-from sfumato.config.reward_server import RewardServerConfig
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
-from sfumato.rewards.server.app import serve
+from sfumato.rewards.server.app import RewardServerConfig, serve
 from sfumato.tracking.progress import quiet_other_bars
 
 
