@@ -405,7 +405,9 @@ def values_of(args: Any) -> Any:
     if isinstance(args, LocalHandle):
         return args.value
     if type(args) in (list, tuple):
-        return type(args)(values_of(each) for each in args)
+        return type(args)(values_of(value) for value in args)
+    if isinstance(args, tuple) and hasattr(args, "_make"):  # a NamedTuple
+        return args._make(values_of(value) for value in args)
     return args
 
 

@@ -69,7 +69,7 @@ def make(
 
 
 def stream_of(roles: Roles, generate: Callable[..., Any] = generate, score: Callable[..., Any] = score, **more: Any):
-    settings = {"total_steps": 3, "micro_batch_size": 2, "say": lambda _: None} | more
+    settings = {"total_steps": 3, "micro_batch_size": 2, "log": lambda _: None} | more
     return RolloutStream(roles, requests_of, generate, score, **settings)
 
 
@@ -430,8 +430,8 @@ def test_samples_that_are_lost_with_their_machine_are_drawn_again(
 
     def wait_and_lose(pending: Iterable[Any]) -> None:
         if next(waits) == lost_at:
-            for each in stream._rounds:
-                if each.made is not None and each.is_generated:
+            for each in stream.in_flight.rounds:
+                if each.is_generated:
                     lost.append(each)
                     for handle in each.handles:
                         handle.is_lost, handle.value = True, None
@@ -466,7 +466,7 @@ def test_a_sampler_that_is_lost_while_it_draws_lost_samples_again() -> None:
             again.append(True)
             sampler.lose()
         elif not lost:
-            lost.extend(handle for each in stream._rounds if each.scores for handle in each.handles)
+            lost.extend(handle for each in stream.in_flight.rounds if each.is_being_scored for handle in each.handles)
             for handle in lost:
                 handle.is_lost, handle.value = True, None
         wait(pending)
@@ -490,7 +490,7 @@ def test_samples_on_their_way_are_bounded_by_the_memory_for_them() -> None:
     stream, sampler, driver, _ = queued(max_staleness=2, total_steps=3)
     sampler.size, driver.store_bytes = 100, 2200  # three of four values of 100 bytes in a round; an iteration is 600
     for step, _ in stream.steps():
-        begun = {each.step for each in stream._rounds if each.made is not None}
+        begun = {each.step for each in stream.in_flight.rounds if each.is_begun}
         assert begun <= {step + 1}, "two iterations and the next would not fit"
         stream.publish(version=step + 1)
 
