@@ -40,7 +40,7 @@ def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, sc
         scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
     """
     if config.runtime.backend == "ray":
-        from sfumato.runtime.cluster.launch import launch_on_ray
+        from sfumato.runtime.cluster.cluster import launch_on_ray
 
         return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer)
     record, mesh = Record(), run.mesh

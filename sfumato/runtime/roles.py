@@ -45,9 +45,9 @@ class Handle(Protocol):
     """A value that stays where it was made. Functions that are given one see the value."""
 
     seconds: float
-    """That the call took, once done."""
+    """Time that the call took, once done."""
     nbytes: int
-    """Bytes that are kept until the handle is dropped, once done; 0 where nothing is copied."""
+    """Memory that is kept until the handle is dropped, once done; 0 where nothing is copied."""
 
     def done(self) -> bool:
         """Whether the value is there, or will never be."""
@@ -190,11 +190,8 @@ class LocalRole:
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function now."""
-        future: ThreadFuture[Any] = ThreadFuture()
-        future.set_result(
-            self._record.run(self.name, self.data_ranks.start, self.state, function, args, self._record.label, kind)
-        )
-        return future
+        rank, label = self.data_ranks.start, self._record.label
+        return _done(self._record.run(self.name, rank, self.state, function, args, label, kind))
 
     call_concurrently = submit = call
 
@@ -211,27 +208,28 @@ class LocalRole:
         started = time.perf_counter()
         found = self.call(function, parts[0], *args, kind=kind).result()
         seconds = time.perf_counter() - started
-        return [tuple(LocalHandle(each, seconds) for each in (found if num_values > 1 else [found]))]
+        return [tuple(LocalHandle(value, seconds) for value in (found if num_values > 1 else [found]))]
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """They are here."""
         del parts
-        future: ThreadFuture[Any] = ThreadFuture()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     def close(self) -> None:
         """Nothing was started."""
 
 
-class ThreadRole:
+def _done(value: Any) -> Future:
+    future: ThreadFuture[Any] = ThreadFuture()
+    future.set_result(value)
+    return future
+
+
+class ThreadRole(LocalRole):
     """A role in other threads of this process, which begin its calls in order and share its state."""
 
-    data_ranks, num_data_ranks = range(1), 1
-
     def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
-        self.state, self.name = state, name
-        self._record = record or Record()
+        super().__init__(state, name, record=record)
         self._ranks = iter(range(num_threads))
         self._own = threading.local()
         self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._number)
@@ -247,20 +245,6 @@ class ThreadRole:
         return self._record.run(self.name, self._own.rank, self.state, function, args, label, kind)
 
     call = call_concurrently = submit
-
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
-        """Queues the function."""
-        return self.submit(function, parts[0], *args, kind=kind)
-
-    def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
-    ) -> list[tuple[Handle, ...]]:
-        """What threads return is in this process anyway."""
-        raise NotImplementedError(f"what the {self.name} returns is in this process: use submit")
-
-    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
-        """They are in this process."""
-        return self.submit(lambda _: None)
 
     def close(self) -> None:
         """Drops calls that have not begun and ends the threads."""
@@ -319,7 +303,7 @@ class LocalDriver:
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
         """Until one of the threads' calls is done, or a second."""
-        calls = [each.future for each in pending if isinstance(each, ThreadCall)]
+        calls = [call.future for call in pending if isinstance(call, ThreadCall)]
         if calls:
             wait_for(calls, timeout=TURN_S, return_when=FIRST_COMPLETED)
 
@@ -395,7 +379,7 @@ class Roles:
 
     def close(self) -> None:
         """Ends all roles."""
-        for role in {id(each): each for each in (self.actor, self.sampler, self.scorer)}.values():
+        for role in {id(role): role for role in (self.actor, self.sampler, self.scorer)}.values():
             role.close()
         self.driver.close()
 

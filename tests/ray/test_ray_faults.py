@@ -15,7 +15,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.runtime.cluster import loop as loop_module
 from sfumato.runtime.cluster.cluster import Cluster
-from sfumato.runtime.cluster.group import RayGroup
+from sfumato.runtime.cluster.role import RayGroup
 from tests.ray import role_functions as functions
 
 pytestmark = pytest.mark.slow

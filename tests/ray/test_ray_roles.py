@@ -23,10 +23,9 @@ from sfumato.runtime.cluster import loop as loop_module
 from sfumato.runtime.cluster import placement as placement_module
 from sfumato.runtime.cluster import role as role_module
 from sfumato.runtime.cluster.cluster import Cluster, start_cluster
-from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.packing import pack, size_of, unpack
 from sfumato.runtime.cluster.placement import Reserver
-from sfumato.runtime.cluster.pool import RayPool
+from sfumato.runtime.cluster.role import RayGroup, RayPool
 from sfumato.runtime.roles import labelled
 from sfumato.tracking.shared_folder import Token
 from tests.ray import role_functions as functions

@@ -1,4 +1,4 @@
-"""Ray itself: started on this machine or joined, places for processes, and an end that leaves nothing behind."""
+"""Ray itself: started on this machine or joined, the roles of a run on it, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from sfumato.config.parallel import ParallelConfig
+from sfumato.config.rl import RLConfig
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
 from sfumato.kernels import choose_kernels
 from sfumato.parallel.layout import Layout
-from sfumato.runtime.cluster.group import RayGroup
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
-from sfumato.runtime.cluster.pool import RayPool
-from sfumato.runtime.cluster.role import RayRole, RolePlan
-from sfumato.runtime.roles import Future, Handle
+from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Future, Handle, Roles
+from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
+from sfumato.tracking.run import Run
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go from process to process."""
@@ -216,6 +217,46 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
                     f"runtime.address {address}: no cluster can be joined there: {error}; {remedy}"
                 ) from error
     return Cluster(config, run, is_own=address is None)
+
+
+def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any) -> Roles:
+    """Starts or joins Ray, and builds all roles at the same time. Args are those of ``launch_roles``.
+
+    Raises:
+        ConfigError: there is no cluster, or no place on it.
+        PreemptedError: the run was asked to stop before the roles were built.
+        RoleLostError: a process died while it was built.
+        Exception: what building a role raised.
+    """
+    runtime, train, pools = config.runtime, config.train, config.runtime.pools
+    with ExitStack() as stack:
+        cluster = stack.enter_context(start_cluster(runtime, run))
+        groups = {ACTOR: pools.actor} | ({} if config.rollout.hybrid_engine else {SAMPLER: pools.sampler})
+        cluster.reserve(groups=groups, pools={SCORER: pools.scorer})
+        scorers = cluster.pool(SCORER, scorer, config, train, pools.scorer, config.reward.num_workers)
+        actors = cluster.group(ACTOR, actor, config, train, pools.actor, sees_folder=True)
+        run.set_devices(pools.actor.processes)
+        samplers, weights = actors, None
+        if not config.rollout.hybrid_engine:
+            by_files = runtime.weight_sync == "files"
+            sampler_train = runtime.sampler_train(train)
+            samplers = cluster.group(SAMPLER, sampler, config, sampler_train, pools.sampler, sees_folder=by_files)
+            run.set_devices(pools.actor.processes + pools.sampler.processes)
+            weights = WeightSync(
+                actors,
+                samplers,
+                runtime.weight_sync,
+                folder=run.output_dir,
+                timeout_s=runtime.call_timeout_s,
+                grace_s=runtime.heartbeat_s + GRACE_S,
+            )
+        if cluster.num_gpus and not pools.actor.gpus:
+            run.say(
+                f"the cluster has {cluster.num_gpus:g} GPUs, but runtime.pools.actor.gpus is 0: the actor works on CPUs"
+            )
+        cluster.wait_ready()
+        stack.pop_all()
+    return Roles(actor=actors, sampler=samplers, scorer=scorers, weights=weights, driver=cluster)
 
 
 def _start_here(run: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What groups and pools have in common: processes in their places, and the verbs of a role."""
+"""Roles on Ray: processes in their places, and the verbs of a role. In a group they work together, in a pool alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import sfumato
 from sfumato.config.runtime import PoolConfig
 from sfumato.errors import ConfigError, RoleLostError
+from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.futures import Arguments, Part, RayFuture, RayHandle
 from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, size_of
@@ -96,17 +97,7 @@ class RayRole:
     def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[RayHandle, ...]]:
-        """As ``map``, with results that stay where they are made.
-
-        Args:
-            function: returns one value, or a tuple of ``num_values``.
-            parts: one for each data-parallel rank; None gives that rank nothing to do.
-            args: the same everywhere.
-            num_values: how many values it returns.
-
-        Returns:
-            The handles of each rank's values, which its first process made; none for a rank whose part is None.
-        """
+        """As ``map``, with results that stay with the first process of each data-parallel rank."""
         by_rank = self._shared(parts, args)
         firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
         kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
@@ -114,10 +105,7 @@ class RayRole:
         return [tuple(kept.get(rank, ())) for rank in firsts]
 
     def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
-        """Brings values to the machines of a rank's processes, where they stay while the handles are kept.
-
-        Args:
-            parts: handles for each data-parallel rank.
+        """Brings values to the machines of each rank's processes, where they stay while the handles are kept.
 
         The future raises ValuesLostError, which names the role that made them, when some are no more.
         """
@@ -347,6 +335,110 @@ class RayRole:
         for handle, reference in zip(part.keeps, references[1:], strict=True):
             handle.reference = reference
         self.loop.sent(future, part, references[0])
+
+
+class RayGroup(RayRole):
+    """N processes with a torch.distributed group of their own (one process has none). Calls run in the order of issue.
+
+    When a process dies or hangs, all are ended, and every unfinished and later call raises RoleLostError until
+    ``restart``.
+    """
+
+    def __init__(self, plan: RolePlan, loop: DriverLoop) -> None:
+        """Starts the processes, without waiting. Raises ConfigError when their number does not fit the layout."""
+        size = plan.pool.processes
+        layout = Layout.of(plan.train, size)
+        super().__init__(plan, loop, [layout.rank_in("data", rank) for rank in range(size)], [range(size)])
+
+    def wait_ready(self) -> None:
+        """As ``RayRole.wait_ready``; processes that are lost while their state is being built are replaced."""
+        try:
+            super().wait_ready()
+        except RoleLostError as lost:
+            if lost.role != self.name:
+                raise
+            self.loop.run.say(str(lost))
+            self.restart()
+
+    def restart(self) -> None:
+        """Replaces all processes and waits until they have built their state anew; again if these are lost, too.
+
+        Raises:
+            RoleLostError: ``runtime.max_restarts`` is used up.
+        """
+        while not self._is_replaced():
+            pass
+
+    def _is_replaced(self) -> bool:
+        most, ranks = self.loop.config.max_restarts, range(len(self.processes))
+        if self.num_restarts >= most:
+            before = f"; it was: {self._failure}" if self._failure is not None else ""
+            raise RoleLostError(self.name, ranks, f"replaced {most} times already (runtime.max_restarts){before}")
+        self.num_restarts += 1
+        self.loop.run.say(f"role {self.name}: its processes are replaced ({self.num_restarts} of {most})")
+        self.fail(RoleLostError(self.name, ranks, "being replaced"))
+        self._failure = None
+        self._start(ranks)
+        try:
+            super().wait_ready()
+        except RoleLostError as lost:
+            if lost.role != self.name:
+                raise
+            self.loop.run.say(str(lost))
+            return False
+        return True
+
+
+class RayPool(RayRole):
+    """N independent processes, each a data-parallel rank. Calls may overtake one that waits for its arguments.
+
+    A process that dies or hangs is replaced, at most ``runtime.max_restarts`` times in all; its state is built anew
+    and its unfinished calls are made again.
+    """
+
+    works_together = False
+
+    def __init__(self, plan: RolePlan, loop: DriverLoop) -> None:
+        """Starts the processes, without waiting."""
+        ranks = range(plan.pool.processes)
+        super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
+
+    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+        """``function(state, *args)`` in the process with the fewest unfinished calls; its value."""
+        return self._issue(function, {0: args}, moves=True, kind=kind)
+
+    def on_lost(
+        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
+    ) -> None:
+        """Replaces the processes and sends their calls again."""
+        most = self.loop.config.max_restarts
+        if self.num_restarts + len(processes) > most:
+            reason = f"{error.reason}\nand {self.num_restarts} processes were replaced already (runtime.max_restarts)"
+            self.fail(RoleLostError(self.name, error.ranks, reason))
+            return
+        again = [(future, part) for future, part in unfinished if not (future.is_start or future.settled)]
+        self.num_restarts += len(processes)
+        self.loop.run.say(
+            f"{error}\nit is replaced ({self.num_restarts} of {most} times); unfinished calls that are made again: "
+            f"{len(again)}"
+        )
+        for process in processes:
+            self._start(range(process.rank, process.rank + 1))
+        for future, part in again:
+            part.process = self.processes[part.process.rank]
+            self._send_part(future, part)
+        for future, _ in unfinished:
+            if future.is_start:
+                future.settle(error)
+
+    def _blocks(self, future: RayFuture) -> set[ConcurrencyGroup]:
+        del future
+        return set()
+
+    def _send_part(self, future: RayFuture, part: Part) -> None:
+        if future.moves:
+            part.process = min(self.processes, key=lambda each: len(each.unanswered))
+        super()._send_part(future, part)
 
 
 def _arguments(args: tuple[Any, ...]) -> Arguments:

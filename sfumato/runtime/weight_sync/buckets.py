@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch import nn
 
-from sfumato.parallel.shards import Shards, local
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.runtime.weight_sync.checksum import Spec
 
 ALIGNED = 16
@@ -74,20 +75,23 @@ def largest(buckets: tuple[Bucket, ...]) -> int:
     return max((bucket.num_bytes for bucket in buckets), default=0)
 
 
-@torch.no_grad()
-def gather_bucket(
-    bucket: Bucket, parameters: Mapping[str, nn.Parameter], shards: Shards, memory: torch.Tensor | None
-) -> None:
-    """Gathers the whole tensors of a bucket. Every rank must call it, in the same order.
+class Source:
+    """The weights of a module that are to be sent."""
 
-    Args:
-        bucket: what to gather.
-        parameters: of the sending module, by plain name.
-        shards: of that module.
-        memory: uint8, filled with the tensors, cast to the sampler's dtypes; None on ranks that only take part.
-    """
-    places = {} if memory is None else dict(bucket.tensors(memory))
-    for item in bucket.items:
-        whole = shards.whole(item.name, local(parameters[item.name].detach()))
-        if memory is not None:
-            places[item.name].copy_(whole)
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self.parameters = all_parameters(module)
+        self.shards = Shards(module, mesh, self.parameters)
+
+    @torch.no_grad()
+    def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
+        """Gathers the whole tensors of a bucket. Every rank must call it, in the same order.
+
+        Args:
+            bucket: what to gather.
+            memory: uint8, filled with the tensors, cast to the sampler's dtypes; None on ranks that only take part.
+        """
+        places = {} if memory is None else dict(bucket.tensors(memory))
+        for item in bucket.items:
+            whole = self.shards.whole(item.name, local(self.parameters[item.name].detach()))
+            if memory is not None:
+                places[item.name].copy_(whole)

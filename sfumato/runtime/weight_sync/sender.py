@@ -14,7 +14,7 @@ from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, trainable_parameters
 from sfumato.parallel.weights import persistent_buffers
-from sfumato.runtime.weight_sync.buckets import Bucket, gather_bucket, plan_buckets
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, plan_buckets
 from sfumato.runtime.weight_sync.checksum import NAMED, Spec, add_up, local_checksums
 from sfumato.runtime.weight_sync.places import Place, places_of
 from sfumato.runtime.weight_sync.transports import Ends, Sending, Settings, choose, sending_side
@@ -94,18 +94,6 @@ class Sender:
     transport: Sending
     specs: dict[str, Spec]
     sent_names: tuple[str, ...]
-
-
-class Source:
-    """The weights of a module, inside ``sent_weights``."""
-
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self.parameters = all_parameters(module)
-        self.shards = Shards(module, mesh, self.parameters)
-
-    def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
-        """See ``gather_bucket``."""
-        gather_bucket(bucket, self.parameters, self.shards, memory)
 
 
 def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Handshake:

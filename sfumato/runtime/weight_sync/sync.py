@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.runtime.roles import Future, Role
 from sfumato.runtime.weight_sync import receiver, sender
 from sfumato.runtime.weight_sync.sender import Handshake, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
@@ -28,22 +29,6 @@ LOOK_S = 1.0
 
 GRACE_S = 5.0
 """In which one side must follow the other that has failed; it is not waited for any longer."""
-
-
-class Result(Protocol):
-    """Of a call."""
-
-    def result(self) -> Any: ...
-
-    def done(self) -> bool: ...
-
-
-class Caller(Protocol):
-    """The part of a role that is used here."""
-
-    def call(self, function: Any, *args: Any, kind: str = ...) -> Result: ...
-
-    def call_concurrently(self, function: Any, *args: Any, kind: str = ...) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class Rescoring:
 class Rescored:
     """A version that is being applied, whose result is compared by this process."""
 
-    def __init__(self, applying: Result, sent: Sent, tolerance: float) -> None:
+    def __init__(self, applying: Future, sent: Sent, tolerance: float) -> None:
         self.applying, self.sent, self.tolerance = applying, sent, tolerance
 
     def done(self) -> bool:
@@ -113,8 +98,8 @@ class WeightSync:
 
     def __init__(
         self,
-        actor: Caller,
-        sampler: Caller,
+        actor: Role,
+        sampler: Role,
         transport: str = "auto",
         bucket_mb: float = 256,
         folder: Path | None = None,
@@ -141,7 +126,7 @@ class WeightSync:
         self._rescores = False
         self._is_first = True
         self._sent: Sent | None = None
-        self._applying: Result | None = None
+        self._applying: Future | None = None
 
     @property
     def transport(self) -> str | None:
@@ -198,7 +183,7 @@ class WeightSync:
         num_bytes = sum(item.num_bytes for item in items)
         return SyncReport(version, self._handshake.transport, len(items), num_bytes, len(sent.checksums), seconds)
 
-    def apply(self, version: int) -> Result:
+    def apply(self, version: int) -> Future:
         """Queues a transferred version in the sampler's order. The future raises WeightSyncError if it is not whole.
 
         Raises:
@@ -235,7 +220,7 @@ class WeightSync:
             self.actor.call(sender.close_sending).result()  # first: it frees receivers that still wait
             self.sampler.call(receiver.close_receiving).result()
 
-    def _while_actor_lives(self, call: Result) -> Any:
+    def _while_actor_lives(self, call: Future) -> Any:
         """The result of a call of the sampler, which may wait for the actor though that has nothing to do meanwhile."""
         looked = time.monotonic()
         while not call.done():
@@ -245,7 +230,7 @@ class WeightSync:
             time.sleep(LONGEST_PAUSE_S)
         return call.result()
 
-    def _both(self, sending: Result, receiving: Result) -> Any:
+    def _both(self, sending: Future, receiving: Future) -> Any:
         """Waits for two sides that work together, and returns what the sender gave.
 
         A side that fails does not leave the other waiting; of two errors the one is raised that is no consequence.
@@ -263,7 +248,7 @@ class WeightSync:
         return sending.result()
 
 
-def _errors_of(call: Result) -> list[Exception]:
+def _errors_of(call: Future) -> list[Exception]:
     if call.done():
         try:
             call.result()

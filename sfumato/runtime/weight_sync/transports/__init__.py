@@ -17,7 +17,7 @@ import torch
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
-from sfumato.runtime.weight_sync.buckets import Bucket
+from sfumato.runtime.weight_sync.buckets import Bucket, Source
 from sfumato.runtime.weight_sync.places import Place
 
 NAMES = ("local", "broadcast", "ipc", "files")
@@ -60,18 +60,8 @@ class Ends:
         ]
 
 
-class Source(Protocol):
-    """The weights that are to be sent."""
-
-    parameters: dict[str, torch.nn.Parameter]
-    shards: Shards
-
-    def gather(self, bucket: Bucket, memory: torch.Tensor | None) -> None:
-        """Gathers a bucket into memory; every rank calls it, those that do not send with None."""
-
-
 class Sending(Protocol):
-    """The actor's side; one in each of its processes."""
+    """The actor's side; one in each of its processes. What a transport has no use for does nothing."""
 
     streams: ClassVar[bool]
     """Receivers take part while it sends; otherwise they begin when it has."""
@@ -98,7 +88,7 @@ class Sending(Protocol):
 
 
 class Receiving(Protocol):
-    """The sampler's side; one in each of its processes."""
+    """The sampler's side; one in each of its processes. What a transport has no use for does nothing."""
 
     gives_shards: bool
     """Whether ``take`` gives this rank's shards, to be kept; otherwise whole tensors, to be cut or copied."""

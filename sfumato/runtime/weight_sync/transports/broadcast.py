@@ -17,9 +17,10 @@ import torch.distributed as dist
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
-from sfumato.runtime.weight_sync.buckets import Bucket, largest
+from sfumato.runtime.weight_sync import transports
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import check_reachable, meet, open_store, reach_store
-from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class _Group:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
-class Sending:
+class Sending(transports.Sending):
     """The actor's side. Only its first rank sends; the others take part in gathering."""
 
     streams = True
@@ -121,9 +122,6 @@ class Sending:
             if self.group:
                 self.group.broadcast(bucket.num_bytes, version)
 
-    def release(self, version: int) -> None:
-        """Nothing is kept."""
-
     def abort(self) -> None:
         """Breaks off waiting for the sampler. A broadcast by gloo ends by itself when one of its ranks has gone."""
         if self.group:
@@ -135,7 +133,7 @@ class Sending:
             self.group.close()
 
 
-class Receiving:
+class Receiving(transports.Receiving):
     """The sampler's side."""
 
     gives_shards = False

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
-from sfumato.runtime.weight_sync.buckets import Bucket, largest
-from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+from sfumato.runtime.weight_sync import transports
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 FOLDER = "weight_sync"
 """Within the run folder."""
@@ -27,7 +28,7 @@ VISIBLE_S = 10.0
 """Seconds after which a network file system shows a folder that another node has renamed."""
 
 
-class Sending:
+class Sending(transports.Sending):
     """The actor's side. Only its first rank writes."""
 
     streams = False
@@ -41,12 +42,6 @@ class Sending:
         if mesh.is_first:
             shutil.rmtree(self.root, ignore_errors=True)  # what a killed run has left
             self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8)
-
-    def access(self) -> None:
-        """Paths are delivered with each version."""
-
-    def join(self) -> None:
-        """Nobody is waited for."""
 
     def send(self, version: int, source: Source) -> str:
         """Writes the buckets of a version; returns its folder, on every rank."""
@@ -82,16 +77,13 @@ class Sending:
         if self.memory is not None:
             shutil.rmtree(self.root / f"version_{version}")
 
-    def abort(self) -> None:
-        """Nobody is waited for."""
-
     def close(self) -> None:
         """Removes all that is left."""
         if self.memory is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-class Receiving:
+class Receiving(transports.Receiving):
     """The sampler's side."""
 
     gives_shards = False
@@ -101,9 +93,6 @@ class Receiving:
     ) -> None:
         del access, settings, mesh, shards
         self.names = [item.name for bucket in buckets for item in bucket.items]
-
-    def join(self) -> None:
-        """Nobody is waited for."""
 
     def take(self, version: int, delivery: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time."""
@@ -129,9 +118,3 @@ class Receiving:
             raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
         if lacking := [name for name in self.names if name not in found]:
             raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")
-
-    def give_up(self) -> None:
-        """Nobody waits."""
-
-    def close(self) -> None:
-        """Nothing is held."""

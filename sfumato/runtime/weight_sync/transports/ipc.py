@@ -23,9 +23,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
-from sfumato.runtime.weight_sync.buckets import Bucket, largest
+from sfumato.runtime.weight_sync import transports
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import GIVEN_UP, check_reachable, meet, open_store, reach_store, wait_for
-from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 NUM_SLOTS = 2
 """Buckets in memory: one is filled while the other is read."""
@@ -68,7 +69,7 @@ def match(ends: Ends) -> tuple[int, ...]:
     return tuple(found)
 
 
-class Sending:
+class Sending(transports.Sending):
     """The actor's side; each rank that has takers sends."""
 
     streams = True
@@ -135,9 +136,6 @@ class Sending:
         for key in (*keys, _filled(version, number, self.mesh.rank)):
             self.store.delete_key(key)
 
-    def release(self, version: int) -> None:
-        """Nothing is kept."""
-
     def abort(self) -> None:
         """Breaks off waiting for the sampler."""
         self.stop.set()
@@ -153,7 +151,7 @@ class Sending:
             self.paths.pop().unlink(missing_ok=True)
 
 
-class Receiving:
+class Receiving(transports.Receiving):
     """The sampler's side."""
 
     gives_shards = False

@@ -8,11 +8,12 @@ import torch
 
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, chunks_of, local
-from sfumato.runtime.weight_sync.buckets import Bucket, largest
-from sfumato.runtime.weight_sync.transports import Ends, Settings, Source
+from sfumato.runtime.weight_sync import transports
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 
-class Sending:
+class Sending(transports.Sending):
     """The actor's side; the sampler's is given this very object."""
 
     streams = False
@@ -26,9 +27,6 @@ class Sending:
     def access(self) -> Sending:
         """This."""
         return self
-
-    def join(self) -> None:
-        """Nobody is waited for."""
 
     @torch.no_grad()
     def send(self, version: int, source: Source) -> dict[str, torch.Tensor]:
@@ -51,17 +49,8 @@ class Sending:
                 found[name] = (whole if theirs is None else theirs.shard(name, whole)).clone()
         return found
 
-    def release(self, version: int) -> None:
-        """Nothing is kept."""
 
-    def abort(self) -> None:
-        """Nobody is waited for."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Receiving:
+class Receiving(transports.Receiving):
     """The sampler's side."""
 
     gives_shards = True
@@ -72,16 +61,7 @@ class Receiving:
         del settings, mesh, buckets
         access.receiver = shards
 
-    def join(self) -> None:
-        """Nobody is waited for."""
-
     def take(self, version: int, delivery: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards."""
         del version
         yield from delivery.items()
-
-    def give_up(self) -> None:
-        """Nobody waits."""
-
-    def close(self) -> None:
-        """Nothing is held."""
