@@ -10,7 +10,7 @@ import torch
 from sfumato.config.rl import RLConfig
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, LocalDriver, LocalRole, Record, Roles, ThreadRole
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, LocalRole, Record, Roles, ThreadRole
 from sfumato.tracking.run import Run
 
 Build = Callable[[Any, Mesh, Any], Any]
@@ -58,6 +58,6 @@ def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, sc
         sampler=sampler_role,
         scorer=scorer_role,
         weights=weights,
-        driver=LocalDriver(record),
+        driver=Driver(record),
         together=lambda mine: mesh.gather(mesh.first(mine, among="copies")),
     )

@@ -268,54 +268,31 @@ class ThreadCall:
         return self.future.result()
 
 
-class Driver(Protocol):
-    """What waits for all roles of a run."""
+class Driver:
+    """What waits for all roles of a run: here, for those in this process. Those in this thread are never waited for."""
 
-    store_bytes: int | None
+    store_bytes: int | None = None
     """Bytes of samples that may be on their way between processes; None where nothing is copied."""
-    record: Record
-    """What the roles did."""
-
-    def wait(self, pending: Iterable[Future | Handle]) -> None:
-        """Until one of them is done, or for a short while."""
-        ...
-
-    def on_progress(self, callback: Callable[[], None] | None) -> None:
-        """Calls this whenever something is done while somebody waits."""
-        ...
-
-    def take_timings(self) -> dict[str, float]:
-        """What else was measured since the last call, for ``timings.jsonl``."""
-        ...
-
-    def close(self) -> None:
-        """Ends what was started for all roles."""
-        ...
-
-
-class LocalDriver:
-    """Roles in this process: those in this thread are never waited for."""
-
-    store_bytes = None
 
     def __init__(self, record: Record | None = None) -> None:
         self.record = record or Record()
+        """What the roles did."""
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
-        """Until one of the threads' calls is done, or a second."""
+        """Until one of them is done, or for a short while."""
         calls = [call.future for call in pending if isinstance(call, ThreadCall)]
         if calls:
             wait_for(calls, timeout=TURN_S, return_when=FIRST_COMPLETED)
 
     def on_progress(self, callback: Callable[[], None] | None) -> None:
-        """Nothing goes on in this thread while it waits."""
+        """Calls this whenever something is done while somebody waits; nothing goes on in this thread meanwhile."""
 
     def take_timings(self) -> dict[str, float]:
-        """Nothing more."""
+        """What else was measured since the last call, for ``timings.jsonl``."""
         return {}
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Ends what was started for all roles."""
 
 
 class Weights(Protocol):
@@ -346,7 +323,7 @@ class Roles:
     """Scores samples."""
     weights: Weights | None = None
     """Brings the actor's weights to a sampler that is not the actor."""
-    driver: Driver = field(default_factory=LocalDriver)
+    driver: Driver = field(default_factory=Driver)
     """Waits for them."""
     together: Callable[[Any], list[Any]] = lambda mine: [mine]
     """Gathers a value of each process that drives data-parallel ranks of the roles: under torchrun, of all ranks."""

@@ -15,7 +15,7 @@ import pytest
 
 from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.runtime.roles import LocalDriver, LocalHandle, LocalRole, Record, Roles, ThreadRole
+from sfumato.runtime.roles import Driver, LocalHandle, LocalRole, Record, Roles, ThreadRole
 from sfumato.runtime.stream import RolloutStream, StreamBatch
 
 
@@ -328,7 +328,7 @@ class DoneFuture:
         return None
 
 
-class PumpingDriver(LocalDriver):
+class PumpingDriver(Driver):
     """Ends one of the sampler's calls at each wait."""
 
     def __init__(self, sampler: QueuedRole) -> None:
@@ -524,7 +524,7 @@ def test_what_roles_did_is_noted_with_its_step_and_the_kind_of_the_work() -> Non
     log, record = Log(), Record()
     actor = LocalRole(log, record=record)
     scorer = ThreadRole(log, "scorer", record=record)
-    first(stream_of(Roles(actor=actor, sampler=actor, scorer=scorer, driver=LocalDriver(record))))
+    first(stream_of(Roles(actor=actor, sampler=actor, scorer=scorer, driver=Driver(record))))
     actor.map(lambda state, part: None, [1], kind="update")
     actor.call(lambda state: None)
     scorer.close()

@@ -25,7 +25,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan
-from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Future, Handle, Roles
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, Future, Handle, Roles
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
@@ -42,14 +42,14 @@ _DRIVER_ENVIRONMENT = {
 }
 
 
-class Cluster:
+class Cluster(Driver):
     """Ray, the roles on it, and the driver (``roles.Driver``) that waits for them. Use ``start_cluster``."""
 
     def __init__(self, config: RuntimeConfig, run: Any, *, is_own: bool) -> None:
         self.config, self.run = config, run
         self.loop = DriverLoop(run, config)
-        self.record = self.loop.record
-        self.store_bytes: int | None = _store_bytes()
+        super().__init__(self.loop.record)
+        self.store_bytes = _store_bytes()
         self._reserver = Reserver(config, run, is_own)
         self._places: dict[str, Places] = {}
         if is_own:
@@ -129,7 +129,7 @@ class Cluster:
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
         """Until one of them is done, or a short while."""
-        if not any(each.done() for each in pending):
+        if not any(call.done() for call in pending):
             self.loop.turn(TURN_S)
 
     def on_progress(self, callback: Callable[[], None] | None) -> None:
@@ -192,7 +192,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
             "on a machine of the cluster, with runtime.address auto or host:port"
         )
     quiet = _DRIVER_ENVIRONMENT | ({} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"})
-    os.environ.update({key: each for key, each in quiet.items() if key not in os.environ})
+    os.environ.update({key: value for key, value in quiet.items() if key not in os.environ})
     try:
         import ray
     except ImportError as error:
@@ -280,12 +280,12 @@ def _start_here(run: Any, **options: Any) -> None:
 def _import_path() -> dict[str, str]:
     """PYTHONPATH with which the processes find what this one imports from outside its installation."""
     installed = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
-    known = {Path(each).resolve() for each in installed if each} | {
+    known = {Path(path).resolve() for path in installed if path} | {
         Path(sysconfig.get_paths()["stdlib"]) / "lib-dynload"
     }
-    paths = [Path(each or ".").resolve() for each in sys.path]
+    paths = [Path(path or ".").resolve() for path in sys.path]
     return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(each) for each in paths if each.is_dir() and each not in known))
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in known))
     }
 
 
@@ -310,7 +310,7 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -327,7 +327,7 @@ def _store_bytes() -> int:
 
 def _ray_children() -> dict[int, str]:
     """The processes of a Ray that this process has started, without which it does not work."""
-    lists = [each.read_text().split() for each in Path("/proc/self/task").glob("*/children")]
+    lists = [file.read_text().split() for file in Path("/proc/self/task").glob("*/children")]
     names = {int(pid): Path(_first_word(pid)).name for pids in lists for pid in pids}
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from sfumato.config.runtime import RuntimeConfig
 from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
 from sfumato.parallel.peers import is_lost_connection
-from sfumato.runtime.cluster.futures import Part, RayFuture
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
 from sfumato.runtime.cluster.placement import machines
-from sfumato.runtime.cluster.process import RoleProcess
+from sfumato.runtime.cluster.process import Part, RayFuture, RoleProcess
 from sfumato.runtime.cluster.worker import Reply
 from sfumato.runtime.roles import Record
 from sfumato.tracking.timeline import Event
@@ -72,7 +71,7 @@ class WatchedRole(Protocol):
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """Whether a process answers."""
 
     asked: float = 0.0
@@ -100,7 +99,7 @@ class DriverLoop:
         self.driver_bytes: dict[str, int] = {}
         """Bytes that the driver pickled into calls and unpickled from results, by role."""
         self._sent: dict[Any, tuple[RayFuture, Part]] = {}
-        self._pulses: dict[RoleProcess, Pulse] = {}
+        self._heartbeats: dict[RoleProcess, Heartbeat] = {}
         self._listener: Callable[[], None] | None = None
         self._last_turn = time.monotonic()
         self._has_progressed = self._is_telling = False
@@ -145,7 +144,7 @@ class DriverLoop:
             self._look_at_starts()
         for future, part in self._hear(timeout_s):
             self._take_reply(future, part)
-        self._feel_pulses()
+        self._ask_for_heartbeats()
         self._give_up()
         self._flush()
         while self._has_progressed and not self._is_telling:
@@ -165,10 +164,10 @@ class DriverLoop:
     def write_processes(self) -> None:
         """Writes which processes there are to ``processes.json`` in the run folder."""
         known = [
-            {"role": each.role, "rank": each.rank, "pid": who.pid, "host": who.host, "stderr": who.stderr}
+            {"role": process.role, "rank": process.rank, "pid": who.pid, "host": who.host, "stderr": who.stderr}
             for role in self.roles
-            for each in role.processes
-            if (who := each.identity) is not None and not each.is_lost
+            for process in role.processes
+            if (who := process.identity) is not None and not process.is_lost
         ]
         path = self.run.output_dir / "processes.json"
         path.with_suffix(".tmp").write_text(json.dumps(known, indent=1), encoding="utf-8")
@@ -176,7 +175,7 @@ class DriverLoop:
 
     def forget(self, process: RoleProcess) -> None:
         """Drops what the process has not answered."""
-        self._pulses.pop(process, None)
+        self._heartbeats.pop(process, None)
         for reference, (_, part) in process.unanswered.items():
             del self._sent[reference]
             part.reference = part.running_s = None
@@ -185,17 +184,17 @@ class DriverLoop:
     def lose(self, role: WatchedRole, processes: list[RoleProcess], reason: str) -> None:
         """Kills processes that are of no more use, and leaves the rest to their role."""
         self._look_at_ray()  # which takes all processes with it
-        for each in processes:
-            each.kill()
-        words = [(each.rank, text) for each in processes if (text := each.last_words())]
-        if crash := next((each for _, text in words for each in text.splitlines() if each.startswith(CRASH)), None):
+        for process in processes:
+            process.kill()
+        tails = [(process.rank, text) for process in processes if (text := process.stderr_tail())]
+        if crash := next((line for _, text in tails for line in text.splitlines() if line.startswith(CRASH)), None):
             reason = f"{reason} ({crash})"
-        last = "".join(f"\nlast lines of the standard error of rank {rank}:\n{text}" for rank, text in words)
-        unfinished = [pair for each in processes for pair in each.unanswered.values()]
+        last = "".join(f"\nlast lines of the standard error of rank {rank}:\n{text}" for rank, text in tails)
+        unfinished = [pair for process in processes for pair in process.unanswered.values()]
         reason = f"{reason}; {_doing(unfinished)}"
-        for each in processes:
-            self.forget(each)
-        error = RoleLostError(role.name, [each.rank for each in processes], reason + last)
+        for process in processes:
+            self.forget(process)
+        error = RoleLostError(role.name, [process.rank for process in processes], reason + last)
         self._has_progressed = True
         role.on_lost(processes, unfinished, error)
 
@@ -207,13 +206,13 @@ class DriverLoop:
 
     def _look_at_starts(self) -> None:
         """Gives up processes that were to start on a machine which was lost meanwhile: Ray would wait for it."""
-        processes = [each for role in self.roles for each in role.processes]
-        if all(each.identity is not None or each.is_lost for each in processes):
+        processes = [process for role in self.roles for process in role.processes]
+        if all(process.identity is not None or process.is_lost for process in processes):
             return
-        alive = {each.node_id for each in machines()}
-        for each in processes:
-            if each.identity is None and not each.is_lost and each.slot.node_id not in alive:
-                self.lose(self._role_of(each), [each], "its machine was lost while it started")
+        alive = {machine.node_id for machine in machines()}
+        for process in processes:
+            if process.identity is None and not process.is_lost and process.slot.node_id not in alive:
+                self.lose(self._role_of(process), [process], "its machine was lost while it started")
 
     def _flush(self) -> None:
         for role in self.roles:
@@ -223,7 +222,10 @@ class DriverLoop:
         """Waits for news. Takes answers of processes that were asked whether they are there; returns other calls."""
         import ray
 
-        references = [*self._sent, *(each.reference for each in self._pulses.values() if each.reference is not None)]
+        references = [
+            *self._sent,
+            *(heartbeat.reference for heartbeat in self._heartbeats.values() if heartbeat.reference is not None),
+        ]
         if not references:
             time.sleep(timeout_s)
             return []
@@ -232,27 +234,27 @@ class DriverLoop:
             ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         now, came = time.monotonic(), set(ready)
         passed, self._last_turn = min(now - self._last_turn, 1.0), now  # a driver that slept heard nobody
-        for process, pulse in list(self._pulses.items()):
-            if pulse.reference in came:
-                self._take_pulse(process, pulse)
-            elif pulse.reference is not None:
-                pulse.silent_s += passed
-        calls = [self._sent[each] for each in ready if each in self._sent]
+        for process, heartbeat in list(self._heartbeats.items()):
+            if heartbeat.reference in came:
+                self._take_heartbeat(process, heartbeat)
+            elif heartbeat.reference is not None:
+                heartbeat.silent_s += passed
+        calls = [self._sent[reference] for reference in ready if reference in self._sent]
         return sorted(calls, key=lambda pair: pair[1].call)
 
-    def _take_pulse(self, process: RoleProcess, pulse: Pulse) -> None:
+    def _take_heartbeat(self, process: RoleProcess, heartbeat: Heartbeat) -> None:
         import ray
 
-        reference, pulse.reference = pulse.reference, None
+        reference, heartbeat.reference = heartbeat.reference, None
         try:
             stop, said, running = ray.get(reference)
         except ray.exceptions.RayActorError as error:
             if not process.unanswered:  # else its calls tell so
                 self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
             return
-        if pulse.is_said:
-            self.run.say(f"role {process.role}, rank {process.rank} answers again, after {pulse.silent_s:.0f} s")
-        pulse.silent_s, pulse.is_said = 0.0, False
+        if heartbeat.is_said:
+            self.run.say(f"role {process.role}, rank {process.rank} answers again, after {heartbeat.silent_s:.0f} s")
+        heartbeat.silent_s, heartbeat.is_said = 0.0, False
         self._notice(process, stop, said)
         for _, part in process.unanswered.values():
             part.running_s = running.get(part.call)
@@ -264,7 +266,7 @@ class DriverLoop:
             self.run.say(line)
 
     def _role_of(self, process: RoleProcess) -> WatchedRole:
-        return next(each for each in self.roles if each.name == process.role)
+        return next(role for role in self.roles if role.name == process.role)
 
     def _take_reply(self, future: RayFuture, part: Part) -> None:
         import ray
@@ -309,7 +311,7 @@ class DriverLoop:
         if lost == part.reference.hex() or not handles:
             self.lose(role, [process], f"the result of {process.where()} is lost with its machine")
             return
-        made_by = next((each for each in handles if each.reference.hex() == lost), handles[0]).future.role
+        made_by = next((handle for handle in handles if handle.reference.hex() == lost), handles[0]).future.role
         reason = f"values that role {made_by} had made are lost with the machine they lay on"
         if role.works_together and not future.brings:  # others of it may be at work on theirs already
             self.lose(role, role.processes, reason)
@@ -325,50 +327,51 @@ class DriverLoop:
         part.is_done = True
         if error is not None and future.failed_at is None:
             future.failed_at, future.error = time.monotonic(), error
-        if all(each.is_done for each in future.parts):
+        if all(part.is_done for part in future.parts):
             self._end_failed(future)
 
-    def _feel_pulses(self) -> None:
+    def _ask_for_heartbeats(self) -> None:
         """Asks working processes whether they are there, and gives up those that are silent or run a call too long."""
         now, interval = time.monotonic(), min(max(self.config.heartbeat_s / 4, 0.05), 5.0)
         working: dict[RoleProcess, list[tuple[RayFuture, Part]]] = {}
         for future, part in self._sent.values():
             working.setdefault(part.process, []).append((future, part))
         for role in self.roles:  # of a group those too that have done their part, for the others may need them
-            if role.works_together and any(each in working for each in role.processes):
-                working |= {each: working.get(each, []) for each in role.processes}
+            if role.works_together and any(process in working for process in role.processes):
+                working |= {process: working.get(process, []) for process in role.processes}
         for process, calls in working.items():
             if process.is_lost:
                 continue
-            pulse = self._pulses.setdefault(process, Pulse())
-            if pulse.reference is None and now - pulse.asked >= interval:
-                pulse.asked, pulse.reference = now, process.ask("ping")
+            heartbeat = self._heartbeats.setdefault(process, Heartbeat())
+            if heartbeat.reference is None and now - heartbeat.asked >= interval:
+                heartbeat.asked, heartbeat.reference = now, process.ask("ping")
             starts = any(future.is_start for future, _ in calls)
-            if pulse.silent_s >= SILENT_S and not pulse.is_said and not starts:
-                pulse.is_said = True
+            if heartbeat.silent_s >= SILENT_S and not heartbeat.is_said and not starts:
+                heartbeat.is_said = True
                 self.run.say(
-                    f"role {process.role}, rank {process.rank}: {process.where()} is silent since "
-                    f"{pulse.silent_s:.0f} s; it is given up after {self.config.heartbeat_s:g} s (runtime.heartbeat_s)"
+                    f"role {process.role}, rank {process.rank}: {process.where()} is silent "
+                    f"since {heartbeat.silent_s:.0f} s; it is given up after {self.config.heartbeat_s:g} s "
+                    "(runtime.heartbeat_s)"
                 )
-            if pulse.silent_s >= self.config.heartbeat_s and not starts:
-                reason = f"{process.where()} does not answer since {pulse.silent_s:.0f} s (runtime.heartbeat_s)"
+            if heartbeat.silent_s >= self.config.heartbeat_s and not starts:
+                reason = f"{process.where()} does not answer since {heartbeat.silent_s:.0f} s (runtime.heartbeat_s)"
                 self.lose(self._role_of(process), [process], reason)
-        for process in [each for each in self._pulses if each not in working]:
-            del self._pulses[process]
+        for process in [process for process in self._heartbeats if process not in working]:
+            del self._heartbeats[process]
 
     def _give_up(self) -> None:
         """Ends calls that hang, and those that failed in one process while others wait for it."""
         now, limit = time.monotonic(), self.config.call_timeout_s
-        for future in {id(each): each for each, _ in self._sent.values()}.values():
-            open_parts = [each for each in future.parts if each.reference is not None]
-            taken = [each.running_s or 0.0 for each in open_parts]
+        for future in {id(future): future for future, _ in self._sent.values()}.values():
+            open_parts = [part for part in future.parts if part.reference is not None]
+            taken = [part.running_s or 0.0 for part in open_parts]
             if future.is_start:
                 taken = [now - future.issued for _ in open_parts]
             late = [part for part, seconds in zip(open_parts, taken, strict=True) if seconds > limit]
             if late and not future.settled:
                 self._end_hang(future, late, max(taken))
             elif future.failed_at is not None and now - future.failed_at > GRACE_S and not future.settled:
-                processes = [each.process for each in open_parts]
+                processes = [part.process for part in open_parts]
                 self._end_failed(future)
                 reason = f"it still ran {future.function.name} {GRACE_S:.0f} s after another rank had raised an error"
                 if (role := self._role_of(processes[0])).works_together and not processes[0].is_lost:
@@ -389,14 +392,14 @@ class DriverLoop:
         path.write_text(stacks, encoding="utf-8")
         what = f"{future.function.name} has not ended after {seconds:.0f} s (runtime.call_timeout_s)"
         self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
-        self.lose(role, [each.process for each in parts], f"{what}; the stacks are in {path}")
+        self.lose(role, [part.process for part in parts], f"{what}; the stacks are in {path}")
 
     def stacks(self, role: WatchedRole) -> str:
         """What the Python threads of all processes of a role are doing, as text."""
         import ray
 
-        asked = [(each, each.ask("stacks")) for each in role.processes if not each.is_lost]
-        ready, _ = ray.wait([each for _, each in asked], num_returns=len(asked), timeout=STACKS_S)
+        asked = [(process, process.ask("stacks")) for process in role.processes if not process.is_lost]
+        ready, _ = ray.wait([reference for _, reference in asked], num_returns=len(asked), timeout=STACKS_S)
         parts = []
         for process, reference in asked:
             text = "does not answer\n"

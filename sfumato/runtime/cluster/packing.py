@@ -34,7 +34,7 @@ def pack(value: Any, reference: Callable[[Any], int | None] | None = None) -> Pa
     if reference is not None:
         pickler.reference = reference
     pickler.dump(value)
-    return file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers]
+    return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
 
 
 def unpack(packed: Packed, referred: Sequence[Packed] = ()) -> Any:
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 def size_of(packed: Packed) -> int:
     """Bytes."""
-    return len(packed[0]) + sum(each.nbytes for each in packed[1])
+    return len(packed[0]) + sum(buffer.nbytes for buffer in packed[1])
 
 
 def _parts_of(tensor: Any) -> tuple[np.ndarray, str, tuple[int, ...]]:

@@ -94,7 +94,7 @@ def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list
             levels.append(_candidates(left, chosen, wanted, len(levels)))
     if len(taken) < len(wanted):
         return None
-    return [[machine for machine, count in sorted(each.items()) for _ in range(count)] for each in chosen]
+    return [[machine for machine, count in sorted(counts.items()) for _ in range(count)] for counts in chosen]
 
 
 def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
@@ -111,7 +111,7 @@ def _candidates(
     GPUs, and the tightest.
     """
     (cpus, gpus), role = wanted[level]
-    rest = sum(each == wanted[level] for each in wanted[level:])
+    rest = sum(process == wanted[level] for process in wanted[level:])
     found: dict[Any, int] = {}
     for machine, (free_cpus, free_gpus) in enumerate(left):
         if free_cpus >= cpus and free_gpus >= gpus:
@@ -137,7 +137,7 @@ class Places:
             PreemptedError: the run was asked to stop meanwhile.
         """
         ranks = list(ranks)
-        alive = {each.node_id for each in machines()}
+        alive = {machine.node_id for machine in machines()}
         if all(self.slots[rank].node_id in alive for rank in ranks):
             return
         _remove(self.slots[rank] for rank in ranks)
@@ -178,12 +178,12 @@ class Reserver:
         while True:
             found = machines()
             check_addresses(found)
-            if (planned := _plan_on([each.free for each in found], wanted)) is not None:
-                slots = [[found[machine].node_id for machine in each] for each in planned]
+            if (planned := _plan_on([machine.free for machine in found], wanted)) is not None:
+                slots = [[found[machine].node_id for machine in indices] for indices in planned]
                 if (places := self._ask_ray(wanted, slots)) is not None:
                     return places
             waited = time.monotonic() - started
-            can_never_be = planned is None and _plan_on([each.total for each in found], wanted) is None
+            can_never_be = planned is None and _plan_on([machine.total for machine in found], wanted) is None
             patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
             text = _about(wanted, found)
             if waited > patience:
@@ -226,7 +226,7 @@ class Reserver:
         for (name, (pool, is_group)), ids in zip(wanted.items(), nodes, strict=True):
             need = {"CPU": pool.cpus, "GPU": pool.gpus}
             bundle = {key: value for key, value in need.items() if value} or {"CPU": 1 / UNIT}
-            teams = [ids] if is_group else [[each] for each in ids]
+            teams = [ids] if is_group else [[node_id] for node_id in ids]
             slots[name] = [
                 Slot(group, index, node_id)
                 for team in teams
@@ -241,10 +241,10 @@ class Reserver:
             ]
         groups = {slot.group.id: slot.group for some in slots.values() for slot in some}
         deadline = time.monotonic() + RESERVE_S
-        while not all(each.wait(timeout_seconds=LOOK_S) for each in groups.values()):
+        while not all(group.wait(timeout_seconds=LOOK_S) for group in groups.values()):
             if time.monotonic() > deadline or self.run.stop_requested:
-                for each in groups.values():
-                    ray.util.remove_placement_group(each)
+                for group in groups.values():
+                    ray.util.remove_placement_group(group)
                 self.check_stop()
                 return None
         return {name: Places(self, name, wanted[name][0], some) for name, some in slots.items()}
@@ -258,15 +258,15 @@ def machines() -> list[Machine]:
     free = available_resources_per_node()
     found = [
         Machine(
-            each["NodeID"],
-            each["NodeManagerHostname"],
-            _amount(each["Resources"]),
-            _amount(free.get(each["NodeID"], {})),
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            _amount(node["Resources"]),
+            _amount(free.get(node["NodeID"], {})),
         )
-        for each in ray.nodes()
-        if each["Alive"]
+        for node in ray.nodes()
+        if node["Alive"]
     ]
-    return sorted(found, key=lambda each: (each.name, each.node_id))
+    return sorted(found, key=lambda machine: (machine.name, machine.node_id))
 
 
 def check_addresses(found: Sequence[Machine]) -> None:
@@ -277,11 +277,11 @@ def check_addresses(found: Sequence[Machine]) -> None:
     """
     import ray
 
-    if len({each.name for each in found}) < 2:
+    if len({machine.name for machine in found}) < 2:
         return
-    wrong = [each for each in ray.nodes() if each["Alive"] and is_loopback(each["NodeManagerAddress"])]
+    wrong = [node for node in ray.nodes() if node["Alive"] and is_loopback(node["NodeManagerAddress"])]
     if wrong:
-        names = ", ".join(f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})" for each in wrong)
+        names = ", ".join(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in wrong)
         raise ConfigError(f"other machines of the cluster cannot reach {names}: {ADDRESS_REMEDY}")
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import sfumato
-from sfumato.config.runtime import PoolConfig
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.parallel.layout import Layout
-from sfumato.runtime.cluster.futures import Arguments, Part, RayFuture, RayHandle
 from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, size_of
-from sfumato.runtime.cluster.placement import Places
-from sfumato.runtime.cluster.process import ConcurrencyGroup, Functions, RoleProcess
+from sfumato.runtime.cluster.process import (
+    Arguments,
+    ConcurrencyGroup,
+    Functions,
+    Part,
+    RayFuture,
+    RayHandle,
+    RolePlan,
+    RoleProcess,
+)
 from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
 from sfumato.runtime.roles import OTHER
 from sfumato.tracking.shared_folder import Token
@@ -27,26 +32,6 @@ SHARED_BYTES = 64 * 1024
 
 END_S = 2.0
 """Seconds that Ray may take to end a process."""
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """What a role is made of."""
-
-    name: str
-    build: Callable[..., Any]
-    """``(config, mesh, run)`` to the state, in each process."""
-    config: Any
-    """What ``build`` gets."""
-    train: Any
-    """The ``TrainConfig`` that tells how the processes share the work, and on which device."""
-    pool: PoolConfig
-    places: Places
-    """Of its processes."""
-    threads: int = 1
-    """Calls that a process works on at a time."""
-    sees_folder: bool = False
-    """Whether the processes must see the run folder."""
 
 
 class RayRole:
@@ -110,7 +95,7 @@ class RayRole:
         The future raises ValuesLostError, which names the role that made them, when some are no more.
         """
         return self._issue(
-            arrive, self._shared([tuple(each) for each in parts], ()), shippers=(), brings=True, kind="sync"
+            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), brings=True, kind="sync"
         )
 
     def wait_ready(self) -> None:
@@ -122,7 +107,7 @@ class RayRole:
             PreemptedError: the run was asked to stop meanwhile.
             Exception: what ``build`` raised.
         """
-        while waiting := [each for starts in self._starts.values() for each in starts if not each.settled]:
+        while waiting := [start for starts in self._starts.values() for start in starts if not start.settled]:
             self.loop.wait(waiting[0])
         if self._failure is not None:
             raise self._failure
@@ -154,7 +139,7 @@ class RayRole:
         """Those of what a process said that are to be shown: while the role starts, each line once."""
         if self._start_lines is None:
             return said
-        new = [each for each in said if each not in self._start_lines]
+        new = [line for line in said if line not in self._start_lines]
         self._start_lines.update(new)
         return new
 
@@ -168,13 +153,13 @@ class RayRole:
     def fail(self, error: BaseException) -> None:
         """Ends all processes, and every call with that error, until the role is restarted."""
         self._failure = self._failure or error
-        alive = [each for each in self.processes if not each.is_lost]
-        for each in alive:
-            each.end()
-        for each in alive:
-            each.kill(END_S)
-        for each in self.processes:
-            self.loop.forget(each)
+        alive = [process for process in self.processes if not process.is_lost]
+        for process in alive:
+            process.end()
+        for process in alive:
+            process.kill(END_S)
+        for process in self.processes:
+            self.loop.forget(process)
         self._held.clear()
         for future in list(self._open):
             future.settle(self._failure)
@@ -184,10 +169,7 @@ class RayRole:
         plan = self.plan
         plan.places.renew(ranks)
         for rank in ranks:
-            about = {"threads": plan.threads, "speaks": rank == ranks[0]}
-            process = RoleProcess(
-                plan.name, rank, plan.pool, plan.places.slots[rank], self.loop.run.output_dir, **about
-            )
+            process = RoleProcess(plan, rank, self.loop.run.output_dir, speaks=rank == ranks[0])
             self.processes[rank : rank + 1] = [process]
         members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
@@ -198,7 +180,7 @@ class RayRole:
         is_group = len(ranks) > 1
         if is_group:
             self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
-        found = ([each for (each,) in members.values()], port) if is_group else ([], None)
+        found = ([member for (member,) in members.values()], port) if is_group else ([], None)
         args = (plan.build, plan.config, plan.train, *found)
         built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
         self._starts[ranks[0]] = [who, built]
@@ -212,7 +194,7 @@ class RayRole:
                 token.close()
             return
         if token is not None:
-            answers = {f"{self.name} rank {each.process.rank}": each.value.folder for each in who.parts}
+            answers = {f"{self.name} rank {part.process.rank}": part.value.folder for part in who.parts}
             problem = token.refusal(answers)
             token.close()
             if problem:
@@ -252,44 +234,32 @@ class RayRole:
         function: Callable[..., Any],
         args: dict[int, tuple[Any, ...]],
         *,
-        group: ConcurrencyGroup = "calls",
         kept: Mapping[int, list[RayHandle]] = MappingProxyType({}),
         shippers: Collection[int] = (0,),
-        is_start: bool = False,
-        moves: bool = False,
-        brings: bool = False,
-        kind: str = OTHER,
+        **manner: Any,
     ) -> RayFuture:
         """A call with these arguments by rank, which is sent at the next turn.
 
         Args:
-            function: of the state, or with ``is_start`` of the worker.
+            function: of the state; of the worker if it starts the role or brings values.
             args: by rank; equal objects are pickled once.
-            group: whose threads run it in each process.
             kept: handles of the values that stay, by rank.
             shippers: ranks whose result comes here.
-            is_start: whether it is part of starting the role.
-            moves: whether any process may run it.
-            brings: the function, of the worker, is not given the handles among ``args``: they only come along.
-            kind: of its work, for the timeline.
+            manner: fields of ``RayFuture``.
         """
-        shipped = self._functions.ship(function, of_worker=is_start or brings)
+        future = RayFuture(self.loop, self.name, None, [], **manner)
+        future.function = self._functions.ship(function, of_worker=future.is_start or future.brings)
         packed: dict[int, Arguments] = {}
-        parts = []
         for rank, given in args.items():
             if id(given) not in packed:
                 arguments = _arguments(given)
-                packed[id(given)] = Arguments(pack(()), arguments.handles) if brings else arguments
+                packed[id(given)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
             arguments = packed[id(given)]
             arguments.num_users += 1
-            parts.append(Part(self.processes[rank], arguments, ships=rank in shippers))
-        future = RayFuture(
-            self.loop, self.name, shipped, group, parts, is_start=is_start, moves=moves, brings=brings, kind=kind
-        )
-        for part in parts:
-            part.keeps = list(kept.get(part.process.rank, ()))
+            part = Part(self.processes[rank], arguments, rank in shippers, list(kept.get(rank, ())))
             for handle in part.keeps:
                 handle.future = future
+            future.parts.append(part)
         if self._failure is not None:
             future.settle(self._failure)
             return future
@@ -302,7 +272,8 @@ class RayRole:
     def _send(self, future: RayFuture) -> None:
         if future.settled:
             return
-        failed = next((each.future.error for each in future.handles if each.future.error is not None), None)
+        errors = (handle.future.error for handle in future.handles)
+        failed = next((error for error in errors if error is not None), None)
         if failed is not None:
             future.settle(failed)
             return
@@ -321,16 +292,7 @@ class RayRole:
             args = arguments.reference
         else:
             self.loop.count_bytes(self.name, args)
-        references, function_bytes = part.process.send(
-            future.group,
-            part.call,
-            future.function,
-            args,
-            [each.reference for each in arguments.handles],
-            num_values=len(part.keeps),
-            ships=part.ships,
-            stop=self.loop.run.stop_requested,
-        )
+        references, function_bytes = part.process.send(future, part, args, self.loop.run.stop_requested)
         self.loop.count_bytes(self.name, function_bytes)
         for handle, reference in zip(part.keeps, references[1:], strict=True):
             handle.reference = reference
@@ -437,7 +399,7 @@ class RayPool(RayRole):
 
     def _send_part(self, future: RayFuture, part: Part) -> None:
         if future.moves:
-            part.process = min(self.processes, key=lambda each: len(each.unanswered))
+            part.process = min(self.processes, key=lambda process: len(process.unanswered))
         super()._send_part(future, part)
 
 

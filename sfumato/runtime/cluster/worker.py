@@ -120,7 +120,7 @@ class RoleWorker:
     def __init__(self, role: str, rank: int, num_threads: int, output_dir: str, speaks: bool, paths: list[str]) -> None:
         """Runs in the main thread, the only one that may install signal handlers."""
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
-        sys.path += [each for each in paths if each not in sys.path]
+        sys.path += [path for path in paths if path not in sys.path]
         faulthandler.enable(file=2)
         self.role, self.rank = role, rank
         self.run_of_role = RoleRun(Path(output_dir), speaks)
@@ -177,8 +177,8 @@ class RoleWorker:
                 made_values = (made,) if num_values == 1 else tuple(made)
                 if len(made_values) != num_values:
                     raise ValueError(f"returned {len(made_values)} values, {num_values} were to be kept")
-                kept = [pack(each) for each in made_values]
-                reply.sizes = [float(size_of(each)) for each in kept]
+                kept = [pack(value) for value in made_values]
+                reply.sizes = [float(size_of(packed_value)) for packed_value in kept]
             packed = pack(made if ships else None)
         except BaseException as error:  # also SystemExit: what a function raises must not end the process
             reply.error = _describe(error)
@@ -211,7 +211,7 @@ class RoleWorker:
 
     def stacks(self) -> str:
         """The stacks of all Python threads but this one, as text."""
-        names = {each.ident: each.name for each in threading.enumerate()}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         parts = []
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
@@ -282,7 +282,7 @@ def build_state(
         port: of the first member's store.
     """
     rank = worker.rank if members else 0
-    on_node = [each for each in range(len(members)) if members[each].node_id == members[rank].node_id] or [0]
+    on_node = [other for other in range(len(members)) if members[other].node_id == members[rank].node_id] or [0]
     sees_only_its_gpus = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # Ray numbers them from 0 in each process
     variables = {
         "RANK": rank,

@@ -94,16 +94,16 @@ def local_checksums(
     """
     shards = Shards(module, mesh, dict(parameters))
     held = {
-        name: (tuple(shards.shapes[name]), local(each), chunks_of(shards, name)) for name, each in parameters.items()
+        name: (tuple(shards.shapes[name]), local(tensor), chunks_of(shards, name)) for name, tensor in parameters.items()
     }
-    held |= {name: (tuple(each.shape), each, [whole_chunk(each.shape)]) for name, each in (buffers or {}).items()}
+    held |= {name: (tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)]) for name, tensor in (buffers or {}).items()}
     sums = []
     for name, (shape, shard, chunks) in held.items():
         seen = shard.detach().to(specs[name].dtype) if specs else shard
         sums.append(shard_checksum(shape, seen, chunks).to(mesh.device))
     values = torch.stack(sums).tolist() if sums else []
     return {
-        name: (tuple((each.offsets, each.sizes) for each in chunks), value % MODULUS)
+        name: (tuple((chunk.offsets, chunk.sizes) for chunk in chunks), value % MODULUS)
         for (name, (_, _, chunks)), value in zip(held.items(), values, strict=True)
     }
 
@@ -118,7 +118,7 @@ def add_up(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]], wher
     for name, shape in shapes.items():
         values = _by_area(ranks, name)
         differing = [
-            sorted(rank for each in found.values() for rank in each) for found in values.values() if len(found) > 1
+            sorted(rank for held in found.values() for rank in held) for found in values.values() if len(found) > 1
         ]
         if differing:
             wrong.append((name, differing[0], "differs between ranks that hold the same part of it"))
@@ -176,8 +176,8 @@ def _suspects(values: Mapping[Area, Mapping[int, list[int]]], expected: int) -> 
 def _by_area(ranks: Sequence[Checksums], name: str) -> dict[Area, dict[int, list[int]]]:
     """By what is held: the values found, and the ranks that have each."""
     found: dict[Area, dict[int, list[int]]] = {}
-    for rank, each in enumerate(ranks):
-        area, value = each[name]
+    for rank, checksums in enumerate(ranks):
+        area, value = checksums[name]
         if area:
             found.setdefault(area, {}).setdefault(value, []).append(rank)
     return found

@@ -93,7 +93,7 @@ def check_reachable(address: str, places: Sequence[Place]) -> None:
     Raises:
         ConfigError: names the machine and the remedy.
     """
-    others = {each.machine: each.host for each in places if each.machine != places[0].machine}
+    others = {place.machine: place.host for place in places if place.machine != places[0].machine}
     if others and is_loopback(address):
         raise ConfigError(
             f"{places[0].host} has told {address} as its address, under which {', '.join(others.values())} cannot "
@@ -143,7 +143,7 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float, stop: thr
     deadline, pause_s = time.monotonic() + timeout_s, 0.0005
     while not store.check(list(keys)):
         if stop.wait(pause_s) or time.monotonic() > deadline or store.check([GIVEN_UP]):
-            return [each for each in keys if not store.check([each])]
+            return [key for key in keys if not store.check([key])]
         pause_s = min(LONGEST_PAUSE_S, pause_s * 1.5)
     return []
 
@@ -163,13 +163,13 @@ def meet(store: dist.Store, own: str, all_names: Sequence[str], timeout_s: float
     """
     try:
         store.set(f"here/{own}", "1")
-        keys = {f"here/{each}": each for each in all_names}
+        keys = {f"here/{name}": name for name in all_names}
         lacking = wait_for(store, list(keys), timeout_s, stop)
     except dist.DistNetworkError as error:
         raise WeightSyncError(f"{own} has lost the actor while the roles were being connected: {error}") from error
     if lacking:
         raise WeightSyncError(
             f"{own} waited (at most {timeout_s:g} s) to be connected with "
-            f"{', '.join(keys[each] for each in lacking)}, who did not come: look for what stopped them, or raise the "
+            f"{', '.join(keys[key] for key in lacking)}, who did not come: look for what stopped them, or raise the "
             "time that the sync may take"
         )

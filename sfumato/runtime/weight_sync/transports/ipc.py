@@ -89,10 +89,10 @@ class Sending(transports.Sending):
         self.paths: list[Path] = []
         self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
         mine = {
-            rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(each) for each in self.slots)
+            rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
         }
-        handles = {rank: each for part in mesh.gather(mine, over="world") for rank, each in part.items()}
+        handles = {rank: slots for part in mesh.gather(mine, over="world") for rank, slots in part.items()}
         ordered = tuple(handles[rank] for rank in range(len(sources)))
         self._access = Access(address, sources, ordered, num_bytes)
 
@@ -168,7 +168,7 @@ class Receiving(transports.Receiving):
 
     def join(self) -> None:
         """Maps the memory, and says so."""
-        self.slots = [self._map(each) for each in self.access.handles[self.mesh.rank]]
+        self.slots = [self._map(handle) for handle in self.access.handles[self.mesh.rank]]
         name = f"the sampler's rank {self.mesh.rank}"
         meet(self.store, name, [f"the actor's rank {self.source}"], self.settings.timeout_s, self.stop)
 
@@ -182,7 +182,7 @@ class Receiving(transports.Receiving):
         rebuild, arguments = handle
         try:
             own = self.mesh.device.index
-            return rebuild(*(own if index == DEVICE else each for index, each in enumerate(arguments)))
+            return rebuild(*(own if index == DEVICE else argument for index, argument in enumerate(arguments)))
         except RuntimeError as error:
             raise WeightSyncError(f"{where}: {error}; {remedy}") from error
 
