@@ -295,22 +295,6 @@ class Driver:
         """Ends what was started for all roles."""
 
 
-class Weights(Protocol):
-    """Brings the actor's weights to a sampler of its own (``sfumato/runtime/weight_sync``)."""
-
-    def transfer(self, version: int) -> Any:
-        """Sends the weights of a version, which wait at the sampler's until they are applied."""
-        ...
-
-    def apply(self, version: int) -> Future:
-        """The sampler takes them, in the order of its calls, and compares checksums."""
-        ...
-
-    def reconnect(self) -> None:
-        """Call it when the sampler's processes were replaced: nothing has been sent to the new ones."""
-        ...
-
-
 @dataclass(frozen=True)
 class Roles:
     """The roles of a run. Closes them at the end of a ``with``."""
@@ -321,8 +305,8 @@ class Roles:
     """Draws samples from it; the actor itself when they share weights."""
     scorer: Role
     """Scores samples."""
-    weights: Weights | None = None
-    """Brings the actor's weights to a sampler that is not the actor."""
+    weights: Any = None
+    """Brings the actor's weights to a sampler that is not the actor: a ``WeightSync``; None where it is."""
     driver: Driver = field(default_factory=Driver)
     """Waits for them."""
     together: Callable[[Any], list[Any]] = lambda mine: [mine]

@@ -19,49 +19,53 @@ class SamplerWeights:
         self.roles, self.total_steps, self.max_staleness, self.log = roles, total_steps, max_staleness, log
         self.takes_turns = takes_turns
         self.is_samplers_turn = not takes_turns
-        self.actors = 0
+        self.actor_version = 0
         """Version of the actor's weights."""
-        self.samplers: int | None = None
-        """Version that the sampler was told to take last; what it is given now is drawn by it."""
+        self.sampler_version: int | None = None
+        """Version that the sampler was told to take last, by which it draws what it is given now."""
         self.applied: Future | None = None
-        """The sampler taking a version, until somebody has looked whether it went well."""
+        """Call by which the sampler takes a version, until it is known how that went."""
         self._transferred: int | None = None
 
     def prepare(self, step: int) -> bool:
         """Has the sampler take the weights that draw an iteration; False if they are not there yet."""
         if self.roles.weights is None:
-            self.samplers = self.actors
-            return step <= self.actors
+            self.sampler_version = self.actor_version
+            return step <= self.actor_version
         if self.max_staleness <= 1:
             version = max(step - self.max_staleness, 0)
         else:
-            version = self.actors if self._transferred is None else self._transferred
+            version = self.actor_version if self._transferred is None else self._transferred
             if step - version > self.max_staleness:
-                version = self.actors
-        if version > self.actors or step - version > self.max_staleness:
+                version = self.actor_version
+        if version > self.actor_version or step - version > self.max_staleness:
             return False
-        while version != self.samplers:
-            if self._transferred in (None, self.samplers):
+        while version != self.sampler_version:
+            if self._transferred in (None, self.sampler_version):
                 self._transfer(version)
             with labelled(self.roles.driver.record, step + 1, self._transferred):
                 self.applied = self.roles.weights.apply(self._transferred)
-            self.samplers = self._transferred
+            self.sampler_version = self._transferred
         return True
 
     def send_newest(self, next_step: int) -> bool:
         """Sends weights as soon as they are there, if an iteration from ``next_step`` on will be made by them."""
-        if self.roles.weights is None or self._transferred != self.samplers or self._transferred == self.actors:
+        if (
+            self.roles.weights is None
+            or self._transferred != self.sampler_version
+            or self._transferred == self.actor_version
+        ):
             return False
         if self.takes_turns or self.applied is not None:  # both would be on the GPUs while the actor evaluates, saves
             return False
-        used_from = self.actors + self.max_staleness if self.max_staleness <= 1 else self.actors + 1
+        used_from = self.actor_version + self.max_staleness if self.max_staleness <= 1 else self.actor_version + 1
         if max(used_from, next_step) >= self.total_steps:
             return False
-        self._transfer(self.actors)
+        self._transfer(self.actor_version)
         return True
 
     def _transfer(self, version: int) -> None:
-        with labelled(self.roles.driver.record, self.actors + 1, version):
+        with labelled(self.roles.driver.record, self.actor_version + 1, version):
             self.roles.weights.transfer(version)
         self._transferred = version
 
@@ -88,7 +92,7 @@ class SamplerWeights:
     def reconnect(self) -> None:
         """Begins anew: versions only rise while the way is open, and a sampler that was replaced has none."""
         self.roles.weights.reconnect()
-        self._transferred = self.applied = self.samplers = None
+        self._transferred = self.applied = self.sampler_version = None
 
     def replace_sampler(self) -> None:
         """Gives the sampler new processes, again if these are lost, too. Raises RoleLostError when it was too often."""

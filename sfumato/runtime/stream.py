@@ -144,7 +144,7 @@ class RolloutStream:
             RoleLostError: when processes are lost that cannot be replaced, or those of the actor.
             ConfigError: when an iteration does not fit into the memory for samples on their way.
         """
-        self.weights.actors, self._next_step, self.in_flight.iterations = from_step, from_step, []
+        self.weights.actor_version, self._next_step, self.in_flight.iterations = from_step, from_step, []
         self.roles.driver.on_progress(self._listen)
         try:
             for step in range(from_step, self.total_steps):
@@ -162,7 +162,7 @@ class RolloutStream:
 
         What goes wrong is raised by the next iteration, when this one's results have been logged.
         """
-        self.weights.actors = version
+        self.weights.actor_version = version
         self._listen()
 
     def _listen(self) -> None:
@@ -309,8 +309,8 @@ class RolloutStream:
         if round_ is None:
             iterations.append(self._plan(step))
             self._next_step, round_ = step + 1, iterations[-1].rounds[0]
-        if round_.version != self.weights.samplers:  # also of one that is drawn again, with more asynchrony
-            round_.version = self.weights.samplers
+        if round_.version != self.weights.sampler_version:  # also of one that is drawn again, with more asynchrony
+            round_.version = self.weights.sampler_version
             round_.forget_samples(and_scores=True)
         requests = [None if unit is None else unit.requests for unit in round_.by_rank]
         with labelled(self.roles.driver.record, step + 1, round_.version):

@@ -395,6 +395,12 @@ def test_data_parallel_ranks_of_the_sampler_and_of_the_actor_may_differ() -> Non
     assert driver.longest_queue <= 2, "the sampler is given no more than it needs"
 
 
+@pytest.mark.parametrize("max_queued", [1, 2, 3])
+def test_how_much_the_sampler_is_given_at_a_time_is_a_setting(max_queued: int) -> None:
+    stream, _, driver, _ = queued(max_queued=max_queued, micro_batch_size=1)
+    assert len(first(stream).group_ids) == 6 and driver.longest_queue == max_queued
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("lost_at", [0, 1, 2, 3, 4, 5])
 def test_a_sampler_that_is_lost_makes_again_what_it_had_not_finished(staleness: int, lost_at: int) -> None:

@@ -525,3 +525,9 @@ def test_a_sampler_does_not_wait_for_an_actor_that_died_when_it_was_idle() -> No
     sync = WeightSync(Lost(), Lost())
     with pytest.raises(RoleLostError, match="role actor, rank 0: killed"):
         sync._while_actor_lives(Endless())
+
+
+def test_of_what_gloo_says_the_reason_is_quoted_without_its_source_file():
+    said = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4321. More"
+    assert broadcast._reason(RuntimeError(said)) == "Connection closed by peer [10.0.0.2]:4321"
+    assert broadcast._reason(RuntimeError("NCCL error\nwith details")) == "NCCL error"

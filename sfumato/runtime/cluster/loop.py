@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sfumato.config.runtime import RuntimeConfig
 from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
@@ -57,19 +57,6 @@ class RemoteRecord(Record):
             self._events.append(event)
 
 
-class WatchedRole(Protocol):
-    """A role, as the loop needs it."""
-
-    name: str
-    processes: list[RoleProcess]
-    works_together: bool
-
-    def flush(self) -> None: ...
-    def on_lost(
-        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
-    ) -> None: ...
-
-
 @dataclass
 class Heartbeat:
     """Whether a process answers."""
@@ -93,7 +80,8 @@ class DriverLoop:
             config: after how long a process or a call is given up.
         """
         self.run, self.config = run, config
-        self.roles: list[WatchedRole] = []
+        self.roles: list[Any] = []
+        """Each a ``RayRole``, which adds itself."""
         self.record = RemoteRecord()
         """What the processes did, as far as the driver has heard."""
         self.driver_bytes: dict[str, int] = {}
@@ -181,7 +169,7 @@ class DriverLoop:
             part.reference = part.running_s = None
         process.unanswered.clear()
 
-    def lose(self, role: WatchedRole, processes: list[RoleProcess], reason: str) -> None:
+    def lose(self, role: Any, processes: list[RoleProcess], reason: str) -> None:
         """Kills processes that are of no more use, and leaves the rest to their role."""
         self._look_at_ray()  # which takes all processes with it
         for process in processes:
@@ -265,7 +253,7 @@ class DriverLoop:
         for line in self._role_of(process).new_lines(said):
             self.run.say(line)
 
-    def _role_of(self, process: RoleProcess) -> WatchedRole:
+    def _role_of(self, process: RoleProcess) -> Any:
         return next(role for role in self.roles if role.name == process.role)
 
     def _take_reply(self, future: RayFuture, part: Part) -> None:
@@ -394,7 +382,7 @@ class DriverLoop:
         self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
         self.lose(role, [part.process for part in parts], f"{what}; the stacks are in {path}")
 
-    def stacks(self, role: WatchedRole) -> str:
+    def stacks(self, role: Any) -> str:
         """What the Python threads of all processes of a role are doing, as text."""
         import ray
 

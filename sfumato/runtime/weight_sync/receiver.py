@@ -112,10 +112,6 @@ class MeshReceiver:
         buffers = {name: tensor for name, tensor in persistent_buffers(self.module).items() if name in wanted}
         return local_checksums(self.module, self.mesh, parameters, buffers)
 
-    def rescore(self, tokens: torch.Tensor) -> torch.Tensor:
-        """It has checksums."""
-        raise NotImplementedError
-
 
 class ReceivingEnd:
     """The way from the actor and what takes the weights; kept in the state of each process of the sampler."""
