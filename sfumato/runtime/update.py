@@ -82,7 +82,7 @@ class Update:
         self.passes = optimizer_passes(
             self.batch.requests, useful, self.batch.rows_per_sample, config, actor.mesh, step
         )
-        """The optimiser steps: of each the number of rows over all ranks, and the samples of this rank's micro-batches."""
+        """The optimiser steps: of each the number of rows over all ranks, and the samples in this rank's passes."""
 
     def optimizer_steps(self) -> Iterator[Iterator[MicroBatch]]:
         """The micro-batches of each optimiser step, which is to be taken when they are through."""

@@ -94,9 +94,12 @@ def local_checksums(
     """
     shards = Shards(module, mesh, dict(parameters))
     held = {
-        name: (tuple(shards.shapes[name]), local(tensor), chunks_of(shards, name)) for name, tensor in parameters.items()
+        name: (tuple(shards.shapes[name]), local(tensor), chunks_of(shards, name))
+        for name, tensor in parameters.items()
     }
-    held |= {name: (tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)]) for name, tensor in (buffers or {}).items()}
+    held |= {
+        name: (tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)]) for name, tensor in (buffers or {}).items()
+    }
     sums = []
     for name, (shape, shard, chunks) in held.items():
         seen = shard.detach().to(specs[name].dtype) if specs else shard
