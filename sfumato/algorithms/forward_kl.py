@@ -9,17 +9,13 @@ from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
+from sfumato.algorithms.kl import NoKL
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@dataclass(frozen=True)
-class NoKL:
-    """No penalty; the reference is computed only where the objective needs it."""
-
-    type: ClassVar[str] = "none"
-    coef: ClassVar[float] = 0.0
+__all__ = ["NoKL", "SampleMSE", "VelocityMSE"]
 
 
 @dataclass(frozen=True)

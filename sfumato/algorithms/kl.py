@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoKL:
-    """No penalty; the reference is never computed."""
+    """No penalty; the reference is computed only where an objective needs it."""
 
     type: ClassVar[str] = "none"
     coef: ClassVar[float] = 0.0

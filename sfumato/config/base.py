@@ -68,6 +68,7 @@ def find_variants(source: str) -> dict[str, type]:
     """Classes that can be chosen by ``type:`` from a module or from all modules of a package.
 
     A class counts when it is a dataclass that states ``type: ClassVar[str]`` itself; nothing has to be registered.
+    Of what a module imports, those that its ``__all__`` names count, too.
 
     Args:
         source: import path of the module or package, such as ``sfumato.algorithms.dynamics``.
@@ -82,8 +83,10 @@ def find_variants(source: str) -> dict[str, type]:
     found = {
         vars(cls)["type"]: cls
         for module in modules
-        for _, cls in inspect.getmembers(module, inspect.isclass)
-        if cls.__module__ == module.__name__ and "type" in vars(cls) and dataclasses.is_dataclass(cls)
+        for name, cls in inspect.getmembers(module, inspect.isclass)
+        if (cls.__module__ == module.__name__ or name in getattr(module, "__all__", ()))
+        and "type" in vars(cls)
+        and dataclasses.is_dataclass(cls)
     }
     return dict(sorted(found.items()))
 

@@ -194,12 +194,7 @@ def plan_diffusion_model(
         )
         return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
 
-    encoders = model.encoder_names if keep_encoders else ()
-    frozen = {
-        name: num_bytes(component)
-        for name, component in model.components.items()
-        if name != model.denoiser_name and (name in encoders or name not in model.encoder_names)
-    }
+    gone = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
         build=lambda: meta_denoiser(model),
         plan=model.parallel_plan,
@@ -208,7 +203,7 @@ def plan_diffusion_model(
         loss_bytes=0,
         num_micro_batches=num_micro_batches,
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
-        frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+        frozen_bytes=_frozen_bytes(model, gone),
         frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
@@ -230,20 +225,25 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
 
-    frozen = {name: num_bytes(component) for name, component in model.components.items() if name != "vae"}
     return Planned(
         build=lambda: copy.deepcopy(vae),
         plan=ParallelPlan(blocks=(type(vae).__name__,)),
         dtype=None,
         run=run,
         loss_bytes=0,
-        frozen_bytes={f"frozen {name}": size for name, size in frozen.items()},
+        frozen_bytes=_frozen_bytes(model, {"vae"}),
     )
 
 
 def num_bytes(module: nn.Module) -> int:
     """Bytes of a module's weights and buffers."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _frozen_bytes(model: DiffusionModel, without: set[str]) -> dict[str, int]:
+    """Bytes of the pipeline's networks but some, by name."""
+    components = model.components.items()
+    return {f"frozen {name}": num_bytes(component) for name, component in components if name not in without}
 
 
 def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
