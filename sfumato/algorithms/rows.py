@@ -3,7 +3,7 @@
 A field is declared once, where it stands; what no one declares is shared by all samples:
 
     @dataclass(frozen=True)
-    class Trajectories(Rows):
+    class Trajectories(TensorRows):
         sigmas: Tensor                            # [T + 1]
         latents: Tensor = by_row()                # [B, W, ...]
         means: Tensor | None = by_row(None)       # [B, W, ...]
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def by_row(default: Any = dataclasses.MISSING) -> Any:
-    """A field with one row per sample: a tensor ``[B, ...]``, a mapping of such, a list of B, ``Rows`` or None."""
+    """A field with one row per sample: a tensor ``[B, ...]``, a mapping of such, a list, ``TensorRows`` or None."""
     return dataclasses.field(default=default, metadata={"axis": "row"})
 
 
@@ -31,7 +31,7 @@ def by_group(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"axis": "group"})
 
 
-class Rows:
+class TensorRows:
     """The base of such a dataclass."""
 
     def row_fields(self) -> list[str]:
@@ -90,20 +90,20 @@ class Rows:
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
-def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[Rows], Rows]) -> Any:
+def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[TensorRows], TensorRows]) -> Any:
     """A field's value with its tensors, or the containers in it, changed; whatever else it is stays."""
     if isinstance(value, Tensor):
         return tensors(value)
     if isinstance(value, dict):
         return {name: _mapped(entry, tensors, inner) for name, entry in value.items()}
-    return inner(value) if isinstance(value, Rows) else value
+    return inner(value) if isinstance(value, TensorRows) else value
 
 
 def _joined(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         return torch.cat(values)
-    if isinstance(first, Rows):
+    if isinstance(first, TensorRows):
         return type(first).cat(values)
     if isinstance(first, dict):
         return {name: _joined([value[name] for value in values]) for name in first}

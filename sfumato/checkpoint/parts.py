@@ -92,7 +92,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
-def read_values(path: Path) -> dict[str, Any]:
+def read_state_values(path: Path) -> dict[str, Any]:
     """``state.json``. Raises CheckpointError when it is broken or lacks something."""
     if problem := file_problem(path, MOST_BYTES):
         raise CheckpointError(f"{path} {problem}")
@@ -226,7 +226,7 @@ class StoredCheckpoint:
                 "wrote whole tensors); to go on from its weights, set model.model_path to the run's hf_ckpt"
             )
         self.folder = folder
-        self.values: dict[str, Any] = read_values(folder / VALUES)
+        self.values: dict[str, Any] = read_state_values(folder / VALUES)
         """Everything that is not a tensor."""
         self._metadata = read_metadata(folder / METADATA)
         self._reader = FileSystemReader(folder)
@@ -287,7 +287,7 @@ def whole_part(key: str, tensor: Tensor) -> TensorParts:
     return {MetadataIndex(key, (0,) * tensor.ndim): TensorPart(tensor.shape, tensor)}
 
 
-def parts_of(key: str, shape: torch.Size, shard: Tensor, chunks: list[Chunk]) -> TensorParts:
+def parts_of_shard(key: str, shape: torch.Size, shard: Tensor, chunks: list[Chunk]) -> TensorParts:
     """This rank's shard of a tensor.
 
     Args:

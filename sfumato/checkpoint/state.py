@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.identity import KEY as IDENTITY
 from sfumato.checkpoint.identity import Identity, compare_identity
-from sfumato.checkpoint.parts import StoredCheckpoint, TensorParts, parts_of, whole_part
+from sfumato.checkpoint.parts import StoredCheckpoint, TensorParts, parts_of_shard, whole_part
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import saved_shard
@@ -96,7 +96,7 @@ class SavedTensors:
             if self.shards is None:
                 found |= whole_part(key, tensor)
             else:
-                found |= parts_of(key, self.shape(name), tensor, chunks_of(self.shards, name))
+                found |= parts_of_shard(key, self.shape(name), tensor, chunks_of(self.shards, name))
         return found
 
     def specs(self) -> Specs:
@@ -191,7 +191,7 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> boo
         name, {key: local(parameter.detach()) for key, parameter in shards.parameters.items()}, shards
     )
     there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
-    compare(stored, there, section.specs(), model_name(module))
+    compare_tensors(stored, there, section.specs(), model_name(module))
     stored.read(section.parts())
     if any(key.startswith("balancer/") for key in stored.tensors):
         balancer = ExpertBalancer(module, mesh, 0.0)
@@ -242,10 +242,12 @@ def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCh
             has, wants = ("one", "none") if is_there else ("no", "one")
             raise CheckpointError(f"{stored.folder} has {has} {what}, but this configuration wants {wants}")
     unknown = [key for key in stored.optimizer_keys() if f"model/{key.rsplit('/', 1)[0]}" not in wanted]
-    compare(stored, there, wanted, model_name(state.model), [f"optimizer/{key}" for key in unknown])
+    compare_tensors(stored, there, wanted, model_name(state.model), [f"optimizer/{key}" for key in unknown])
 
 
-def compare(stored: StoredCheckpoint, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()) -> None:
+def compare_tensors(
+    stored: StoredCheckpoint, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()
+) -> None:
     """Whether the tensors of a checkpoint are those that are wanted.
 
     Args:
@@ -310,7 +312,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[T
                 continue
             shard = saved_shard(value)
             if shard.ndim and shard.shape == local(parameter).shape:
-                parts |= parts_of(key, shards.shapes[name], shard, chunks(name))
+                parts |= parts_of_shard(key, shards.shapes[name], shard, chunks(name))
             elif shard.ndim == 0 or _is_whole(shards, name):
                 parts |= whole_part(key, shard)
             else:
@@ -348,7 +350,7 @@ def new_optimizer_state(
             shape, dtype = stored.tensors[f"optimizer/{key}"]
             if shape == shards.shapes[name]:
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                parts |= parts_of(f"optimizer/{key}", shape, local(value), chunks(name))
+                parts |= parts_of_shard(f"optimizer/{key}", shape, local(value), chunks(name))
             elif shape and not _is_whole(shards, name):
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:

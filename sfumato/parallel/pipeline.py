@@ -32,7 +32,7 @@ from sfumato.parallel.stages import (
     Batch,
     check_hands_on,
     check_micro_batches,
-    check_settings,
+    check_schedule,
     check_ties,
     copy_around,
     pad_together,
@@ -277,7 +277,7 @@ def build_pipeline(
     Raises:
         ConfigError: when the model cannot be cut, has too few layers, or a setting does not go with the schedule.
     """
-    check_settings(mesh, config)
+    check_schedule(mesh, config)
     before, layers, after = parts_of(module)
     if mesh.layout.ep > 1:
         find_experts(module, "train.expert_parallel_size must be 1")

@@ -124,7 +124,7 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
     return padded
 
 
-def check_settings(mesh: Mesh, config: ParallelConfig) -> None:
+def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
     schedule = config.pipeline_schedule
     if config.pipeline_parallel_size < 2 or not mesh.distributed:
         raise ConfigError("a pipeline needs train.pipeline_parallel_size above 1")

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from sfumato.parallel import tensor_styles as styles
-from sfumato.parallel.tensor_styles import Ranks
+from sfumato.parallel.tensor_styles import TensorRanks
 
 
 class SharedSequence:
     """The sequence that the model is working on, and what ranks do with their parts of it."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self.length = 0
         """Tokens of all ranks together."""
@@ -61,7 +61,11 @@ def _on_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 def share_sequence(
-    module: nn.Module, blocks: Mapping[str, nn.Module], groups: dict[str, bool], handled: set[nn.Module], ranks: Ranks
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    groups: dict[str, bool],
+    handled: set[nn.Module],
+    ranks: TensorRanks,
 ) -> None:
     """Cuts the sequence where the first block begins and joins it after the last, and around each group of layers."""
     sequence = SharedSequence(ranks)

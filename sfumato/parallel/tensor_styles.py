@@ -28,7 +28,7 @@ from sfumato.parallel.shards import local
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TensorRanks:
     """The tensor-parallel ranks, as compiled code can hold them."""
 
     group: str
@@ -37,32 +37,32 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, device_mesh: DeviceMesh) -> Ranks:
+    def of(cls, device_mesh: DeviceMesh) -> TensorRanks:
         """The ranks of a mesh with one axis."""
         return cls(device_mesh.get_group().group_name, device_mesh.size(), device_mesh.get_local_rank())
 
 
-def copy(tensor: Tensor, ranks: Ranks) -> Tensor:
+def copy(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """The tensor, of any shape and dtype, whole on every rank; its gradient is summed over ranks."""
     return _Copy.apply(tensor, ranks) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
-def reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
+def reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     """The sum over ranks of tensors of one shape; the gradient, the same on every rank, goes to each."""
     return _Reduce.apply(tensor, ranks)
 
 
-def gather(tensor: Tensor, dim: int, total: int, ranks: Ranks, parts: bool = False) -> Tensor:
+def gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks, parts: bool = False) -> Tensor:
     """Joins shards ``[..., width, ...]`` of ``total`` along a dimension. ``parts``: gradients are summed over ranks."""
     return _Gather.apply(tensor, dim, total, ranks, parts)
 
 
-def cut(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def cut(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., width, ...]`` of a whole tensor, filled up with zeros; the gradient is gathered."""
     return _Cut.apply(tensor, dim, ranks)
 
 
-def scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., width, ...]`` of the sum over ranks, filled up with zeros; the gradient is gathered."""
     return _Scatter.apply(tensor, dim, ranks)
 
@@ -122,19 +122,19 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
 
 
-def _all_reduce(tensor: Tensor, ranks: Ranks) -> Tensor:
+def _all_reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", ranks.group))
 
 
-def _all_gather(tensor: Tensor, dim: int, total: int, ranks: Ranks) -> Tensor:
+def _all_gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
     padded = _pad(tensor, dim, _width(total, ranks)).movedim(dim, 0).contiguous()
     joined = ops.wait_tensor(ops.all_gather_into_tensor(padded, ranks.size, ranks.group))
     return joined.narrow(0, 0, total).movedim(0, dim).contiguous()
 
 
-def _reduce_scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _reduce_scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
     width = _width(tensor.shape[dim], ranks)
     padded = _pad(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
@@ -142,7 +142,7 @@ def _reduce_scatter(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return shard.movedim(0, dim).contiguous()
 
 
-def _shard(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _shard(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     total = tensor.shape[dim]
     width = _width(total, ranks)
     start = min(ranks.rank * width, total)
@@ -150,7 +150,7 @@ def _shard(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return _pad(shard, dim, width).clone(memory_format=torch.contiguous_format)
 
 
-def _width(total: int, ranks: Ranks) -> int:
+def _width(total: int, ranks: TensorRanks) -> int:
     """Elements of each rank's shard; the last shards may be shorter."""
     return -(-total // ranks.size)
 
@@ -162,7 +162,7 @@ def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
     return nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim % tensor.ndim) + (0, missing))
 
 
-def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: Ranks) -> Tensor:
+def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., size / ranks, ...]`` of equal blocks, one after the other: of fused matrices."""
     return torch.cat([block.chunk(ranks.size, dim)[ranks.rank] for block in tensor.chunk(blocks, dim)], dim)
 
@@ -171,7 +171,7 @@ class Cutter:
     """Makes parameters DTensors of which this rank keeps a shard. One for a model: it knows tied weights."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        self.device_mesh, self.ranks = device_mesh, Ranks.of(device_mesh)
+        self.device_mesh, self.ranks = device_mesh, TensorRanks.of(device_mesh)
         owners: dict[int, int] = {}
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):

@@ -132,7 +132,7 @@ class Narrowed:
         return self.whole.read((*slices[: self.dim], moved, *slices[self.dim + 1 :]))
 
 
-def cut(whole: TensorSource, dim: int, count: int) -> list[TensorSource]:
+def equal_parts(whole: TensorSource, dim: int, count: int) -> list[TensorSource]:
     """A tensor's equal parts along a dimension; the last may be shorter."""
     size = whole.shape[dim]
     length = -(-size // count)
@@ -289,7 +289,7 @@ def _combined(
             case "Concatenate":
                 state = [[Joined([source for sources in state for source in sources], op.dim)]]
             case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
-                state = [[chunk] for chunk in cut(state[0][0], op.dim, len(names))]
+                state = [[chunk] for chunk in equal_parts(state[0][0], op.dim, len(names))]
             case "Transpose":
                 whole = state[0][0]
                 keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sfumato.algorithms.rows import Rows, by_row
+from sfumato.algorithms.rows import TensorRows, by_row
 from sfumato.data.prompts import PromptLoader
 from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
@@ -46,7 +46,7 @@ def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(Rows, ABC):
+class Rollout(TensorRows, ABC):
     """B samples that a policy drew. A subclass of a modality adds what its replay needs."""
 
     requests: list[SampleRequest] = by_row()

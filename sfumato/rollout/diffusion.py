@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.rows import Rows, by_group, by_row
+from sfumato.algorithms.rows import TensorRows, by_group, by_row
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
@@ -29,7 +29,7 @@ PICTURE_NOT_FINITE = (
 
 
 @dataclass(frozen=True)
-class Kept(Rows):
+class Kept(TensorRows):
     """What an update needs of B samples besides their conditioning."""
 
     @property

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sfumato.algorithms.rows import Rows, by_row
+from sfumato.algorithms.rows import TensorRows, by_row
 from sfumato.models.diffusion.conditioning import Conditioning
 
 
 @dataclass(frozen=True)
-class Inner(Rows):
+class Inner(TensorRows):
     values: torch.Tensor = by_row()
     shared: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Outer(Rows):
+class Outer(TensorRows):
     schedule: torch.Tensor
     inner: Inner = by_row()
     named: dict[str, torch.Tensor] = by_row()

@@ -14,7 +14,7 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.weight_files import Held, Joined, Stacked, Swapped, TensorSource, cut
+from sfumato.parallel.weight_files import Held, Joined, Stacked, Swapped, TensorSource, equal_parts
 from sfumato.parallel.weights import (
     build_on_meta,
     initialise_on_meta,
@@ -165,7 +165,7 @@ def test_parts_are_those_of_the_whole():
 
     single = [seeded(3, 4), seeded(3, 4), seeded(3, 4)]
     unequal = [seeded(2, 4), seeded(0, 4), seeded(3, 4)]
-    first, second, third = cut(seeded(7, 2), 0, 3)
+    first, second, third = equal_parts(seeded(7, 2), 0, 3)
     sources: list[tuple[TensorSource, torch.Tensor]] = [
         (Stacked(single, 0), torch.stack([each.tensor for each in single])),
         (Stacked(single, 1), torch.stack([each.tensor for each in single], 1)),

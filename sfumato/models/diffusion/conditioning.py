@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sfumato.algorithms.rows import Rows, by_row
+from sfumato.algorithms.rows import TensorRows, by_row
 from sfumato.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Conditioning(Rows):
+class Conditioning(TensorRows):
     """What a denoiser is conditioned on: tensors with one row per sample."""
 
     tensors: dict[str, Tensor] = by_row()
@@ -34,7 +34,7 @@ class Conditioning(Rows):
         return len(next(iter(self.tensors.values())))
 
     def row_fields(self) -> list[str]:
-        """As ``Rows.row_fields``, with the negative where it has a row per sample."""
+        """As ``TensorRows.row_fields``, with the negative where it has a row per sample."""
         return [*super().row_fields(), *(["negative"] if self.own_negative else [])]
 
     def repeat_interleave(self, times: int) -> Conditioning:
