@@ -217,7 +217,7 @@ def _row_sums(modules: Iterable[tuple[str, torch.nn.Module]], rows: int) -> Iter
 
         return hook
 
-    leaves = [(name, module) for name, module in modules if not any(True for _ in module.children())]
+    leaves = [(name, module) for name, module in modules if not list(module.children())]
     hooks = [module.register_forward_hook(note(name)) for name, module in leaves]
     try:
         yield sums

@@ -139,6 +139,7 @@ def test_decays() -> None:
     assert [Constant(0.25).at(step) for step in (0, 99)] == [0.25, 0.25]
     assert [Linear(slope=0.005, limit=0.999, first=0.25).at(step) for step in (0, 10, 999)] == [0.25, 0.3, 0.999]
     assert [Linear(start=2, slope=0.5, limit=0.9).at(step) for step in range(5)] == [0, 0, 0, 0.5, 0.9]
+    assert [Linear(start=2, first=0.9, limit=0.5).at(step) for step in (1, 2)] == [0.9, 0.5], "it may also fall"
     assert [Refresh(3).at(step) for step in range(7)] == [1, 1, 0, 1, 1, 0, 1]
     for wrong in (lambda: Constant(1.5), lambda: Linear(limit=2), lambda: WarmUp(1.0), lambda: Refresh(0)):
         with pytest.raises(ValueError, match=r"must be|limit"):

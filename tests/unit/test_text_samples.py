@@ -201,6 +201,21 @@ def test_pairs_with_columns_of_other_names():
         transform("preference", text_keys=["chosen"])
 
 
+def test_an_answer_that_a_template_renders_anew_is_no_single_text(tmp_path):
+    without_earlier_answers = tmp_path / "template.jinja"
+    without_earlier_answers.write_text(
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    one = {"chat_template": str(without_earlier_answers)}
+    (sample,) = transform("preference", **one)({"prompt": "q", "chosen": "yes", "rejected": "no"}, WHERE)
+    assert [text_of(document, True) for document in sample.documents] == ["yes<|im_end|>", "no<|im_end|>"]
+    rest = [user("r"), assistant("yes")]
+    row = {"chosen": [user("q"), assistant("a"), *rest], "rejected": [user("q"), assistant("b"), *rest]}
+    assert f"{WHERE}, chosen: the chat template renders earlier answers anew" in str(refusal("preference", row, **one))
+
+
 LONG = {"messages": [user("q"), assistant("a long answer " * 20)]}
 
 

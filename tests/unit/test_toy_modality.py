@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from sfumato.config.load import merge
+from sfumato.config.load import load_config, merge
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, run_task_here, run_task_process, weights_in, write_config
 from tests.toy_modality import task
+from tests.toy_modality.integers import IntegerRLConfig
 
 FOLDER = ROOT / "tests" / "toy_modality"
 SCRIPT = "../tests/toy_modality/task"
@@ -142,6 +146,7 @@ from pathlib import Path
 from sfumato.tracking.task import run_task
 from tests.toy_modality import task
 from tests.toy_modality.integers import IntegerRLConfig
+from tests.toy_modality.integers import IntegerRLConfig
 
 identify = task.identify_prompts
 
@@ -169,3 +174,9 @@ def test_it_runs_on_ray_where_roles_are_given_the_prompts(whole: Path, tmp_path:
     assert result.returncode == 0, result.output
     assert (result.output_dir / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert weights_in(result.output_dir / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_a_sampler_has_the_weights_before_training_until_it_is_sent_others(tmp_path: Path) -> None:
+    config = load_config(IntegerRLConfig, overrides=toy_config(tmp_path))
+    sampler = task.build_sampler(config, Mesh(Layout(), torch.device("cpu")), None, prompts=[])
+    assert sampler.version == 0
