@@ -137,9 +137,9 @@ class Label:
     """What calls are for."""
 
     step: int = 0
-    """As metrics.jsonl counts."""
+    """Step of the run, as metrics.jsonl counts."""
     version: int | None = None
-    """Of the policy that they use."""
+    """Version of the policy that they use."""
 
 
 class Record:
@@ -147,7 +147,7 @@ class Record:
 
     def __init__(self) -> None:
         self.label = Label()
-        """Of the calls that are made now."""
+        """What the calls are for that are made now."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
 
@@ -311,11 +311,6 @@ class Roles:
     """Waits for them."""
     together: Callable[[Any], list[Any]] = lambda mine: [mine]
     """Gathers a value of each process that drives data-parallel ranks of the roles: under torchrun, of all ranks."""
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether the actor samples."""
-        return self.sampler is self.actor
 
     def __enter__(self) -> Roles:
         return self

@@ -108,7 +108,7 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """How long its generation took."""
+        """Seconds that its generation took."""
         return max(handle.seconds for handle in self.handles)
 
     @property

@@ -144,7 +144,7 @@ class Cluster(Driver):
 
     @property
     def num_gpus(self) -> float:
-        """That the cluster has."""
+        """GPUs of the cluster."""
         import ray
 
         return float(ray.cluster_resources().get("GPU", 0.0))

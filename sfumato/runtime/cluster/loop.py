@@ -64,7 +64,7 @@ class Heartbeat:
     asked: float = 0.0
     reference: Any = None
     silent_s: float = 0.0
-    """How long it has not answered, as far as the driver was there to hear it."""
+    """Seconds without an answer, as far as the driver was there to hear it."""
     is_said: bool = False
     """Whether a person was told that it is silent."""
 

@@ -52,7 +52,7 @@ class Slot:
     group: Any
     """Ray's placement group."""
     index: int
-    """Of the bundle in it."""
+    """Number of the bundle in it."""
     node_id: str
 
 

@@ -72,7 +72,7 @@ class RolePlan:
     """The ``TrainConfig`` that tells how the processes share the work, and on which device."""
     pool: PoolConfig
     places: Places
-    """Of its processes."""
+    """The places of its processes."""
     threads: int = 1
     """Calls that a process works on at a time."""
     sees_folder: bool = False
@@ -235,7 +235,7 @@ class Part:
     """Handles of the values that it keeps."""
     call: int = field(default_factory=lambda: next(_numbers))
     reference: Any = None
-    """Of the reply; None while it is not sent or after it came."""
+    """Ray's reference to the reply; None while it is not sent or after it came."""
     running_s: float | None = None
     """Seconds for which the process had been running it when it last said so."""
     is_done: bool = False
@@ -244,7 +244,7 @@ class Part:
 
 @dataclass(eq=False)
 class RayFuture:
-    """Of a call: the value of its first process that ships one. Use the verbs of a role."""
+    """A call, and the value of its first process that ships one. Use the verbs of a role."""
 
     loop: Any
     """The driver's, which hears of replies."""
@@ -341,7 +341,7 @@ class RayHandle:
         self.future: RayFuture = None  # type: ignore[assignment]  # the call that gets it sets it
         self.reference: Any = None
         self.seconds = 0.0
-        """That the call took, once done."""
+        """Seconds that the call took, once done."""
         self.nbytes = 0
         """Bytes, once done."""
 

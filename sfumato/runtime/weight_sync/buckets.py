@@ -24,11 +24,11 @@ class Item:
     name: str
     spec: Spec
     start: int
-    """First byte."""
+    """First byte in the bucket."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.spec.shape) * self.spec.dtype.itemsize
 
 
@@ -38,7 +38,7 @@ class Bucket:
 
     items: tuple[Item, ...]
     num_bytes: int
-    """With the gaps between tensors."""
+    """Bytes, with the gaps between tensors."""
 
     def tensors(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the tensors in a bucket's bytes (uint8, of at least ``num_bytes``)."""

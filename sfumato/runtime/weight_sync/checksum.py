@@ -52,7 +52,7 @@ class Spec:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Of a whole plain tensor, any dtype; in 0 .. 2^64 - 1."""
+    """Checksum of a whole plain tensor of any dtype, in 0 .. 2^64 - 1."""
     return int(shard_checksum(tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)])) % MODULUS
 
 
@@ -236,7 +236,7 @@ def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) ->
 
 
 def _run_checksum(run: torch.Tensor, start: int) -> torch.Tensor:
-    """Of contiguous elements from a position on: by blocks, so that the weights within them are computed once."""
+    """Checksum of contiguous elements from a position on: by blocks, so that weights within them are computed once."""
     device = run.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     units = max(1, run.element_size() // 4)

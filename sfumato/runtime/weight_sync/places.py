@@ -38,7 +38,7 @@ ADDRESS_REMEDY = (
 
 @dataclass(frozen=True)
 class Place:
-    """Of a process."""
+    """Where a process is."""
 
     machine: str
     process: int
@@ -55,7 +55,7 @@ class Place:
 
 
 def places_of(mesh: Mesh) -> list[Place]:
-    """Of all ranks. Every rank must call it."""
+    """Places of all ranks. Every rank must call it."""
     boot = BOOT.read_text(encoding="ascii").strip() if BOOT.is_file() else ""
     gpu = str(torch.cuda.get_device_properties(mesh.device).uuid) if mesh.device.type == "cuda" else None
     return mesh.gather(Place(f"{socket.gethostname()}/{boot}", os.getpid(), gpu), over="world")

@@ -48,7 +48,7 @@ class Receiver(Protocol):
         ...
 
     def checksums(self, names: Iterable[str]) -> Checksums:
-        """Of what this rank holds of these tensors now, where it does not rescore."""
+        """Checksums of what this rank holds of these tensors now, where it does not rescore."""
         ...
 
     def rescore(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class ReceivingState(Protocol):
 
     mesh: Mesh
     version: int
-    """Of the weights that it draws by; set when one is applied."""
+    """Version of the weights that it draws by; set when one is applied."""
     sync: Any
     """Left to this module."""
 
@@ -106,7 +106,7 @@ class MeshReceiver:
         self.staged = {}
 
     def checksums(self, names: Iterable[str]) -> Checksums:
-        """Of the module's parameters and buffers of these names. Every rank must call it."""
+        """Checksums of the module's parameters and buffers of these names. Every rank must call it."""
         wanted = set(names)
         parameters = {name: tensor for name, tensor in all_parameters(self.module).items() if name in wanted}
         buffers = {name: tensor for name, tensor in persistent_buffers(self.module).items() if name in wanted}
@@ -261,7 +261,7 @@ def close_receiving(state: ReceivingState) -> None:
 
 
 def set_version(state: ReceivingState, version: int) -> None:
-    """Of a sampler that is the actor: the weights are there already."""
+    """Notes the version of a sampler that is the actor: the weights are there already."""
     state.version = version
 
 

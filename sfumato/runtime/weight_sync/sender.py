@@ -63,7 +63,7 @@ class Handshake:
     settings: Settings
     buckets: tuple[Bucket, ...]
     access: Any
-    """Of the transport."""
+    """What the transport's receiving side needs to find the sending one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Sent:
 
     version: int
     checksums: dict[str, int]
-    """Of whole tensors: those that were sent, and at the first time all others, too."""
+    """Checksums of whole tensors: those that were sent, and at the first time all others, too."""
     log_probs: torch.Tensor | None = None
     """float32 ``[N, T - 1]``: of the fixed tokens, where the receiver rescores them."""
 

@@ -38,13 +38,13 @@ class SyncReport:
     version: int
     transport: str
     num_tensors: int
-    """That were sent."""
+    """Number of tensors that were sent."""
     num_bytes: int
-    """Of one copy of them."""
+    """Bytes of one copy of them."""
     num_verified: int
-    """Tensors whose checksums are compared when the version is applied."""
+    """Number of tensors whose checksums are taken, and compared when the version is applied."""
     seconds: float
-    """From the begin until all ranks had staged it; the first time without connecting."""
+    """Seconds from the begin until all ranks had loaded it; the first time without connecting."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Rescored:
 
 
 class WeightSync:
-    """From an actor role to a sampler role.
+    """Brings weights from an actor role to a sampler role.
 
     A version is transferred while the sampler generates, then applied in the sampler's order: between two calls. Only
     trainable parameters travel. At the first version since the roles were connected all weights are verified, later
@@ -123,7 +123,8 @@ class WeightSync:
         self.settings = Settings(transport, int(bucket_mb * 2**20), folder, timeout_s)
         self._handshake: Handshake | None = None
         self.rescoring = rescoring
-        self._rescores = False
+        self._tokens: torch.Tensor | None = None
+        """The fixed tokens, once it is known that the receiver rescores them."""
         self._is_first = True
         self._sent: Sent | None = None
         self._applying: Future | None = None
@@ -151,7 +152,7 @@ class WeightSync:
             joining = self.sampler.call_concurrently(receiver.join_receiving)
             self._both(self.actor.call(sender.join_sending), joining)
         self._handshake, self._is_first, self._sent, self._applying = handshake, True, None, None
-        self._rescores = wanted.rescores
+        self._tokens = self.rescoring.tokens if wanted.rescores else None
 
     def transfer(self, version: int) -> SyncReport:
         """Sends a version, and waits until every process of the sampler has it in staging memory.
@@ -169,12 +170,13 @@ class WeightSync:
         if self._handshake is None:
             self.connect(version)
         started = time.perf_counter()
-        self._sent, tokens = None, self.rescoring.tokens if self._rescores else None
+        self._sent = None
+        arguments = sender.send, version, self._is_first, self._tokens
         if sending_side(self._handshake.transport).streams:
             receiving = self.sampler.call_concurrently(receiver.receive, version, None, kind=SYNC)
-            sent, _ = self._both(self.actor.call(sender.send, version, self._is_first, tokens, kind=SYNC), receiving)
+            sent, _ = self._both(self.actor.call(*arguments, kind=SYNC), receiving)
         else:
-            sent, delivery = self.actor.call(sender.send, version, self._is_first, tokens, kind=SYNC).result()
+            sent, delivery = self.actor.call(*arguments, kind=SYNC).result()
             self.sampler.call_concurrently(receiver.receive, version, delivery, kind=SYNC).result()
             self.actor.call(sender.release, version).result()
         seconds = time.perf_counter() - started
@@ -196,9 +198,8 @@ class WeightSync:
             raise WeightSyncError(
                 f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
             )
-        tokens = self.rescoring.tokens if self._rescores else None
-        self._applying = self.sampler.call(receiver.apply, self._sent, tokens, kind=SYNC)
-        if self._rescores:
+        self._applying = self.sampler.call(receiver.apply, self._sent, self._tokens, kind=SYNC)
+        if self._tokens is not None:
             self._applying = Rescored(self._applying, self._sent, self.rescoring.tolerance)
         return self._applying
 

@@ -32,7 +32,7 @@ class Settings:
     bucket_bytes: int = 256 << 20
     """Most bytes that are gathered and sent at a time."""
     folder: Path | None = None
-    """Of files: made, and emptied, by the sender."""
+    """The folder for files: made, and emptied, by the sender."""
     timeout_s: float = 600.0
     """Longest wait of one side for the other."""
 

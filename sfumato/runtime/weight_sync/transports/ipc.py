@@ -48,7 +48,7 @@ class Access:
     handles: tuple[tuple[Handle, ...], ...]
     """For each rank of the sampler its slots: CUDA counts who has each handle."""
     num_bytes: int
-    """Of a slot."""
+    """Bytes of a slot."""
 
 
 def match(ends: Ends) -> tuple[int, ...]:
