@@ -210,7 +210,9 @@ class RolloutStream:
         """Brings together what the sampler's ranks made, and divides it among those that learn."""
         units = [(unit, round_.version) for round_ in iteration.rounds for unit in round_.units]
         scores = Scores.cat([unit.scores.result() for unit, _ in units])
-        drawn = [Drawn(each.sample_id, each.group_id, version) for unit, version in units for each in unit.requests]
+        drawn = [
+            Drawn(request.sample_id, request.group_id, version) for unit, version in units for request in unit.requests
+        ]
         everyone = self.roles.together((scores, drawn))
         samples = [sample for _, some in everyone for sample in some]
         order = sorted(range(len(samples)), key=lambda index: samples[index].sample_id)
@@ -237,7 +239,10 @@ class RolloutStream:
             requests += [request for group in iteration.added[number::ranks] for request in group]
             ids = [request.sample_id for request in requests]
             wanted = set(ids)
-            yield [unit for unit in iteration.units if any(each.sample_id in wanted for each in unit.requests)], ids
+            yield (
+                [unit for unit in iteration.units if any(request.sample_id in wanted for request in unit.requests)],
+                ids,
+            )
 
     # What may begin
 

@@ -159,8 +159,8 @@ def slow_down(peer: Peer) -> None:
     """Each tensor takes a while to arrive."""
     take = peer.sync.transport.take
 
-    def slowly(version: int, ticket: Any) -> Any:
-        for each in take(version, ticket):
+    def slowly(version: int, delivery: Any) -> Any:
+        for each in take(version, delivery):
             time.sleep(0.005)
             yield each
 
@@ -246,7 +246,7 @@ def flip_a_bit(peer: Peer, bucket: int = 1) -> None:
 
 
 def wrong_piece(peer: Peer, version: int) -> None:
-    """The second rank has staged a piece that belongs elsewhere."""
+    """The second rank has staged a shard that belongs elsewhere."""
     assert peer.sync.staged == version
     staged = peer.sync.receiver.staged
     if peer.mesh.rank == 1:
@@ -338,8 +338,8 @@ def leave_while_receiving(peer: Peer) -> None:
     """The second rank breaks off at its fourth tensor."""
     take = peer.sync.transport.take
 
-    def broken(version: int, ticket: Any) -> Any:
-        for number, each in enumerate(take(version, ticket)):
+    def broken(version: int, delivery: Any) -> Any:
+        for number, each in enumerate(take(version, delivery)):
             if number == 3 and peer.mesh.rank == 1:
                 raise OSError("the sampler broke off")
             yield each
