@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,9 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, Part, records_of
-from sfumato.runtime.roles import Handle, Roles
+from sfumato.runtime.roles import Roles
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """What one of the actor's data-parallel ranks drew."""
-
-    samples: Handle
-    """B samples; the last may be drawn twice."""
-    scores: Scores
-    """Scores of the first ones, each once."""
 
 
 def evaluate(
@@ -52,45 +41,40 @@ def evaluate(
     Returns:
         Metrics over all prompts.
     """
-    with run.timed("evaluate"):
-        metrics, evaluated = _evaluate(roles, run, draw, config, step)
-        first = list(trained[:1]) + [None] * len(evaluated)  # the first rank's are enough
-        parts = [(drawn.samples, drawn.scores, part) for drawn, part in zip(evaluated, first, strict=False)]
-        roles.actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
-        run.show_samples(step)
-    return metrics
-
-
-def _evaluate(
-    roles: Roles, run: Run, draw: Callable[..., Any], config: RLConfig, step: int
-) -> tuple[dict[str, float], list[Evaluated]]:
     actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
     by_rank = [list(range_of_rank(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
     longest = -(-count // actor.num_data_ranks)
-    drawn = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-    made = actor.map_remote(draw, drawn, config, num_values=2, kind="evaluate")
-    scoring = [
-        [
-            roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
-            for at in range(0, len(rows), size)
+    with run.timed("evaluate"):
+        padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
+        made = actor.map_remote(draw, padded, config, num_values=2, kind="evaluate")
+        scoring = [
+            [
+                roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
+                for at in range(0, len(rows), size)
+            ]
+            for rows, (samples, _) in zip(by_rank, made, strict=True)
         ]
-        for rows, (samples, _) in zip(by_rank, made, strict=True)
-    ]
-    scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
-    measured: list[Drawn] = [handle.fetch() for _, handle in made]
-    values = {
-        name: [value for rows, some in zip(by_rank, measured, strict=True) for value in some.values[name][: len(rows)]]
-        for name in measured[0].values
-    }
-    everyone = roles.together((Scores.cat(scored), values))
-    all_scores = Scores.cat([scores for scores, _ in everyone])
-    for text in all_scores.messages:
-        run.say(f"evaluation at step {step}: reward {text}")
-    metrics = all_scores.metrics("eval/") | measured[0].metrics
-    for name in values:
-        finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
-        metrics[name] = sum(finite) / len(finite) if finite else math.nan
-    return metrics, [Evaluated(samples, scores) for (samples, _), scores in zip(made, scored, strict=True)]
+        scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
+        measured: list[Drawn] = [handle.fetch() for _, handle in made]
+        values = {
+            name: [
+                value for rows, own in zip(by_rank, measured, strict=True) for value in own.values[name][: len(rows)]
+            ]
+            for name in measured[0].values
+        }
+        everyone = roles.together((Scores.cat(scored), values))
+        all_scores = Scores.cat([some for some, _ in everyone])
+        for text in all_scores.messages:
+            run.say(f"evaluation at step {step}: reward {text}")
+        metrics = all_scores.metrics("eval/") | measured[0].metrics
+        for name in values:
+            finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
+            metrics[name] = sum(finite) / len(finite) if finite else math.nan
+        first = list(trained[:1]) + [None] * len(made)  # the first rank's are enough
+        parts = [(samples, own, part) for (samples, _), own, part in zip(made, scored, first, strict=False)]
+        actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
+        run.show_samples(step)
+    return metrics
 
 
 def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:

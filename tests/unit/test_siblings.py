@@ -67,3 +67,8 @@ def test_nothing_else_has_the_same_name(siblings) -> None:
 def test_they_can_be_read_at_a_sitting(task: str) -> None:
     assert len((ROOT / "tasks" / f"{task}.py").read_text(encoding="utf-8").splitlines()) <= 300
     assert {name: count for name, text in functions(task).items() if (count := len(text.splitlines())) > 60} == {}
+
+
+@pytest.mark.parametrize("task", ["rl_diffusion", "rl_diffusion_forward"])
+def test_prompts_are_read_by_the_driver_alone(task: str) -> None:
+    assert [name for name, text in functions(task).items() if "load_prompts(" in text] == ["main"]
