@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,19 @@ def test_of_many_streamed_files_little_is_read(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{number:03}.jsonl").write_text("{}")
     content_of_sources(open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable")))
     assert read == [(f"{number:03}.jsonl", 1) for number in range(0, 200, 4)], "of the others the sizes"
+
+
+def test_another_mixture_of_the_same_sources_is_other_data(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "data") / "rows.jsonl"
+    sources = open_sources(TextDataConfig(train_path=str(rows), data_type="plaintext"))
+    mixed = [
+        replace(sources, weights=weights, stopping=stopping)
+        for weights in ([1.0], [2.0])
+        for stopping in ("first_exhausted", "all_exhausted")
+    ]
+    assert len({content_of_sources(each) for each in [sources, *mixed]}) == 5
+    unmixed = replace(sources, stopping="all_exhausted")
+    assert content_of_sources(unmixed) == content_of_sources(sources), "without weights it has no effect"
 
 
 def test_what_differs_is_named_and_what_may_change_is_not() -> None:
