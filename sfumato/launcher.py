@@ -43,13 +43,13 @@ class End:
     code: int
     text: str = ""
     kind: str = "own"
-    """own; lost: of what another rank did; hang: it has waited for another rank for too long."""
+    """Cause of the end. own; lost: what another rank did; hang: it has waited for another rank for too long."""
     at: float = 0.0
-    """Wall-clock seconds."""
+    """Wall-clock seconds at which the rank ended."""
     stacks: str = ""
 
 
-class Ranks:
+class RankProcesses:
     """The ranks of a task on this node."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], folder: Path) -> None:
@@ -156,7 +156,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
     places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
     try:
-        ranks = Ranks([sys.executable, *command], [environment | place for place in places], folder)
+        ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, ranks.forward)
         code, text = verdict(ranks.wait())

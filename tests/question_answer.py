@@ -1,4 +1,4 @@
-"""A format of text data that is in no room of the library: a question, and the answer that is learned."""
+"""A format of text data that is in no room of the library: a question, and the answer, which is trained on."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,9 +38,9 @@ class Transform:
         )
         answer = [*answer, self.tokenizer.eos_token_id]
         input_ids = np.array([*question, *answer], np.int32)
-        learned = np.arange(len(input_ids)) >= len(question)
+        loss_mask = np.arange(len(input_ids)) >= len(question)
         config = self.config
-        document: Document = fit((input_ids, learned), config.max_seq_len, config.overlong, where)
+        document: Document = fit((input_ids, loss_mask), config.max_seq_len, config.overlong, where)
         return [TextSample((document,))]
 
 

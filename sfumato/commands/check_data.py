@@ -17,7 +17,7 @@ from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import check_prompts, load_prompts
-from sfumato.data.rows import Rows
+from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import build_text_loader
@@ -46,6 +46,7 @@ class SourceFindings:
     num_samples: int = 0
     num_tokens: int = 0
     num_learned: int = 0
+    """Tokens that the loss masks hold."""
     longest: int = 0
     """Tokens of the longest sample that was seen."""
 
@@ -154,17 +155,17 @@ def sampled_rows(count: int) -> list[int]:
     return [*range(first), *dict.fromkeys(map(int, spread))]
 
 
-def _tables(sources: Sources | None) -> list[tuple[str, Rows]]:
+def _tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
     return [] if sources is None else list(zip(sources.names, sources.rows, strict=True))
 
 
-def _look_at_text(name: str, rows: Rows, transform: TextTransform) -> SourceFindings:
+def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> SourceFindings:
     def look(index: int, findings: SourceFindings) -> None:
         for sample in transform(rows[index], rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
-            findings.num_learned += sum(int(document.learned.sum()) for document in sample.documents)
+            findings.num_learned += sum(int(document.loss_mask.sum()) for document in sample.documents)
 
     return _look_at(name, rows, look)
 

@@ -36,11 +36,10 @@ CONTEXT_BYTES = 2**30
 """CUDA context, NCCL and kernels' workspaces of one process: an estimate."""
 
 FRAGMENTED = 0.05
-"""Share of memory that is lost between allocations: an estimate."""
-
+"""Fraction of memory that is lost between allocations: an estimate."""
 
 NOTABLY_LESS = 0.95
-"""Share of what is needed now under which a change is worth mentioning."""
+"""Fraction of what is needed now under which a change is worth mentioning."""
 
 
 @dataclass
@@ -53,7 +52,7 @@ class ModelFindings:
     num_active: int | None = None
     """Parameters of matrices that a token meets; None for diffusion models."""
     flops_per_token: float | None = None
-    """Of training, in documents of data.max_seq_len tokens."""
+    """Operations of training for each token, in documents of data.max_seq_len tokens."""
     ranks: list[RankMemory] = field(default_factory=list)
     """The first rank of each pipeline stage."""
     advice: list[tuple[str, int]] = field(default_factory=list)

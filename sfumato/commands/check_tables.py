@@ -37,13 +37,13 @@ def _verdict(found: Findings) -> str:
         return f"does not fit: {_gib(found.needed_bytes)} needed, {_gib(found.device_bytes)} there ({found.device})"
     if found.device_bytes is None:
         return f"nothing is wrong; {_gib(found.needed_bytes)} needed on each device; memory {found.device}"
-    share = found.needed_bytes / found.device_bytes
-    return f"fits: {_gib(found.needed_bytes)} needed, {share:.0%} of {_gib(found.device_bytes)} ({found.device})"
+    fraction = found.needed_bytes / found.device_bytes
+    return f"fits: {_gib(found.needed_bytes)} needed, {fraction:.0%} of {_gib(found.device_bytes)} ({found.device})"
 
 
 def _show_data(data: DataFindings, console: Console) -> None:
     is_text = data.tokens is not None
-    titles = ["tokens", "learned", "longest"] if is_text else []
+    titles = ["tokens", "in the loss", "longest"] if is_text else []
     table = Table("data", "rows", "looked at", "bad", *titles, title_justify="left")
     for kind, sources in (("", data.training), ("validation: ", data.validation)):
         for source in sources:

@@ -48,10 +48,10 @@ SLOW = ("vllm",)
 SMALL_DISK_GIB = 10
 SMALL_SHARED_MIB = 512
 FEW_OPEN_FILES = 4096
-"""Less than this is said to be little."""
+"""Sizes below which the report says that something is little."""
 
-OBJECT_STORE_SHARE = 0.3
-"""Of the memory: what Ray gives its object store by default, as long as shared memory is that large."""
+OBJECT_STORE_FRACTION = 0.3
+"""Fraction of the memory that Ray gives its object store by default, as long as shared memory is that large."""
 
 
 SIGN, SIGN_S = ".seen-by-", 3600.0
@@ -327,7 +327,7 @@ def _object_store() -> Finding:
     if not shared.is_dir():
         return Finding("ray", "object store", "ok", "no /dev/shm: objects lie on disk")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted, free = OBJECT_STORE_SHARE * memory, shutil.disk_usage(shared).free
+    wanted, free = OBJECT_STORE_FRACTION * memory, shutil.disk_usage(shared).free
     detail = f"{free / 2**30:.1f} GiB free in /dev/shm, {wanted / 2**30:.1f} GiB wanted by default"
     if free >= wanted:
         return Finding("ray", "object store", "ok", detail)

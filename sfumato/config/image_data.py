@@ -58,7 +58,7 @@ class PairDataConfig(ImageDataConfig):
     """Pairs of a better and a worse image for one prompt."""
 
     data_type: Literal["pairs", "glyphs"] = "pairs"
-    """pairs reads train_path; glyphs renders words in code: the right one, and another one as the worse image."""
+    """pairs reads train_path; glyphs renders words in code: that of the prompt, and another one as the worse image."""
     train_path: FilePath | None = None
     """A .jsonl or .parquet file, a folder of them, or a folder with metadata.jsonl."""
     eval_path: FilePath | None = None

@@ -291,7 +291,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 def _describe(
     error: dict[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
 ) -> str:
-    """One mistake as lines of text: where it stands, what is wrong, what would be right."""
+    """One mistake as lines of text: where it stands, what is wrong, what would be correct."""
     location = tuple(error["loc"])
     context = error.get("ctx", {})
     if error["type"] == "variant":

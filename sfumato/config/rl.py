@@ -115,7 +115,7 @@ class AlgorithmConfig(Section):
     """The RL algorithm: what all have, however the policy learns from advantages."""
 
     advantage: Annotated[Any, Variant("sfumato.algorithms.advantages")]
-    """From rewards to advantages."""
+    """Function from rewards to advantages."""
     drop_no_spread: bool = True
     """Leave out groups whose rewards are all equal; false trains on them where there is a KL penalty."""
 
@@ -256,15 +256,15 @@ class RLConfig(Section):
                 f"runtime.pools.sampler.processes {pool.processes} is not a multiple of the "
                 f"{parallel.ranks_per_sample} processes that share a sample (runtime.pools.sampler.parallel)"
             )
-        shares = pool.processes // parallel.ranks_per_sample
-        if self.rollout.num_prompts < shares:
+        num_ranks = pool.processes // parallel.ranks_per_sample
+        if self.rollout.num_prompts < num_ranks:
             raise ValueError(
-                f"rollout.num_prompts {self.rollout.num_prompts} leaves some of the sampler's {shares} data-parallel "
-                "processes without work"
+                f"rollout.num_prompts {self.rollout.num_prompts} leaves some of the sampler's {num_ranks} "
+                "data-parallel processes without work"
             )
-        if parallel.data_parallel_mode != "ddp" and self.rollout.num_prompts % shares:
+        if parallel.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
             raise ValueError(
-                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the sampler's {shares} "
+                f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the sampler's {num_ranks} "
                 f"data-parallel processes, which make their passes together with data_parallel_mode "
                 f"{parallel.data_parallel_mode}: change it, or take runtime.pools.sampler.parallel "
                 "{data_parallel_mode: ddp}"

@@ -12,7 +12,7 @@ from sfumato.config.sections import EpochTrainConfig
 
 
 class SyntheticTextConfig(Section):
-    """Problems with one right answer, made in code: nothing is downloaded."""
+    """Problems with one correct answer, made in code: nothing is downloaded."""
 
     problem: Literal["reverse", "sort", "add"] = "reverse"
     """reverse and sort the letters of a word, or add two numbers."""

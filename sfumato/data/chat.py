@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes tokens, of which exactly those that the assistant generates are learned."""
+"""Chat templates: a conversation becomes tokens, of which the loss mask holds those that the assistant generates."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _TRACKER = threading.Lock()  # transformers tracks generation blocks in the comp
 class ChatTemplate:
     """Encodes conversations as the Jinja template of a tokenizer renders them.
 
-    Learned are the tokens that the model has to generate: those of a ``{% generation %}`` block where the template has
-    such blocks, else what stands between the prompt of an answer, as the template renders it for inference, and the
-    token that ends the turn, with that token.
+    The loss mask holds the tokens that the model has to generate: those of a ``{% generation %}`` block where the
+    template has such blocks, else what stands between the prompt of an answer, as the template renders it for
+    inference, and the token that ends the turn, with that token.
     """
 
     def __init__(self, tokenizer: Any, text: str, tool_text: str) -> None:
@@ -45,27 +45,27 @@ class ChatTemplate:
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
 
     def encode(self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
-        """The tokens of a conversation and which of them are learned.
+        """The tokens of a conversation, and their loss mask.
 
         Args:
-            messages: with ``role`` and ``content``; ``loss_mask`` 0 on an assistant message keeps it from being
-                learned.
+            messages: with ``role`` and ``content``; ``loss_mask`` 0 on an assistant message keeps it out of
+                the loss.
             where: file and row, for messages.
             tools: JSON schemas, for templates that show them to the model.
 
         Returns:
-            ``[(input_ids, learned)]``, int32 ``[L]`` and bool ``[L]``, usually one. A template that renders earlier
+            ``[(input_ids, loss_mask)]``, int32 ``[L]`` and bool ``[L]``, usually one. A template that renders earlier
             answers in another way once more messages follow (Qwen3 leaves out their thoughts) gives one for each
-            learned answer, with the history as the model sees it at inference.
+            answer in the loss, with the history as the model sees it at inference.
 
         Raises:
             DataError: for an unknown role, a message that the template refuses or leaves out, or when there is
                 nothing to learn; it names ``where`` and the message.
         """
-        learned = check_messages(messages, where)
+        trained = check_messages(messages, where)
         shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown, tools, where)
-        texts = chat.marked_texts(learned) if _GENERATION.search(chat.template) else chat.prefixed_texts(learned)
+        texts = chat.marked_texts(trained) if _GENERATION.search(chat.template) else chat.prefixed_texts(trained)
         return [self._tokenise(text, spans, where) for text, spans in texts]
 
     def end_of_turn(self, text: str, span: Span) -> Span:
@@ -75,7 +75,7 @@ class ChatTemplate:
         return (start, found[-1].end()) if found and not text[found[-1].end() : end].strip() else span
 
     def _tokenise(self, text: str, spans: list[Span], where: str) -> Encoded:
-        """Tokens of the text, learned where they begin within a span.
+        """Tokens of the text; the loss mask holds those that begin within a span.
 
         At inference the prompt is tokenised without the answer. Where the tokenizer would join the end of one and the
         beginning of the other, they are tokenised apart, so that training sees the same tokens.
@@ -99,13 +99,13 @@ class ChatTemplate:
                 )
             else:
                 begins = starts
-        learned = np.zeros(len(input_ids), dtype=bool)
+        loss_mask = np.zeros(len(input_ids), dtype=bool)
         for start, end in spans:
-            learned |= (start <= begins) & (begins < end)
-        learned[:1] = False  # nothing predicts it
-        if not learned.any():
+            loss_mask |= (start <= begins) & (begins < end)
+        loss_mask[:1] = False  # nothing predicts it
+        if not loss_mask.any():
             raise DataError(f"{where}: the conversation has nothing to learn from: no token of an answer")
-        return input_ids, learned
+        return input_ids, loss_mask
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, and the first and last character (exclusive) of each token."""
@@ -118,7 +118,7 @@ class ChatTemplate:
 
 
 class _Chat:
-    """One conversation, and the texts in which its answers are learned."""
+    """One conversation, and the texts in which its answers are trained on."""
 
     def __init__(
         self, owner: ChatTemplate, messages: list[Message], tools: list[dict[str, Any]] | None, where: str
@@ -126,7 +126,7 @@ class _Chat:
         self.owner, self.messages, self.tools, self.where = owner, messages, tools, where
         self.template = owner.tool_text if tools else owner.text
 
-    def marked_texts(self, learned: list[int]) -> list[tuple[str, list[Span]]]:
+    def marked_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
         """The whole text, with the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -143,22 +143,22 @@ class _Chat:
 
         text, blocks = self._attempt(render)
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if len(learned) < len(answers):
+        if len(trained) < len(answers):
             if len(blocks) != len(answers):
                 raise DataError(
                     f"{self.where}: loss_mask cannot be followed: the chat template has {len(blocks)} generation "
                     f"blocks for {len(answers)} assistant messages"
                 )
-            blocks = [block for index, block in zip(answers, blocks, strict=True) if index in learned]
+            blocks = [block for index, block in zip(answers, blocks, strict=True) if index in trained]
         self._check_shown(text, {})
         return [(text, blocks)]
 
-    def prefixed_texts(self, learned: list[int]) -> list[tuple[str, list[Span]]]:
+    def prefixed_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
         """The whole text with the spans of the answers, or one text for each answer."""
         whole = self._render(len(self.messages))
-        prompts = {index: self._render(index, prompt=True) for index in learned}
-        texts = {index: self._render(index + 1) for index in learned}
-        for index in learned:
+        prompts = {index: self._render(index, prompt=True) for index in trained}
+        texts = {index: self._render(index + 1) for index in trained}
+        for index in trained:
             if not texts[index].startswith(prompts[index]):
                 raise self._error(
                     index,
@@ -167,12 +167,12 @@ class _Chat:
                     "(data.chat_template)",
                 )
         spans = {
-            index: self.owner.end_of_turn(texts[index], (len(prompts[index]), len(texts[index]))) for index in learned
+            index: self.owner.end_of_turn(texts[index], (len(prompts[index]), len(texts[index]))) for index in trained
         }
-        self._check_shown(whole, {index: texts[index][slice(*spans[index])] for index in learned})
-        if all(whole.startswith(texts[index][: spans[index][1]]) for index in learned):
+        self._check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
+        if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
             return [(whole, list(spans.values()))]
-        return [(texts[index], [spans[index]]) for index in learned]
+        return [(texts[index], [spans[index]]) for index in trained]
 
     def _render(self, count: int, prompt: bool = False) -> str:
         """The text of the first messages; ``prompt`` adds the beginning of an answer."""
@@ -209,7 +209,7 @@ class _Chat:
             raise self._error(fine, f"the chat template refuses it: {error}") from error
 
     def _check_shown(self, text: str, answers: dict[int, str]) -> None:
-        """Raises DataError when the template leaves out a message, a learned answer, or a tool."""
+        """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):
             content = message.get("content") or ""
@@ -269,12 +269,12 @@ def check_fast(tokenizer: Any) -> None:
 
 
 def check_messages(messages: list[Message], where: str) -> list[int]:
-    """The indices of the answers that are learned.
+    """The indices of the answers that are trained on.
 
     Raises:
-        DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is learned.
+        DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is trained on.
     """
-    learned = []
+    trained = []
     for index, message in enumerate(messages):
         role, content, mask = message.get("role"), message.get("content"), message.get("loss_mask")
         place = f"{where}: message {index + 1}"
@@ -289,10 +289,10 @@ def check_messages(messages: list[Message], where: str) -> list[int]:
         if mask and role != "assistant":
             raise DataError(f"{place}: loss_mask is 1, but only what the assistant says can be learned")
         if role == "assistant" and mask != 0:
-            learned.append(index)
-    if not learned:
+            trained.append(index)
+    if not trained:
         raise DataError(f"{where}: the conversation has nothing to learn from: no assistant message with loss_mask 1")
-    return learned
+    return trained
 
 
 def _read_template(name: str) -> str:

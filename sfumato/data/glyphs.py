@@ -103,13 +103,13 @@ class GlyphPairs(GlyphDataset):
     is_paired: ClassVar[bool] = True
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Pair ``index``, the right word first: uint8 ``[2, ...]``, each as ``GlyphDataset`` has it."""
-        right, generator = self._word(index)
-        wrong = self._draw(keyed_generator(self.seed, "wrong glyph", index), other_than=right)
-        return self._render([right, wrong], generator)
+        """Pair ``index``, the named word first: uint8 ``[2, ...]``, each as ``GlyphDataset`` has it."""
+        word, generator = self._word(index)
+        wrong = self._draw(keyed_generator(self.seed, "wrong glyph", index), other_than=word)
+        return self._render([word, wrong], generator)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """What both are made from, as in ``GlyphDataset``; of videos the right one's first frame."""
+        """What both are made from, as in ``GlyphDataset``; of videos the named one's first frame."""
         return super().source(index, pixels[0])
 
     def fingerprint(self) -> str:

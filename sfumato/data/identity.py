@@ -20,7 +20,7 @@ BLOCK, BLOCKS = 1 << 20, 64
 
 
 def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
-    """Of a task that trains on text; see ``identify``. Its position counts samples: the size of a step may change."""
+    """The identity of a text task; see ``identify``. Its position counts samples: the size of a step may change."""
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
     own = ", the file of data.data_type" if source_of(config.data.data_type) else ""
@@ -29,19 +29,19 @@ def identify_text(config: Any, sources: Sources, held_out: Sources | None, trans
 
 
 def identify_images(config: Any, dataset: Any, global_batch_size: int, held_out: Any = None) -> Identity:
-    """Of a task that trains on images; see ``identify``."""
+    """The identity of a task that trains on images; see ``identify``."""
     content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
     return identify(config, content, {"train.global_batch_size": global_batch_size})
 
 
 def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
-    """Of RL; see ``identify``."""
+    """The identity of a task of RL; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
     return identify(config, content, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
 
 
 def content_of_sources(sources: Sources | None) -> str:
-    """Of text: the sources with their mixture.
+    """The digest of text: the sources with their mixture.
 
     Of files that are streamed, all sizes, and as much of their bytes as is read of one file otherwise.
     """
@@ -57,7 +57,7 @@ def content_of_sources(sources: Sources | None) -> str:
 
 
 def content_of_images(dataset: Any) -> str:
-    """Of images or pairs of them: of tables their files, of a folder the names and sizes of all files.
+    """The digest of images or pairs of them: of tables their files, of a folder the names and sizes of all files.
 
     Images that a table names are not looked at.
     """
@@ -72,12 +72,12 @@ def content_of_images(dataset: Any) -> str:
 
 
 def content_of_prompts(prompts: Iterable[Prompt]) -> str:
-    """Of prompts: their texts and metadata in order."""
+    """The digest of prompts: their texts and metadata in order."""
     return _digest([[prompt.text, prompt.metadata] for prompt in prompts])
 
 
 def content_of_file(path: Path, blocks: int | None = None) -> str:
-    """Of a file: its size, and its bytes, of a large one ``blocks`` (``BLOCKS``) at even distances."""
+    """The digest of a file: its size, and its bytes, of a large one ``blocks`` (``BLOCKS``) at even distances."""
     size, digest, blocks = path.stat().st_size, hashlib.blake2b(digest_size=20), blocks or BLOCKS
     digest.update(str(size).encode())
     with path.open("rb") as file:

@@ -118,7 +118,7 @@ class IndexLoader:
             yield step, self.micro_batches(step)
 
     def micro_batches(self, step: int) -> list[IndexBatch]:
-        """This rank's micro-batches of a step: contiguous shares of the step's samples."""
+        """This rank's micro-batches of a step: contiguous parts of the step's samples."""
         per_rank = self.global_batch_size // self.num_ranks
         first = step * self.global_batch_size + self.rank * per_rank
         batches = []
@@ -129,7 +129,7 @@ class IndexLoader:
 
 
 def evaluation_batches(num_rows: int, micro_batch_size: int, mesh: Mesh) -> list[IndexBatch]:
-    """This rank's share of all rows, each once, in as many full batches as every other rank has.
+    """This data-parallel rank's part of all rows, each once, in as many full batches as every other rank has.
 
     Args:
         num_rows: rows of the dataset.

@@ -35,7 +35,7 @@ class Mixer:
             num_samples: how many samples all have given.
         """
         self.taken = [0] * len(weights) if taken is None else list(taken)
-        self._shares = [weight / sum(weights) for weight in weights]
+        self._fractions = [weight / sum(weights) for weight in weights]
         self._total, self._num_samples = sum(self.taken), num_samples
 
     def choose(self) -> int:
@@ -43,10 +43,10 @@ class Mixer:
         unit = self._total / self._num_samples if self._num_samples else 1.0
         least = unit / (2 * len(self.taken))
         chosen, first = 0, float("inf")
-        for source, share in enumerate(self._shares):
-            lacks = share * (self._total + unit) - self.taken[source]
-            if lacks >= least and (unit - least - lacks) / share < first:
-                chosen, first = source, (unit - least - lacks) / share
+        for source, fraction in enumerate(self._fractions):
+            lacks = fraction * (self._total + unit) - self.taken[source]
+            if lacks >= least and (unit - least - lacks) / fraction < first:
+                chosen, first = source, (unit - least - lacks) / fraction
         return chosen
 
     def add(self, source: int, amount: int) -> None:

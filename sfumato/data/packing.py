@@ -124,14 +124,14 @@ def _deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     """Hands bins out, the costliest first: in each round one to each rank, the costliest to the rank with the least."""
     work = {index: sum(costs[position] for position in members) for index, members in enumerate(bins)}
     order = sorted(work, key=lambda index: (-work[index], index))
-    shares: list[Bins] = [[] for _ in range(num_ranks)]
+    by_rank: list[Bins] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks
     for start in range(0, len(order), num_ranks):
         ranks = sorted(range(num_ranks), key=lambda rank: (sums[rank], rank))
         for rank, index in zip(ranks, order[start : start + num_ranks], strict=True):
-            shares[rank].append(sorted(bins[index]))
+            by_rank[rank].append(sorted(bins[index]))
             sums[rank] += work[index]
-    return shares
+    return by_rank
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class TextBatch:
 
     tensors: dict[str, torch.Tensor]
     """int64 ``[B, T]`` each. ``input_ids``. ``position_ids``: start at 0 with each document. ``labels``: the next token
-    of the same document where it is learned, -100 elsewhere (shifted already). ``documents``: the number of the
-    document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source.
+    of the same document where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of
+    the document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source.
 
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.
@@ -153,7 +153,7 @@ class TextBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are learned."""
+        """Tokens that the loss mask holds."""
         return int((self.tensors["labels"] != IGNORED).sum())
 
 
@@ -206,9 +206,9 @@ def make_batch(
 
 
 def _labels(document: Document) -> np.ndarray:
-    """The token that follows each token: int64 ``[L]``, -100 where it is not learned, and at the end."""
+    """The token that follows each token: int64 ``[L]``, -100 outside the loss mask, and at the end."""
     labels = np.full(len(document.input_ids), IGNORED, np.int64)
-    labels[:-1] = np.where(document.learned[1:], document.input_ids[1:], IGNORED)
+    labels[:-1] = np.where(document.loss_mask[1:], document.input_ids[1:], IGNORED)
     return labels
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sfumato.data.rows import FileRows, JoinedRows, JsonlRows, Rows, arrow_row, empty_file, open_file
+from sfumato.data.rows import FileRows, JoinedRows, JsonlRows, RowTable, arrow_row, empty_file, open_file
 from sfumato.errors import DataError
 
 
@@ -28,12 +28,12 @@ class RowFile:
         """Bytes."""
         return self.path.stat().st_size
 
-    def open(self) -> Rows:
+    def open(self) -> RowTable:
         """Its rows. Raises DataError when it is broken or empty."""
         return open_file(self.path, self.text_column, self.option)
 
 
-Table = RowFile | Rows
+Table = RowFile | RowTable
 """A file, or rows that are made in code."""
 
 
@@ -83,7 +83,7 @@ class RowBlocks:
         Raises:
             DataError: when a file is empty or broken.
         """
-        parts: list[Rows] = []
+        parts: list[RowTable] = []
         sources, place, missing = [], start, most
         while missing and place.table < len(self._tables):
             source = self._tables[place.table][0]
@@ -99,7 +99,7 @@ class RowBlocks:
             is_last = len(rows) == 0
         return RowBlock(JoinedRows(parts), after, is_last, [*accumulate(map(len, parts))], sources)
 
-    def _read_table(self, place: FilePlace, most: int) -> tuple[Rows, FilePlace]:
+    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable, FilePlace]:
         """Up to ``most`` rows of one table, and the place after them, which is in the next table when it has ended."""
         table = self._tables[place.table][1]
         if isinstance(table, RowFile) and table.path.suffix.lower() == ".jsonl":
@@ -110,7 +110,11 @@ class RowBlocks:
             return lines, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, *lines.end)
         whole = self._open(place.table)
         stop = min(place.position + most, len(whole))
-        rows = whole.part(place.position, stop) if isinstance(whole, _RowGroups) else _Part(whole, place.position, stop)
+        rows = (
+            whole.part(place.position, stop)
+            if isinstance(whole, _RowGroups)
+            else _RowSlice(whole, place.position, stop)
+        )
         has_ended = stop == len(whole)
         return rows, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, stop, stop)
 
@@ -133,10 +137,10 @@ def _open_table(table: Table) -> Any:
     return rows
 
 
-class _Part:
+class _RowSlice:
     """Rows of a table from ``start`` to ``stop``."""
 
-    def __init__(self, rows: Rows, start: int, stop: int) -> None:
+    def __init__(self, rows: RowTable, start: int, stop: int) -> None:
         self._rows, self._start, self._stop = rows, start, stop
 
     def __len__(self) -> int:
@@ -170,7 +174,7 @@ class _RowGroups:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def part(self, start: int, stop: int) -> Rows:
+    def part(self, start: int, stop: int) -> RowTable:
         """Rows from ``start`` to ``stop``."""
         import pyarrow
 

@@ -31,7 +31,7 @@ MAX_LOADED = 2 * 2**30
 NOT_DATA = {"dataset_info.json", "dataset_dict.json", "state.json"}  # what datasets' save_to_disk adds
 
 
-class Rows(Protocol):
+class RowTable(Protocol):
     """A table with random access."""
 
     def __len__(self) -> int: ...
@@ -49,7 +49,7 @@ class Rows(Protocol):
         ...
 
 
-class FiledRows(Rows, Protocol):
+class FiledRows(RowTable, Protocol):
     """A table that is in files, beside which further files may lie."""
 
     def folder(self, index: int) -> Path:
@@ -212,7 +212,7 @@ class LoadedRows(FileRows):
 class JoinedRows:
     """Several tables, one after the other."""
 
-    def __init__(self, parts: list[Rows]) -> None:
+    def __init__(self, parts: list[RowTable]) -> None:
         self.parts = parts
         self._ends = list(itertools.accumulate(len(part) for part in parts))
 
@@ -288,7 +288,7 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
-KINDS: dict[str, Callable[[Path], Rows]] = {
+KINDS: dict[str, Callable[[Path], RowTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
@@ -317,7 +317,7 @@ def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     return join_rows([open_file(file, text_column, option) for file in find_files(path, option)])
 
 
-def join_rows(tables: list[Rows]) -> Rows:
+def join_rows(tables: list[RowTable]) -> RowTable:
     """Tables one after the other."""
     return tables[0] if len(tables) == 1 else JoinedRows(tables)
 
@@ -332,7 +332,7 @@ def find_files(path: str | Path, option: str) -> list[Path]:
     return files
 
 
-def open_file(path: Path, text_column: str, option: str) -> Rows:
+def open_file(path: Path, text_column: str, option: str) -> RowTable:
     """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
     ending = path.suffix.lower()
     rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
@@ -342,7 +342,7 @@ def open_file(path: Path, text_column: str, option: str) -> Rows:
 
 
 def empty_file(path: Path, option: str) -> DataError:
-    """Of a file without a row."""
+    """The error for a file without a row."""
     return DataError(f"{option}: {path} has no rows")
 
 
@@ -432,7 +432,7 @@ def arrow_row(table: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: {error}") from error
 
 
-def _value_or_error(rows: Rows, index: int, key: str) -> Any:
+def _value_or_error(rows: RowTable, index: int, key: str) -> Any:
     try:
         row = rows[index]
     except DataError as error:

@@ -13,7 +13,7 @@ from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.row_blocks import RowFile, Table
-from sfumato.data.rows import Rows, find_files, join_rows, refuse_twice
+from sfumato.data.rows import RowTable, find_files, join_rows, refuse_twice
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.errors import DataError
 
@@ -25,7 +25,7 @@ class Sources:
     """Tables, and how they are mixed."""
 
     names: list[str]
-    rows: list[Rows]
+    rows: list[RowTable]
     """None of data that is streamed from files."""
     weights: list[float] | None
     """Shares of the sources, of any sum; None: one after the other, shuffled as one."""
@@ -104,7 +104,7 @@ def open_validation(config: TextDataConfig) -> Sources | None:
     return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False)
 
 
-def _one(name: str, rows: Rows) -> Sources:
+def _one(name: str, rows: RowTable) -> Sources:
     return Sources([name], [rows], None)
 
 

@@ -1,4 +1,4 @@
-"""Problems with one right answer, made in code: text, conversations and pairs of answers that need no download."""
+"""Problems with one correct answer, made in code: text, conversations and pairs of answers that need no download."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The right answer."""
+        """The correct answer."""
         if self.kind == "add":
             return str(sum(map(int, self.operands)))
         word = self.operands[0]
@@ -49,7 +49,7 @@ class Problem:
         """Question and answer in one sentence."""
         return STATEMENTS[self.kind].format(*self.operands, self.answer)
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         """A number in [0, 1), by a hash of the problem alone.
 
         Problems that answer each other, as those of abc and cba or of 1 + 2 and 2 + 1, have the same.
@@ -98,10 +98,10 @@ class SyntheticRows:
         return f"{self.config.model_dump_json()} {self.seed} {self.held_out}"
 
     def _draw(self, generator: torch.Generator) -> Problem:
-        share = self.config.held_out if self.held_out else 1 - self.config.held_out
-        for _ in range(min(MAX_DRAWS, 1000 + int(100 / share))):
+        fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
+        for _ in range(min(MAX_DRAWS, 1000 + int(100 / fraction))):
             problem = _draw_problem(generator, self.config)
-            if (problem.share() < self.config.held_out) == self.held_out:
+            if (problem.fraction() < self.config.held_out) == self.held_out:
                 return problem
         raise DataError(
             f"data.synthetic: found no {'held-out' if self.held_out else 'training'} problem among those of "
@@ -110,8 +110,8 @@ class SyntheticRows:
         )
 
 
-def is_right(prompt: str, answer: str) -> bool:
-    """Whether an answer, apart from white space around it, is the right one.
+def is_correct(prompt: str, answer: str) -> bool:
+    """Whether an answer, apart from white space around it, is the correct one.
 
     Raises DataError when the prompt is none of these problems.
     """
@@ -123,14 +123,14 @@ def is_right(prompt: str, answer: str) -> bool:
 
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
-    right = problem.answer
+    correct = problem.answer
     if problem.kind == "add":
-        place = _integer(generator, len(right))
-        no_leading_zero = place == 0 and len(right) > 1
-        digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != right[place]]
-        return right[:place] + digits[_integer(generator, len(digits))] + right[place + 1 :]
-    pairs = [(i, j) for j in range(len(right)) for i in range(j) if right[i] != right[j]]
-    letters = list(right)
+        place = _integer(generator, len(correct))
+        no_leading_zero = place == 0 and len(correct) > 1
+        digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
+        return correct[:place] + digits[_integer(generator, len(digits))] + correct[place + 1 :]
+    pairs = [(i, j) for j in range(len(correct)) for i in range(j) if correct[i] != correct[j]]
+    letters = list(correct)
     if pairs:
         i, j = pairs[_integer(generator, len(pairs))]
         letters[i], letters[j] = letters[j], letters[i]

@@ -31,7 +31,7 @@ class Document:
 
     input_ids: np.ndarray
     """int32 ``[L]``, L is at least 2."""
-    learned: np.ndarray
+    loss_mask: np.ndarray
     """bool ``[L]``: whether the token is a target; the first never is, since nothing predicts it."""
 
 
@@ -71,7 +71,7 @@ class TextFormat(ABC):
     documents_per_sample: ClassVar[int] = 1
     """2 for a better and a worse answer, which tasks/train_text_dpo.py compares."""
     has_answers: ClassVar[bool] = True
-    """Whether learned tokens are answers, the last token of which ends them."""
+    """Whether the loss mask holds answers, the last token of which ends them."""
     ignores: ClassVar[tuple[str, ...]] = ()
     """Fields of ``data`` that have no effect."""
 
@@ -150,19 +150,19 @@ def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Docume
 
     Raises:
         OverlongError: when it is longer and ``overlong`` is ``stop``.
-        DataError: when it is longer and ``overlong`` is ``skip``, or nothing learned remains of it.
+        DataError: when it is longer and ``overlong`` is ``skip``, or nothing of its loss mask remains.
     """
-    input_ids, learned = encoded
+    input_ids, loss_mask = encoded
     if len(input_ids) > max_seq_len:
         too_long = f"{where}: has {len(input_ids)} tokens, more than data.max_seq_len {max_seq_len}"
         if overlong == "stop":
             raise OverlongError(f"{too_long}; raise it, or set data.overlong to skip or truncate")
         if overlong == "skip":
             raise DataError(too_long)
-        input_ids, learned = input_ids[:max_seq_len], learned[:max_seq_len]
-        if not learned.any():
+        input_ids, loss_mask = input_ids[:max_seq_len], loss_mask[:max_seq_len]
+        if not loss_mask.any():
             raise DataError(f"{too_long}, and the first {max_seq_len} hold nothing to learn")
-    return Document(input_ids, learned)
+    return Document(input_ids, loss_mask)
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from sfumato.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class PlainText(TextFormat):
-    """Texts, every token of which is learned; columns content_split, text or content."""
+    """Texts, every token of which is in the loss; columns content_split, text or content."""
 
     type: ClassVar[str] = "plaintext"
     has_answers: ClassVar[bool] = False
@@ -42,7 +42,7 @@ class PlainText(TextFormat):
 
 @dataclass(frozen=True)
 class Conversation(TextFormat):
-    """Conversations, of which the assistant's messages are learned; columns messages or conversations."""
+    """Conversations, of which the assistant's messages are in the loss; columns messages or conversations."""
 
     type: ClassVar[str] = "conversation"
 
@@ -74,7 +74,7 @@ class Preference(TextFormat):
 
 @dataclass(frozen=True)
 class PlainTextTransform:
-    """A text and the end-of-sequence token, cut into pieces of at most ``max_seq_len`` tokens, which are learned."""
+    """A text and the end-of-sequence token, cut into pieces of at most ``max_seq_len`` tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     tokenizer: Any
@@ -97,7 +97,7 @@ class PlainTextTransform:
 
 @dataclass(frozen=True)
 class ConversationTransform:
-    """A conversation, of which the assistant's tokens are learned."""
+    """A conversation, of which the loss mask holds the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     template: ChatTemplate
@@ -115,7 +115,7 @@ class ConversationTransform:
 
 @dataclass(frozen=True)
 class PreferenceTransform:
-    """A better and a worse answer to the same prompt, of which the assistant's tokens are learned."""
+    """A better and a worse answer to the same prompt; the loss masks hold the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 2
     template: ChatTemplate
@@ -140,7 +140,7 @@ class PreferenceTransform:
         return [TextSample(tuple(documents))]
 
     def _conversations(self, row: dict[str, Any], where: str) -> tuple[Messages, Messages]:
-        """Both conversations from their beginning; what they share is not learned."""
+        """Both conversations from their beginning; what they share is not in the loss."""
         *prompt_key, chosen_key, rejected_key = self.keys
         prompt_value = row.get(prompt_key[0]) if prompt_key else None
         answers = [row[find_key(row, [key], where)] for key in (chosen_key, rejected_key)]

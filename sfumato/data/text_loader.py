@@ -45,7 +45,7 @@ class TextLoader:
     """This rank's micro-batches, step by step, from any step on.
 
     The samples of a step are those that follow each other in the order of the data, from the position that the steps
-    before it have come to. Ranks and micro-batches only share them out.
+    before it have come to. Ranks and micro-batches only divide them.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class TextLoader:
         return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
 
     def _micro_batches(self, step: Step) -> list[TextBatch]:
-        """This rank's share of a step."""
+        """This data-parallel rank's micro-batches of a step."""
         train, count = self._train, step.document_lengths.shape[1]
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
         capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
         costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
-        shares = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
+        by_rank = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
         first = step.after["samples"] - len(step.sources)
-        own = shares[self._mesh.data_rank]
+        own = by_rank[self._mesh.data_rank]
         return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
 
 
@@ -202,7 +202,7 @@ def build_text_loader(
     """The loader that a configuration asks for. Every rank must call it.
 
     Data of the kind ``mapping`` is tokenised here, by rank 0, unless that was done before. Data of the kind
-    ``iterable`` is read and tokenised while steps are taken, by every rank, of which each trains its share.
+    ``iterable`` is read and tokenised while steps are taken, by every rank, of which each trains its part.
 
     Args:
         data, train: the task's sections.
@@ -374,8 +374,8 @@ def build_validation(
     capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
     if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
         lengths, capacity = [1] * len(samples), train.micro_batch_size
-    shares = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
-    own = shares[mesh.data_rank]
+    by_rank = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
+    own = by_rank[mesh.data_rank]
     batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh)
     return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
 
@@ -404,14 +404,14 @@ def _batches(
 
 
 def _prompt(sample: TextSample) -> AnsweredPrompt:
-    """Splits the first document where its last run of learned tokens begins; plain text in its middle."""
+    """Splits the first document where the last run of its loss mask begins; plain text in its middle."""
     document = sample.documents[0]
-    ids, learned = document.input_ids.tolist(), document.learned.tolist()
+    ids, loss_mask = document.input_ids.tolist(), document.loss_mask.tolist()
     start = len(ids) // 2
-    if not all(learned[1:]):
-        last = max(index for index, is_in in enumerate(learned) if is_in)
+    if not all(loss_mask[1:]):
+        last = max(index for index, is_in_loss in enumerate(loss_mask) if is_in_loss)
         start = last
-        while learned[start - 1]:
+        while loss_mask[start - 1]:
             start -= 1
         return AnsweredPrompt(ids[:start], ids[start : last + 1])
     return AnsweredPrompt(ids[:start], ids[start:])

@@ -31,7 +31,7 @@ class StepRule:
     """How many samples a step takes. It takes one at least."""
 
     limit: int
-    """Tokens, or samples."""
+    """Most tokens, or samples, of a step."""
     by_tokens: bool
 
 

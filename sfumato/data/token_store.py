@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.rows import Rows
+from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
@@ -31,7 +31,7 @@ CHUNK_ROWS = 256
 """Rows that a process tokenises at a time."""
 
 COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2"}
-"""Files of a store and what they hold: per token, per token, per document, per sample."""
+"""Files of a store and what they hold: per token, per token (the loss mask), per document, per sample."""
 
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
@@ -143,7 +143,7 @@ def build_token_store(
 
 
 @dataclass
-class _Part:
+class _TokenisedRows:
     """The samples of some rows that follow each other, and why others of these rows are missing."""
 
     documents: list[Document] = field(default_factory=list)
@@ -183,7 +183,7 @@ def _build(
             num_samples[source] += part.num_samples
             if part.documents:
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
-                columns["learned"].add(np.concatenate([document.learned for document in part.documents]))
+                columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
             columns["source_of"].add([source] * part.num_samples)
     if 0 in num_samples:
@@ -225,8 +225,8 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
 
 
-def _tokenise(rows: Rows, transform: TextTransform, indices: range) -> _Part:
-    part = _Part()
+def _tokenise(rows: RowTable, transform: TextTransform, indices: range) -> _TokenisedRows:
+    part = _TokenisedRows()
     for index in indices:
         try:
             samples = transform(rows[index], rows.describe(index))
@@ -240,8 +240,8 @@ def _tokenise(rows: Rows, transform: TextTransform, indices: range) -> _Part:
 
 
 def _tokenise_all(
-    rows: list[Rows], transform: TextTransform, chunks: list[_Chunk], num_workers: int
-) -> Iterator[_Part]:
+    rows: list[RowTable], transform: TextTransform, chunks: list[_Chunk], num_workers: int
+) -> Iterator[_TokenisedRows]:
     """The parts of all chunks in order."""
     num_workers = min(num_workers, len(chunks))
     if num_workers == 1:
@@ -249,7 +249,7 @@ def _tokenise_all(
         return
     # Processes are spawned: a fork of one with threads, a process group or a GPU may hang.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
-    waiting: deque[Future[_Part]] = deque()
+    waiting: deque[Future[_TokenisedRows]] = deque()
     try:
         for chunk in chunks:
             waiting.append(pool.submit(_tokenise_in_worker, chunk))
@@ -261,11 +261,11 @@ def _tokenise_all(
         pool.shutdown(cancel_futures=True)
 
 
-_in_worker: tuple[list[Rows], TextTransform] | None = None
+_in_worker: tuple[list[RowTable], TextTransform] | None = None
 """What a process of the pool works on."""
 
 
-def _begin_worker(rows: list[Rows], transform: TextTransform) -> None:
+def _begin_worker(rows: list[RowTable], transform: TextTransform) -> None:
     global _in_worker
     _in_worker = rows, transform
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
@@ -278,7 +278,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise_in_worker(chunk: _Chunk) -> _Part:
+def _tokenise_in_worker(chunk: _Chunk) -> _TokenisedRows:
     assert _in_worker is not None
     rows, transform = _in_worker
     source, indices = chunk

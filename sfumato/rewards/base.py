@@ -110,7 +110,7 @@ class Reward(ABC):
     timeout_s: float = 120.0
     """Seconds that one call may take; after that the call is abandoned and its samples have no reward."""
     frame_step: int = 4
-    """Of a video every so-manieth frame is scored, where a reward scores frames."""
+    """Distance in frames between those that are scored, where a reward scores single frames of a video."""
     process: bool = False
     """Score in processes of their own: a timeout then ends the call, and a crash costs its samples alone."""
 
@@ -164,7 +164,7 @@ class Reward(ABC):
         return []
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
-        """Metrics that are shares, by name: how many of how many since this was last asked."""
+        """Metrics that are fractions, by name: how many of how many since this was last asked."""
         return {}
 
     def seen(self, sample: Sample) -> list[Sample]:

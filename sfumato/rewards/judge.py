@@ -20,7 +20,7 @@ import numpy as np
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample, load_once
 from sfumato.rewards.http.caller import HttpCaller, HttpError
-from sfumato.rewards.http.chat_completions import Content, Reply, decode_reply, encode_question
+from sfumato.rewards.http.chat_completions import ChatReply, Content, decode_reply, encode_question
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
 from sfumato.rewards.judging.template import JudgeTemplate, load_template
 
@@ -41,7 +41,7 @@ class UnreadableError(ValueError):
     """A reply does not hold what was asked for; the message says what is missing."""
 
 
-def final_text(reply: Reply) -> str:
+def final_text(reply: ChatReply) -> str:
     """What a reply says in the end, after any ``<think>`` block.
 
     Raises:
@@ -118,7 +118,7 @@ class Judge(HttpReward):
         self._more()
 
     @abstractmethod
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """The value in a reply to a question about these samples. Raises UnreadableError that says what is missing."""
 
     @property
@@ -130,7 +130,7 @@ class Judge(HttpReward):
         """What a template may use besides prompt, metadata, kind, source and the samples."""
         return {}
 
-    def check_reply(self, reply: Reply) -> None:
+    def check_reply(self, reply: ChatReply) -> None:
         """Raises ConfigError when the server did not give what ``read`` needs."""
 
     def prepare(self) -> None:
@@ -175,7 +175,7 @@ class Judge(HttpReward):
         """
         deadline, caller = self.call_deadline(), self.caller()
 
-        def ask(question: tuple[Sample, ...]) -> Reply:
+        def ask(question: tuple[Sample, ...]) -> ChatReply:
             return self._ask(caller, self._question(question), deadline)
 
         replies = self.ask_each(questions, ask, self.concurrency)
@@ -195,7 +195,7 @@ class Judge(HttpReward):
         self.tally.add(num_unread, sum(not isinstance(value, Failure) for value in replies))
         return values
 
-    def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> Reply:
+    def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> ChatReply:
         body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._more()})
         try:
             return caller.post("/chat/completions", body, "application/json", decode_reply, deadline)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.http.chat_completions import Reply
+from sfumato.rewards.http.chat_completions import ChatReply
 from sfumato.rewards.judge import Judge, UnreadableError, choice_after_answer, final_text, number_after
 from sfumato.rewards.judging.template import read_file
 from sfumato.rewards.ocr import ocr_target, ocr_text_score
@@ -45,7 +45,7 @@ class RubricReward(Judge):
         low, high = (f"{bound:g}" for bound in self.score_range)
         return {"rubric": self._text().strip(), "low": low, "high": high}
 
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """``(score - low) / (high - low)`` of the number after the last ``Score:``."""
         low, high = self.score_range
         return (number_after(final_text(reply), "Score", low, high) - low) / (high - low)
@@ -69,7 +69,7 @@ class UnifiedReward(Judge):
 
     type: ClassVar[str] = "unified_reward"
 
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """The number after ``Final Score:``, divided by 5."""
         return number_after(final_text(reply), "Final Score", 1, 5) / 5
 
@@ -89,7 +89,7 @@ class QwenVLOcrReward(Judge):
         ocr_target(prompt, metadata)
         super().check_row(prompt, metadata)
 
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """``ocr_text_score`` of the reply."""
         return ocr_text_score(final_text(reply), ocr_target(samples[0].prompt, samples[0].metadata))
 
@@ -108,7 +108,7 @@ class YesProbability(Judge):
     max_tokens: int = 1
     """Length of a reply, of which only the first token counts."""
 
-    def check_reply(self, reply: Reply) -> None:
+    def check_reply(self, reply: ChatReply) -> None:
         """Raises ConfigError when there are no log-probabilities."""
         if not reply.first_token:
             raise ConfigError(
@@ -116,7 +116,7 @@ class YesProbability(Judge):
                 "such as vLLM"
             )
 
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """``P(Yes) / (P(Yes) + P(No))``, each the sum over the ways to write it among the 20 likeliest tokens."""
         if not reply.first_token:
             raise UnreadableError("no top_logprobs")
@@ -129,7 +129,7 @@ class YesProbability(Judge):
 
 @dataclass(frozen=True, kw_only=True)
 class PairwisePreference(Judge):
-    """Share of the comparisons within its group that a sample wins, from 0 to 1; a tie is half a win.
+    """Fraction of the comparisons within its group that a sample wins, from 0 to 1; a tie is half a win.
 
     Raises ConfigError when ``opponents`` is odd or negative.
     """
@@ -146,7 +146,7 @@ class PairwisePreference(Judge):
         if self.opponents < 0 or self.opponents % 2:
             raise ConfigError(f"opponents of reward {self.label!r} must be even and not negative: {self.opponents}")
 
-    def read(self, reply: Reply, *samples: Sample) -> float:
+    def read(self, reply: ChatReply, *samples: Sample) -> float:
         """1 when the first is better, 0 when the second is, 0.5 when neither."""
         return choice_after_answer(final_text(reply))
 
@@ -170,9 +170,9 @@ class PairwisePreference(Judge):
                 lost[a].append(failure)
                 lost[b].append(failure)
             else:
-                share = (forth + 1 - back) / 2
-                wins[a].append(share)
-                wins[b].append(1 - share)
+                won = (forth + 1 - back) / 2
+                wins[a].append(won)
+                wins[b].append(1 - won)
         return [
             sum(mine) / len(mine) if len(mine) >= max(len(missing), 1) else missing[0]
             for mine, missing in zip(wins, lost, strict=True)

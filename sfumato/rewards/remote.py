@@ -80,8 +80,8 @@ class RemoteReward(HttpReward):
             for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
         ]
 
-    def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.Description) -> list[range]:
-        """Rows of each request: an equal share for every server, within what a request may hold."""
+    def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
+        """Rows of each request: equally many for every server, within what a request may hold."""
         most = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
         pieces, start, size, pixel_bytes = [], 0, 0, 0
         for row, sample in enumerate(samples):
@@ -99,7 +99,7 @@ class RemoteReward(HttpReward):
 
 
 @load_once
-def _ask_servers(reward: RemoteReward) -> wire.Description:
+def _ask_servers(reward: RemoteReward) -> wire.ServerDescription:
     """What the servers of a reward serve, asked once per process."""
     deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
     found = {
@@ -115,14 +115,14 @@ def _ask_servers(reward: RemoteReward) -> wire.Description:
             f"reward {reward.label!r}: the servers {' and '.join(prints)} serve {label!r} with different settings or "
             "versions of sfumato, so a value would depend on who answers: start them with one configuration"
         )
-    return wire.Description(
+    return wire.ServerDescription(
         rewards={label: served[0].rewards[label]},
         max_batch_size=min(description.max_batch_size for description in served),
         max_request_mib=min(description.max_request_mib for description in served),
     )
 
 
-def _check_served(reward: RemoteReward, url: str, description: wire.Description) -> None:
+def _check_served(reward: RemoteReward, url: str, description: wire.ServerDescription) -> None:
     labels = ", ".join(description.rewards)
     if reward.reward and reward.reward not in description.rewards:
         raise ConfigError(f"{url} serves no reward {reward.reward!r}; it serves: {labels}")

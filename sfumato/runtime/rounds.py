@@ -255,7 +255,7 @@ class RankSamples(NamedTuple):
     """Ids of its samples."""
 
 
-class Drawn(NamedTuple):
+class DrawnSample(NamedTuple):
     """A sample of an iteration."""
 
     sample_id: int

@@ -38,7 +38,7 @@ from sfumato.errors import RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import Roles, labelled
 from sfumato.runtime.rounds import (
-    Drawn,
+    DrawnSample,
     InFlight,
     Iteration,
     RankSamples,
@@ -211,7 +211,9 @@ class RolloutStream:
         units = [(unit, round_.version) for round_ in iteration.rounds for unit in round_.units]
         scores = Scores.cat([unit.scores.result() for unit, _ in units])
         drawn = [
-            Drawn(request.sample_id, request.group_id, version) for unit, version in units for request in unit.requests
+            DrawnSample(request.sample_id, request.group_id, version)
+            for unit, version in units
+            for request in unit.requests
         ]
         everyone = self.roles.together((scores, drawn))
         samples = [sample for _, some in everyone for sample in some]

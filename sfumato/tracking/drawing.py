@@ -153,16 +153,16 @@ Process = tuple[str, int]
 
 @dataclass(frozen=True)
 class Stretch:
-    """What a picture shows."""
+    """The stretch of a run's time that a picture shows."""
 
     start: float
-    """Wall-clock seconds."""
+    """Begin of the stretch in wall-clock seconds."""
     end: float
-    """After ``start``."""
+    """End of the stretch, after ``start``."""
     rows: dict[Process, list[Event]]
     """Events that reach into the stretch by process, top to bottom; a process that did nothing has none."""
     ends: dict[int, float]
-    """When the steps within it ended."""
+    """Wall-clock seconds at which the steps within the stretch ended, by step."""
     left_out: dict[str, tuple[int, int]]
     """Processes that are shown and that there are, of roles that have too many."""
 
@@ -231,24 +231,24 @@ def draw_legend(figure: Figure, kinds: Iterable[str]) -> None:
 
 
 def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
-    """Draws a stretch, its first second at 0, with the share of time that each process worked at the right.
+    """Draws a stretch, its first second at 0, with the fraction of time that each process worked beside its row.
 
     Returns:
         The kinds of work that are to be seen.
     """
-    labels, shares = [], []
+    labels, fractions = [], []
     for row, ((role, rank), events) in enumerate(stretch.rows.items()):
         for (lane, lanes), members in _lanes(events).items():
             _draw_lane(axes, members, stretch, row - 0.4 + 0.8 * lane / lanes, 0.8 / lanes)
         labels.append(f"{role} {rank}")
         within = [(max(event.start, stretch.start), min(event.end, stretch.end)) for event in events]
-        shares.append(f"{100 * union_seconds(within) / (stretch.end - stretch.start):.0f} %")
+        fractions.append(f"{100 * union_seconds(within) / (stretch.end - stretch.start):.0f} %")
     seconds = stretch.end - stretch.start
     axes.set(xlim=(0, seconds), ylim=(len(labels) - 0.4, -0.6))
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0, labelsize=9, labelcolor=MUTED)
-    for row, share in enumerate(shares):
-        axes.text(1.006, row, share, transform=axes.get_yaxis_transform(), va="center", color=MUTED, fontsize=8)
+    for row, fraction in enumerate(fractions):
+        axes.text(1.006, row, fraction, transform=axes.get_yaxis_transform(), va="center", color=MUTED, fontsize=8)
     axes.text(1.006, -0.75, "busy", transform=axes.get_yaxis_transform(), va="bottom", color=MUTED, fontsize=8)
     before = 0.0
     for step, end in stretch.ends.items():

@@ -38,7 +38,7 @@ class Ending:
     text: str
     code: int
     kind: str = "own"
-    """lost: another rank has ended; hang: another rank does not come; own: everything else."""
+    """Cause of the end. lost: another rank has ended; hang: another rank does not come; own: everything else."""
     stacks: str = ""
 
     def tell(self) -> None:

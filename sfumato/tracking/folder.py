@@ -35,7 +35,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors"
 
 
 def environment_of(mesh: Mesh) -> dict[str, Any]:
-    """As it is written to ``environment.json``."""
+    """Versions, commit and hardware, as they are written to ``environment.json``."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -78,17 +78,17 @@ class Standing:
     """A run that stands in a folder."""
 
     run_id: str | None
-    """None of runs that have none."""
+    """The run's id; None where a run has none."""
     forked_from: str | None
     """The run whose checkpoint it began with."""
     finished: bool
     step: int
-    """The last one with metrics."""
+    """The last step with metrics."""
     total_steps: int | None
     newest: int | None
     """Step of the newest checkpoint."""
     config: dict[str, Any] = field(repr=False)
-    """By dotted name."""
+    """Values of the configuration by dotted name."""
 
 
 def look_at(folder: Path) -> Standing | None:

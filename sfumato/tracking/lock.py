@@ -47,7 +47,7 @@ class Owner:
     """The machine since its last start, and the namespace that process ids belong to."""
     since: str
     token: str
-    """Of this lock alone."""
+    """A random text that tells this lock from all others."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"

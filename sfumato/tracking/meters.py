@@ -15,11 +15,11 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.timeline import Phase
 
 COUNTED = ("tokens", "images", "flops")
-"""What can be counted."""
+"""Names of the amounts that can be counted."""
 
 
 WITH_PEAKS = (Phase.GENERATE, Phase.UPDATE, Phase.EVALUATE)
-"""Of which the GPU's peak memory is kept apart."""
+"""Phases whose peak of GPU memory is kept apart."""
 
 PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
     "A100": (312, 156, 19.5),
@@ -56,8 +56,8 @@ accumulation), and the AMD Instinct MI250X, MI300X, MI325X and MI355X data sheet
 class Meter:
     """Adds up what a step processes and turns it into rates.
 
-    MFU is the share of the devices' peak that the model's own operations make up (arXiv 2204.02311): what is computed
-    twice to save memory does not count.
+    MFU is the fraction of the devices' peak that the model's own operations make up (arXiv 2204.02311): what is
+    computed twice to save memory does not count.
     """
 
     def __init__(self, mesh: Mesh, peak_flops: float | None = None) -> None:
@@ -68,7 +68,7 @@ class Meter:
         """
         self.mesh, self.peak_flops = mesh, peak_flops
         self.num_devices = mesh.size
-        """That work on what is counted."""
+        """Devices that work on what is counted."""
         self._amounts: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
 

@@ -86,7 +86,7 @@ def failed_rewards(log: str) -> str:
 
 @dataclass
 class _Failed:
-    """Of one reason: how many samples, in evaluations or not, and when."""
+    """How many samples failed for one reason, in evaluations or not, and when."""
 
     samples: Counter[bool] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)

@@ -39,8 +39,8 @@ from sfumato.tracking.trackers import (
 
 Item = TypeVar("Item")
 
-REPORT_SHARE = 0.05
-"""Of a run's time, what reports before the last may take."""
+REPORT_FRACTION = 0.05
+"""Fraction of a run's time that reports before the last may take."""
 
 
 class Run:
@@ -51,7 +51,7 @@ class Run:
     """
 
     newest: ClassVar[Run | None] = None
-    """Of this process."""
+    """The run that this process started last."""
 
     def __init__(
         self, output_dir: Path, label: str, mesh: Mesh, config: Section | None = None, folder: RunFolder | None = None
@@ -260,7 +260,7 @@ class Run:
     def write_report(self, *, if_cheap: bool = False, ending: str = "") -> None:
         """Makes ``report.html`` from what the run folder holds now.
 
-        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_SHARE`` of the time;
+        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_FRACTION`` of the time;
         ``ending`` says why the run ended before its last step.
         """
         started = time.monotonic()
@@ -271,7 +271,7 @@ class Run:
         with self.timed(Phase.REPORT), self._files.spare(self.output_dir / "report.html"):
             write_report(self.output_dir, ending)
         ended = time.monotonic()
-        self._report_due = ended + (ended - started) / REPORT_SHARE
+        self._report_due = ended + (ended - started) / REPORT_FRACTION
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

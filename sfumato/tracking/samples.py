@@ -21,7 +21,7 @@ FRAME_MS = 1000 // 16
 """Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
 
 WEBP = {"quality": 90, "method": 0}
-"""Of 33 frames of 480 x 832 pixels: a seventh of lossless PNG or WebP in size, and a third of PNG's time."""
+"""Settings with which 33 frames of 480 x 832 pixels take a seventh of a lossless file's size, a third of PNG's time."""
 
 FORMATS = ("PNG", "WEBP")
 """What samples are written as, and all that is read."""

@@ -31,7 +31,7 @@ class _LoggedRun:
     _image: Any
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._run.log(finite(metrics), step=step)
+        self._run.log(finite_numbers(metrics), step=step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         self._run.log({name: [self._image(image) for image in images]}, step=step)
@@ -115,7 +115,7 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(
-            self._id, [self._metric(key, value, now, step) for key, value in finite(metrics).items()]
+            self._id, [self._metric(key, value, now, step) for key, value in finite_numbers(metrics).items()]
         )
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
@@ -154,7 +154,7 @@ class TrackioTracker(_LoggedRun):
 SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
 
 
-def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The metrics that are numbers and finite, as Python floats: services refuse, or draw, the others in their ways."""
     numbers = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

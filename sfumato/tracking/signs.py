@@ -13,11 +13,11 @@ from sfumato.tracking.trackers import Series, finite
 
 OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/velocity/rms"
 STANDARD_ERRORS = 5.0
-"""By which a reward must have changed."""
+"""Standard errors by which a reward must have changed."""
 LEAST_VALUES = 6
-"""Fewer say nothing about their noise."""
+"""Values of a metric that are needed: fewer say nothing about their noise."""
 NORM_GROWTH = 0.1
-"""Of the velocity's norm: 5 to 15 % went with worse images in arXiv 2606.27771, and some goes with any training."""
+"""Growth of the velocity's norm: 5 to 15 % went with worse images in arXiv 2606.27771; any training brings some."""
 DIVERSITY_LEFT = 0.5
 """Share of the diversity that a run began with."""
 TYPICAL = 5
@@ -29,7 +29,7 @@ class Sign:
     """Something that a person should look at."""
 
     metric: str
-    """Where it shows."""
+    """Name of the metric in which the sign shows."""
     text: str
     """One sentence with numbers."""
 

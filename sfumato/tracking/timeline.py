@@ -64,17 +64,17 @@ class Event:
     role: str
     """"actor", "sampler", "scorer"; a sampler that is the actor is "actor"."""
     rank: int
-    """Of the process or thread within its role."""
+    """Number of the process or thread within its role."""
     kind: str
-    """See ``KINDS``."""
+    """Kind of the work; see ``KINDS``."""
     start: float
-    """Wall-clock seconds (``time.time()``), which processes and machines share."""
+    """Wall-clock seconds (``time.time()``) of the beginning, which processes and machines share."""
     end: float
-    """As ``start``; not before it."""
+    """Wall-clock seconds of the end; not before ``start``."""
     step: int
-    """That the work is for, as metrics.jsonl counts: 1 is the first iteration, 0 the evaluation before it."""
+    """The step that the work is for, as metrics.jsonl counts: 1 is the first iteration, 0 the evaluation before it."""
     version: int | None = None
-    """Of the policy that was used, in finished iterations; None where it says nothing."""
+    """Version of the policy that was used, in finished iterations; None where it says nothing."""
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:
@@ -122,7 +122,7 @@ class Timeline:
         """Ends a step, which began with the timeline or with the end of the step before.
 
         A call counts when its end is known. What it did in earlier steps is credited to this one, and to those after
-        it where a step has no room: no share is above 1 and no second is lost or counted twice.
+        it where a step has no room: no fraction is above 1 and no second is lost or counted twice.
 
         Args:
             step: finished steps.

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,27 @@ def test_files_are_small_enough_to_be_read():
         for path in paths:
             lines = len(path.read_text(encoding="utf-8").splitlines())
             assert lines <= limit, f"{relative(path)} has {lines} lines, more than {limit}"
+
+
+def class_names(path):
+    return [
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    ]
+
+
+SAME_NAME = {
+    "Access": "what each transport of weights is given to reach the receivers",
+    "Receiving": "each transport of weights has one, behind one protocol",
+    "Sending": "each transport of weights has one, behind one protocol",
+    "SampleMSE": "a penalty on decisions and one on final samples, chosen by the same type",
+    "VelocityMSE": "as SampleMSE",
+}
+"""Public classes of one name in several modules, and why."""
+
+
+def test_a_class_name_means_one_thing():
+    found = Counter(name for path in [*LIBRARY, *TASKS] for name in set(class_names(path)) if not name.startswith("_"))
+    twice = {name for name, count in found.items() if count > 1}
+    assert found["Sample"] == found["Prompt"] == 1
+    assert twice - set(SAME_NAME) == set(), "rename one of each"
+    assert set(SAME_NAME) - twice == set(), "these names are no longer in several modules: take them off the list"

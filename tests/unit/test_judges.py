@@ -16,7 +16,7 @@ import pytest
 from sfumato.config.base import Variant
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.http.chat_completions import MAX_PIXELS, Reply, decode_reply
+from sfumato.rewards.http.chat_completions import MAX_PIXELS, ChatReply, decode_reply
 from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.rewards.judge import UnreadableError, choice_after_answer, final_text, number_after
 from sfumato.rewards.judges import PairwisePreference, QwenVLOcrReward, RubricReward, UnifiedReward, YesProbability
@@ -309,14 +309,14 @@ def test_choices_after_answer(text, choice):
 
 
 def test_thoughts_do_not_count():
-    reply = Reply("<think>Score: 1</think>\nScore: 2", "", "stop", ())
+    reply = ChatReply("<think>Score: 1</think>\nScore: 2", "", "stop", ())
     assert number_after(final_text(reply), "Score", 1, 10) == 2
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_half_a_reply_does_not_count(reason):
     with pytest.raises(UnreadableError, match=f"broke off \\({reason}\\)"):
-        final_text(Reply("Score: 1", "", reason, ()))
+        final_text(ChatReply("Score: 1", "", reason, ()))
 
 
 def test_a_reply_is_decoded_as_servers_send_it():
@@ -327,7 +327,7 @@ def test_a_reply_is_decoded_as_servers_send_it():
                 {"token": "Yes", "logprob": -0.1, "bytes": [1]}, {"token": "No", "logprob": -9999.0, "bytes": None}]}]},
         }],
     }  # fmt: skip
-    assert decode_reply(json.dumps(sent).encode()) == Reply("Yes", "", "length", (("Yes", -0.1), ("No", -9999.0)))
+    assert decode_reply(json.dumps(sent).encode()) == ChatReply("Yes", "", "length", (("Yes", -0.1), ("No", -9999.0)))
     for broken in (
         b"",
         b"[]",

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from sfumato.config.text_data import SyntheticTextConfig
-from sfumato.data.synthetic_text import SyntheticRows, is_right
+from sfumato.data.synthetic_text import SyntheticRows, is_correct
 from sfumato.errors import DataError
 
 KINDS = ["reverse", "sort", "add"]
@@ -47,8 +47,8 @@ def test_every_column_of_a_row(kind, held_out):
         said = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}[kind]
         assert row["text"] == said.format(*operands, answer)
         assert all(2 <= len(each) <= 5 for each in operands)
-        assert is_right(row["prompt"], answer) and is_right(row["prompt"], f" {answer}\n")
-        assert row["rejected"] != answer and not is_right(row["prompt"], row["rejected"])
+        assert is_correct(row["prompt"], answer) and is_correct(row["prompt"], f" {answer}\n")
+        assert row["rejected"] != answer and not is_correct(row["prompt"], row["rejected"])
         assert len(row["rejected"]) == len(answer) and row["rejected"].isalnum()
         assert kind != "add" or str(int(row["rejected"])) == row["rejected"]
 
@@ -68,7 +68,7 @@ def test_turns():
     row = rows_of(turns=4)[3]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 4
     assert all(
-        is_right(q["content"], a["content"]) for q, a in zip(row["messages"][::2], row["messages"][1::2], strict=True)
+        is_correct(q["content"], a["content"]) for q, a in zip(row["messages"][::2], row["messages"][1::2], strict=True)
     )
     assert row["text"].count(" reversed is ") == 4
     assert (row["prompt"], row["answer"]) == (row["messages"][-2]["content"], row["messages"][-1]["content"])
@@ -91,7 +91,7 @@ def test_a_row_is_a_function_of_seed_and_index():
 @pytest.mark.parametrize("kind", KINDS)
 def test_single_letters_and_digits(kind):
     rows = rows_of(kind, min_length=1, max_length=1, held_out=0.5)
-    assert all(not is_right(rows[index]["prompt"], rows[index]["rejected"]) for index in range(40))
+    assert all(not is_correct(rows[index]["prompt"], rows[index]["rejected"]) for index in range(40))
 
 
 @pytest.mark.parametrize(("held_out", "share"), [(False, 0.9999), (True, 0.0001)])
@@ -104,4 +104,4 @@ def test_too_few_problems_are_an_error(held_out, share):
 @pytest.mark.parametrize("prompt", ["Reverse abc.", "Add a and 1.", "Sort the letters of ab1."])
 def test_other_prompts_have_no_right_answer(prompt):
     with pytest.raises(DataError, match="not a synthetic problem"):
-        is_right(prompt, "a")
+        is_correct(prompt, "a")

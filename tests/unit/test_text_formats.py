@@ -69,7 +69,7 @@ def test_what_a_format_makes_follows_from_its_settings_and_its_source(tmp_path, 
     (sample,) = transform({"question": "ab", "answer": "c"}, "row 1")
     (document,) = sample.documents
     assert tokenizer.decode(document.input_ids[:-1]) == "ab c" and document.input_ids[-1] == tokenizer.eos_token_id
-    assert document.learned.tolist() == [False] * 3 + [True] * 2
+    assert document.loss_mask.tolist() == [False] * 3 + [True] * 2
     assert made(OWN).fingerprint == made(OWN).fingerprint != made({"type": OWN, "separator": "-"}).fingerprint
     before = made(OWN).fingerprint
     monkeypatch.setattr(text.inspect, "getsource", lambda module: "another source")
@@ -96,7 +96,7 @@ def test_a_wrong_name_is_one_clear_line(tmp_path, name):
 def test_formats_are_in_the_help_and_checked(tmp_path):
     shown = format_help(TrainTextConfig)
     assert "--data.data_type {type: conversation|plaintext|preference}" in shown
-    assert "type: plaintext  Texts, every token of which is learned" in shown
+    assert "type: plaintext  Texts, every token of which is in the loss" in shown
     path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
     found = check_config(path)
     (source,) = found.data.training

@@ -32,7 +32,7 @@ def tokens(text):
 
 
 def text_of(document, learned_only=False):
-    ids = document.input_ids[document.learned] if learned_only else document.input_ids
+    ids = document.input_ids[document.loss_mask] if learned_only else document.input_ids
     return tokenizer().decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
 
@@ -67,8 +67,8 @@ def test_plain_text_is_cut_into_pieces_that_lose_nothing(max_seq_len):
     assert min(lengths) >= 2 and max(lengths) <= max_seq_len
     assert sum(length < max_seq_len for length in lengths) <= 1 + (len(expected) % max_seq_len == 1)
     for piece in pieces:
-        assert piece.learned.tolist() == [False] + [True] * (len(piece.input_ids) - 1)
-        assert (piece.input_ids.dtype, piece.learned.dtype) == ("int32", "bool")
+        assert piece.loss_mask.tolist() == [False] + [True] * (len(piece.input_ids) - 1)
+        assert (piece.input_ids.dtype, piece.loss_mask.dtype) == ("int32", "bool")
 
 
 def test_the_first_column_of_the_row_is_taken():
@@ -150,7 +150,7 @@ def test_conversations_of_every_style(row):
     (document,) = sample.documents
     assert text_of(document) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     assert text_of(document, learned_only=True) == "a<|im_end|>"
-    assert sample.num_tokens == len(document.input_ids) == len(document.learned)
+    assert sample.num_tokens == len(document.input_ids) == len(document.loss_mask)
 
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -236,7 +236,7 @@ def test_overlong_conversations_are_cut_at_the_end():
     whole = transform("conversation")(LONG, WHERE)[0].documents[0]
     cut = transform("conversation", max_seq_len=40, overlong="truncate")(LONG, WHERE)[0].documents[0]
     assert cut.input_ids.tolist() == whole.input_ids[:40].tolist()
-    assert cut.learned.tolist() == whole.learned[:40].tolist() and cut.learned.any()
+    assert cut.loss_mask.tolist() == whole.loss_mask[:40].tolist() and cut.loss_mask.any()
     row = {"messages": [user("a long question " * 20), assistant("a")]}
     error = refusal("conversation", row, max_seq_len=40, overlong="truncate")
     assert not error.fatal and "and the first 40 hold nothing to learn" in str(error)
@@ -254,7 +254,10 @@ def test_a_transform_can_be_pickled(data_type):
     other = pickle.loads(pickle.dumps(one))
     assert other.fingerprint == one.fingerprint and other.documents_per_sample == one.documents_per_sample
     for mine, theirs in zip(one(row, WHERE)[0].documents, other(row, WHERE)[0].documents, strict=True):
-        assert mine.input_ids.tolist() == theirs.input_ids.tolist() and mine.learned.tolist() == theirs.learned.tolist()
+        assert (
+            mine.input_ids.tolist() == theirs.input_ids.tolist()
+            and mine.loss_mask.tolist() == theirs.loss_mask.tolist()
+        )
 
 
 def test_a_fingerprint_tells_apart_what_changes_tokens_and_nothing_else(tmp_path):

@@ -59,14 +59,14 @@ def build(folder, sources, transform=None, num_workers=1, max_bad_rows=0, said=N
 
 def content(store):
     return [
-        [(each.input_ids.tolist(), each.learned.tolist()) for each in store.sample(index).documents]
+        [(each.input_ids.tolist(), each.loss_mask.tolist()) for each in store.sample(index).documents]
         for index in range(len(store))
     ]
 
 
 def wanted(sources, transform):
     return [
-        [(each.input_ids.tolist(), each.learned.tolist()) for each in sample.documents]
+        [(each.input_ids.tolist(), each.loss_mask.tolist()) for each in sample.documents]
         for rows in sources.rows
         for index in range(len(rows))
         if "bad" not in rows[index]
@@ -85,7 +85,7 @@ def test_it_holds_what_the_transform_makes(tmp_path, documents):
     assert store.source_of.tolist() == [0] * 5 + [1] * (len(store) - 5)
     assert store.lengths.tolist() == [sum(len(ids) for ids, _ in sample) for sample in content(store)]
     assert store.sample(0).documents[0].input_ids.dtype == np.int32
-    assert store.sample(0).documents[0].learned.dtype == bool
+    assert store.sample(0).documents[0].loss_mask.dtype == bool
 
 
 def test_workers_make_the_same_store(tmp_path):

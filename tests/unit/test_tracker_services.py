@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sfumato.errors import MissingDependencyError
-from sfumato.tracking.services import SERVICES, finite
+from sfumato.tracking.services import SERVICES, finite_numbers
 
 CONFIG = {"train": {"lr": 1e-3, "trackers": ["x"]}, "model": {"lora": None}}
 IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
@@ -59,7 +59,7 @@ def leveldb_records(content, start=7, block=32768):
 
 def test_what_is_no_finite_number_is_left_out():
     given = {"a": np.float32(0.5), "b": None, "c": math.nan, "d": -math.inf, "e": 3}
-    assert finite(given) == {"a": 0.5, "e": 3.0} and type(finite(given)["a"]) is float
+    assert finite_numbers(given) == {"a": 0.5, "e": 3.0} and type(finite_numbers(given)["a"]) is float
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))

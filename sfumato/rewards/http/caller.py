@@ -42,7 +42,7 @@ class HttpCounters:
     requests: int = 0
     """Requests that were asked for, each with as many attempts as it needed."""
     answered: int = 0
-    """Of these, those that ended with an answer; the others ended with an HttpError."""
+    """Requests that ended with an answer; the others ended with an HttpError."""
     retries: int = 0
     """Attempts after a request's first."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -65,9 +65,9 @@ class _Server:
         self.failures = 0
         """Failed rounds since the last success."""
         self.rests_until = 0.0
-        """Preferably not asked before then."""
+        """The time before which it is preferably not asked."""
         self.closed_until = 0.0
-        """Not to be asked before then: it said so."""
+        """The time before which it is not to be asked, as it said itself."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Request:
     refused_by: set[_Server] = field(default_factory=set)
     num_bad_answers: int = 0
     last: dict[_Server, str] = field(default_factory=dict)
-    """What each server did last."""
+    """What each server did last, in words."""
 
 
 class HttpCaller:

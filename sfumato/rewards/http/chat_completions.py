@@ -24,7 +24,7 @@ Content = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatReply:
     """What a model answered."""
 
     text: str
@@ -74,7 +74,7 @@ def encode_question(model: str, content: Content, max_tokens: int, more: dict[st
     return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_reply(data: bytes) -> ChatReply:
     """The reply in the body of an answer. Raises BadAnswerError when it is no chat completion."""
     try:
         choice = _Completion.model_validate_json(data).choices[0]
@@ -84,7 +84,7 @@ def decode_reply(data: bytes) -> Reply:
         said = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
         raise BadAnswerError(f"the answer is no chat completion ({place}: {first['msg']}): {said!r}") from error
     tokens = (choice.logprobs.content if choice.logprobs else None) or []
-    return Reply(
+    return ChatReply(
         text=choice.message.content or "",
         refusal=choice.message.refusal or "",
         finish_reason=choice.finish_reason or "",
@@ -107,13 +107,13 @@ class _Logprobs(BaseModel):
     content: list[_Token] | None = None
 
 
-class _Message(BaseModel):
+class _ChatMessage(BaseModel):
     content: str | None = None
     refusal: str | None = None
 
 
 class _Choice(BaseModel):
-    message: _Message
+    message: _ChatMessage
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 

@@ -33,7 +33,7 @@ class BaseUrl:
     host: str
     port: int
     path: str
-    """Without slash at the end; mostly empty."""
+    """The path that all requests begin with, without slash at the end; mostly empty."""
 
     @property
     def authority(self) -> str:

@@ -38,11 +38,11 @@ class WireError(ValueError):
     """Bytes that are no message of this protocol; the message says what is wrong with them."""
 
 
-class _Message(BaseModel):
+class _WireMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _WireSample(_Message):
+class _WireSample(_WireMessage):
     image: bytes | list[bytes] | None
     text: str | None
     source: bytes | None
@@ -51,27 +51,27 @@ class _WireSample(_Message):
     group_id: int
 
 
-class _Request(_Message):
+class _WireRequest(_WireMessage):
     version: Literal[1]
     reward: str
     samples: list[_WireSample] = Field(min_length=1)
 
 
-class _Answer(_Message):
+class _WireAnswer(_WireMessage):
     version: Literal[1]
     values: list[float | None]
     failures: list[str | None]
 
 
-class ServedReward(_Message):
+class ServedReward(_WireMessage):
     """What a client has to know of a reward of a server."""
 
     groupwise: bool
     fingerprint: str
-    """Equal for equal settings of equal versions; servers that share a load must agree on it."""
+    """A digest that is equal for equal settings of equal versions; servers that share a load must agree on it."""
 
 
-class Description(_Message):
+class ServerDescription(_WireMessage):
     """What a server serves, and how much it takes at once."""
 
     version: Literal[1] = VERSION
@@ -79,10 +79,10 @@ class Description(_Message):
     max_batch_size: int = Field(ge=1)
     """Samples of a request, unless they are one group."""
     max_request_mib: int = Field(ge=1)
-    """Size of its body."""
+    """Size of a request's body."""
 
 
-MessageT = TypeVar("MessageT", bound=_Message)
+MessageT = TypeVar("MessageT", bound=_WireMessage)
 
 
 def encode_sample(sample: Sample) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def encode_request(reward: str, samples: Sequence[dict[str, Any]]) -> bytes:
 
 def decode_request(data: bytes) -> tuple[str, list[Sample]]:
     """The label of the reward and the samples of a request. Raises WireError."""
-    message = _decode(_Request, data)
+    message = _decode(_WireRequest, data)
     samples, rest = [], MAX_PIXEL_BYTES
     for number, sample in enumerate(message.samples):
         try:
@@ -172,21 +172,21 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
     """What a server says of each sample. Raises WireError for anything but one value or failure per sample."""
-    message = _decode(_Answer, data)
+    message = _decode(_WireAnswer, data)
     for name in ("values", "failures"):
         if len(getattr(message, name)) != num_samples:
             raise WireError(f"{len(getattr(message, name))} {name} for {num_samples} samples")
     return [_value(value, failure) for value, failure in zip(message.values, message.failures, strict=True)]
 
 
-def encode_description(description: Description) -> bytes:
+def encode_description(description: ServerDescription) -> bytes:
     """The body that says what a server serves."""
     return _msgpack().packb(description.model_dump())
 
 
-def decode_description(data: bytes) -> Description:
+def decode_description(data: bytes) -> ServerDescription:
     """What a server serves. Raises WireError."""
-    return _decode(Description, data)
+    return _decode(ServerDescription, data)
 
 
 def _value(value: float | None, failure: str | None) -> float | Failure:

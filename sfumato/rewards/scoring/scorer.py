@@ -27,7 +27,7 @@ class Scorer:
     Args:
         rewards: built rewards with different labels.
         combination: makes one number of the values that are optimised; None is their weighted sum.
-        max_failed_fraction: share of a batch, 0 to 1, that may be without total before ``check_budget`` raises.
+        max_failed_fraction: fraction of a batch, 0 to 1, that may be without total before ``check_budget`` raises.
         cache_size: values that each reward that allows it remembers.
         require_objective: demand a reward that is optimised; False for a scorer that only evaluates.
 

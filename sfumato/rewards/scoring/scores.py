@@ -30,7 +30,7 @@ class Scores:
     notes: list[str] = field(default_factory=list)
     """What else happened, such as requests that were tried again."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Metrics of the rewards' own that are shares: how many of how many."""
+    """Metrics of the rewards' own that are fractions: how many of how many."""
     metadata: list[dict[str, Any]] | None = None
     """B rows of the data, where the combination takes them."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Scores:
         return list(dict.fromkeys([*(f"failed: {failure}" for failure in self.failures), *self.notes]))
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Means of what could be scored, spreads, and the shares that failed, of several rewards of each."""
+        """Means of what could be scored, spreads, and the fractions that failed, of several rewards of each."""
         found = {f"{prefix}reward/total": _mean(self.level)}
         found |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():

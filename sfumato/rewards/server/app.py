@@ -32,7 +32,7 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.base import Reward
 from sfumato.rewards.http import wire
 from sfumato.rewards.scoring.scorer import Scorer
-from sfumato.rewards.server.batching import Batcher, Outcome
+from sfumato.rewards.server.batching import Batcher, RequestScores
 from sfumato.rewards.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -173,14 +173,14 @@ class RewardServer:
         for task in self._running:
             task.cancel()
 
-    def describe(self) -> wire.Description:
+    def describe(self) -> wire.ServerDescription:
         """What is served."""
         served = {
             reward.label: wire.ServedReward(groupwise=reward.groupwise, fingerprint=self._fingerprints[reward.label])
             for reward in self.scorer.rewards
         }
         limits = {"max_batch_size": self.config.max_batch_size, "max_request_mib": self.config.max_request_mib}
-        return wire.Description(rewards=served, **limits)
+        return wire.ServerDescription(rewards=served, **limits)
 
     async def score(self, request: Request) -> Response:
         """Answers POST /score."""
@@ -205,7 +205,7 @@ class RewardServer:
             self.num_accepted -= 1
             self._idle.set()
 
-    async def _score(self, request: Request, body: bytes) -> Outcome:
+    async def _score(self, request: Request, body: bytes) -> RequestScores:
         try:
             label, samples = await asyncio.to_thread(wire.decode_request, body)
         except wire.WireError as error:
@@ -260,7 +260,7 @@ async def _wait_for_hang_up(request: Request) -> None:
 
 
 def _fingerprint(reward: Reward) -> str:
-    """Equal for equal fields, and files that they name, of equal versions, whatever weight the reward has here."""
+    """A digest of the fields, the files that they name, and the version, whatever weight the reward has here."""
     fields = Variant("sfumato.rewards").dump(reward) or {}
     kept = {
         name: value
@@ -272,7 +272,7 @@ def _fingerprint(reward: Reward) -> str:
 
 
 def _file_hash(value: Any) -> str | None:
-    """Of the file that a field names: a template, a rubric, the source of a function. None when it names none."""
+    """The digest of the file that a field names: a template, a rubric, a function's source. None when it names none."""
     for name in (value, value.rpartition(":")[0]) if isinstance(value, str) else ():
         try:
             return hashlib.sha256(Path(name).read_bytes()).hexdigest()

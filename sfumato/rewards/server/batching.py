@@ -16,7 +16,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT
 from sfumato.rewards.scoring.one_reward import score_with
 
-Outcome = tuple[list[float], list[str]]
+RequestScores = tuple[list[float], list[str]]
 """Values of a request's samples, NaN without one, and the reasons why there is none ("" where there is one)."""
 
 
@@ -25,9 +25,9 @@ class Job:
     """The samples of one request, and where their values will be."""
 
     samples: list[Sample]
-    outcome: asyncio.Future[Outcome]
+    outcome: asyncio.Future[RequestScores]
     is_abandoned: bool = False
-    """Nobody waits for it any more."""
+    """Whether nobody waits for the values any more."""
 
 
 class Batcher:
@@ -93,7 +93,7 @@ class Batcher:
         return jobs
 
 
-def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_size: int) -> list[Outcome]:
+def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_size: int) -> list[RequestScores]:
     """Scores several requests in common calls; one that fails takes no other with it.
 
     Args:
@@ -122,7 +122,7 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
     return [(values[start:end], reasons[start:end]) for start, end in itertools.pairwise(ends)]
 
 
-def _score(reward: Reward, samples: list[Sample]) -> Outcome:
+def _score(reward: Reward, samples: list[Sample]) -> RequestScores:
     """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
     try:
         if any(sample.image is not None and sample.image.ndim == 4 for sample in samples):
