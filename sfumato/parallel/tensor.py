@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -269,21 +269,6 @@ def _check_type(module: nn.Module, wanted: type[nn.Module], name: str, kind: str
         )
 
 
-def _check_experts(experts: nn.Module, name: str) -> None:
-    if hasattr(experts, "base_layer"):
-        raise ConfigError(
-            f"{name}: tensor parallelism cannot cut experts with adapters: leave model.lora.target_parameters empty, "
-            "or set train.tensor_parallel_size to 1"
-        )
-
-
-def _rotary_width(module: nn.Module, name: str) -> int:
-    config = module.config.get_text_config()
-    if not hasattr(config, "qk_rope_head_dim"):
-        raise ConfigError(f"{name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration")
-    return config.qk_rope_head_dim
-
-
 def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
     """diffusers' attention divides features by its number of heads, or inner_dim by it; it has this rank's now."""
     parents = {
@@ -324,11 +309,12 @@ class _Site:
     """Whether it stands in a partial group."""
 
 
-def _apply_layer(make: Callable[[Any, Cutter, str], None]) -> _Apply:
-    """Cuts a layer by a function of ``tensor_styles``, which takes care of its parameters."""
+def _apply_cut(role: type[nn.Module], dim: int, even: bool = True) -> _Apply:
+    """Cuts the weight of a layer along a dimension and gives it a role of ``tensor_styles``."""
 
     def apply(layer: nn.Module, site: _Site) -> set[nn.Module]:
-        make(layer, site.cutter, site.name)
+        site.cutter.cut(layer, "weight", dim, site.name, even=even)
+        styles.become(layer, role, tp_ranks=site.cutter.ranks)
         return {layer}
 
     return apply
@@ -353,13 +339,22 @@ def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
     if not site.parts:
-        width = _rotary_width(site.module, site.name)
+        config = site.module.config.get_text_config()
+        if not hasattr(config, "qk_rope_head_dim"):
+            raise ConfigError(
+                f"{site.name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration"
+            )
+        width = config.qk_rope_head_dim
         styles.become(module, styles.LatentKeyValue, tp_ranks=site.cutter.ranks, tp_rotary=width)
     return set()
 
 
 def _apply_experts(module: nn.Module, site: _Site) -> set[nn.Module]:
-    _check_experts(module, site.name)
+    if hasattr(module, "base_layer"):
+        raise ConfigError(
+            f"{site.name}: tensor parallelism cannot cut experts with adapters: leave model.lora.target_parameters "
+            "empty, or set train.tensor_parallel_size to 1"
+        )
     return _apply_role(styles.Experts)(module, site)
 
 
@@ -413,10 +408,10 @@ STYLES: dict[str, Meaning] = {
     "rowwise_split_input": Meaning("inputs", is_whole=True),
     "rowwise_rep": Meaning("inputs", is_whole=True),
     # Embeddings whose vocabulary, or features, are cut.
-    "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_layer(styles.make_embedding_rowwise)),
-    "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_layer(styles.make_embedding_colwise)),
+    "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_cut(styles.EmbeddingRowwise, 0, even=False)),
+    "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_cut(styles.EmbeddingColwise, 1)),
     # A norm over the features of all heads.
-    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_layer(styles.make_norm_across_heads), leaves_sums=True),
+    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_cut(styles.NormAcrossHeads, 0), leaves_sums=True),
     # Whole weights that are used on cut heads.
     "replicated_with_grad_allreduce": Meaning(apply=_apply_summed, leaves_sums=True),
     # The latent projection of multi-head latent attention.

@@ -306,14 +306,8 @@ class Rowwise(nn.Linear):
         return output + bias.to(output.dtype)
 
 
-def make_embedding_rowwise(layer: nn.Embedding, cutter: Cutter, where: str) -> None:
-    """Cuts the rows of an embedding, the vocabulary; what the ranks find is summed."""
-    cutter.cut(layer, "weight", 0, where, even=False)
-    become(layer, EmbeddingRowwise, tp_ranks=cutter.ranks)
-
-
 class EmbeddingRowwise(nn.Embedding):
-    """An embedding whose vocabulary is cut."""
+    """An embedding whose rows, the vocabulary, are cut; what the ranks find is summed."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -329,14 +323,8 @@ class EmbeddingRowwise(nn.Embedding):
         return reduce(output.masked_fill(missing[..., None], 0), self.tp_ranks)
 
 
-def make_embedding_colwise(layer: nn.Embedding, cutter: Cutter, where: str) -> None:
-    """Cuts the features of an embedding and gathers them."""
-    cutter.cut(layer, "weight", 1, where)
-    become(layer, EmbeddingColwise, tp_ranks=cutter.ranks)
-
-
 class EmbeddingColwise(nn.Embedding):
-    """An embedding whose features are cut."""
+    """An embedding whose features are cut, and gathered again."""
 
     def forward(self, input: Tensor) -> Tensor:
         with showing(self, weight=local(self.weight)):
@@ -344,14 +332,8 @@ class EmbeddingColwise(nn.Embedding):
         return gather(output, -1, self.embedding_dim, self.tp_ranks)
 
 
-def make_norm_across_heads(layer: nn.RMSNorm, cutter: Cutter, where: str) -> None:
-    """Cuts an RMS norm that runs over the features of all heads: the mean of squares is that of all ranks."""
-    cutter.cut(layer, "weight", 0, where)
-    become(layer, NormAcrossHeads, tp_ranks=cutter.ranks)
-
-
 class NormAcrossHeads(nn.RMSNorm):
-    """An RMS norm over features that are cut."""
+    """An RMS norm over the features of all heads, which are cut: the mean of squares is that of all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         values = input.float()
