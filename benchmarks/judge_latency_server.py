@@ -54,7 +54,7 @@ class Judge:
     async def rewards(self, _request: Request) -> Response:
         """GET /rewards."""
         served = {LABEL: wire.ServedReward(groupwise=False, fingerprint=LABEL)}
-        description = wire.Description(rewards=served, max_batch_size=self.max_batch_size, max_request_mib=1024)
+        description = wire.ServerDescription(rewards=served, max_batch_size=self.max_batch_size, max_request_mib=1024)
         return Response(wire.encode_description(description), media_type=wire.MEDIA_TYPE)
 
     async def score(self, request: Request) -> Response:
