@@ -362,6 +362,12 @@ def test_the_tokenizers_own_template_and_the_one_for_tools():
     assert "add_up" in tokenizer.decode(with_tools)
 
 
+def test_a_tokenizer_with_templates_none_of_which_is_its_own_is_refused():
+    tokenizer = build_tokenizer(chat_template={"short": CHATML, "long": CHATML})
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .*multiple chat templates"):
+        build_chat_template(None, tokenizer)
+
+
 def test_a_template_can_be_pickled():
     template = build_chat_template("chatml", tokenizer_of("byte_level"))
     again = pickle.loads(pickle.dumps(template))

@@ -272,6 +272,7 @@ def test_versions_out_of_order_are_refused():
     sync.apply(3)
     with pytest.raises(WeightSyncError, match="version 3 was applied already by the sampler's rank 0"):
         sync.apply(3)
+    assert sync.sampler.state.sync.problem(5) == "version 5 was never received by the sampler's rank 0"
 
 
 def test_other_models_are_refused():
