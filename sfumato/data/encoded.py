@@ -313,7 +313,7 @@ class _Writer:
         self._files: dict[str, BinaryIO] = {}
 
     def add(self, row: dict[str, torch.Tensor]) -> None:
-        """Appends one row to each of the named tensors."""
+        """Appends one row, always of the same shape and dtype, to each of the tensors ``[rows, *shape]``."""
         for name, tensor in row.items():
             tensor = tensor.detach().cpu().contiguous()
             if name not in self._files:

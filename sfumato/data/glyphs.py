@@ -64,7 +64,7 @@ class GlyphDataset:
         return [caption_of(word, self.config) for word in held_out_words(self.config, count)]
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
-        """Captions of ``count`` held-out words with the source images of their edits."""
+        """Captions of ``count`` held-out words with the sources of their edits, uint8 ``[H, W, 3]``."""
         words = held_out_words(self.config, count)
         return [(caption_of(word, self.config), source_image(word, self.config, *self.size[:2])) for word in words]
 
@@ -109,7 +109,7 @@ class GlyphPairs(GlyphDataset):
         return self._render([word, wrong], generator)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """What both are made from, as in ``GlyphDataset``; of videos the named one's first frame."""
+        """Source of both, uint8 ``[2, ...]``, as in ``GlyphDataset``; of videos the named one's first frame."""
         return super().source(index, pixels[0])
 
     def fingerprint(self) -> str:

@@ -143,7 +143,7 @@ class ImageTextDataset:
         return self._examples(count, self.caption)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
-        """The first ``count`` captions with their source images, as ``example_captions``."""
+        """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
         return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index))))
 
     def fingerprint(self) -> str:
@@ -243,7 +243,7 @@ class PairDataset:
         return torch.stack(images)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """The image that both are made from, as ``ImageTextDataset`` has it; of videos the better one's first frame."""
+        """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""
         return self.sides[0].source(self.indices[index], pixels[0])
 
     def has_source(self, index: int) -> bool:

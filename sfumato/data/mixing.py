@@ -104,7 +104,7 @@ class Order:
         """What sources have given before each epoch: in the unit of their shares, and in samples."""
 
     def epoch(self, number: int) -> np.ndarray:
-        """Sample indices of an epoch in order, int64. With weights, epochs before it are planned if they were not."""
+        """Sample indices of an epoch in order, int64 ``[n]``. With weights, epochs before it are planned first."""
         if not self._mixed:
             return self._pass(0, number)
         while self._epoch[0] != number:

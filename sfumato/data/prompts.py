@@ -58,7 +58,7 @@ class FileSource:
         check_image(self._file(), self.rows.describe(self.index))
 
     def read(self, height: int, width: int) -> np.ndarray:
-        """Scales the shorter side and cuts the rest."""
+        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
         return fitted(read_image(self._file(), self.rows.describe(self.index)), height, width)
 
     def _file(self) -> File:
@@ -77,7 +77,7 @@ class GlyphSource:
         """It is made in code."""
 
     def read(self, height: int, width: int) -> np.ndarray:
-        """Renders it."""
+        """Renders the word: uint8 ``[height, width, 3]``."""
         return source_image(self.word, self.config, height, width)
 
 

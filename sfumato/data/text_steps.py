@@ -160,7 +160,7 @@ class _Ahead:
         self._ends: deque[int] = deque()  # where epochs end in the indices
 
     def take(self, limit: int) -> tuple[np.ndarray, bool]:
-        """The samples up to a limit, one at least, and whether the last one of an epoch is among them."""
+        """Indices ``[n]`` of samples up to a limit, one at least, and whether the last of an epoch is among them."""
         used = self._fill(limit)
         stop = max(int(np.searchsorted(self._filled, used + limit, side="right")), self._next + 1)
         taken = self._indices[self._next : stop]

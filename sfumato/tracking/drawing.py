@@ -136,7 +136,7 @@ def unit_of(name: str) -> str:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a fifteenth of the points; at the ends over the points that there are."""
+    """Centred moving mean ``[n]`` over about a fifteenth of the points; at the ends over those that there are."""
     half = max(2, len(values) // 30)
     window = np.ones(2 * half + 1)
     return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]

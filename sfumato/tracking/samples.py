@@ -76,7 +76,7 @@ class SampleRecord:
 
     @property
     def still(self) -> np.ndarray:
-        """The image; of a video the first, the middle and the last frame side by side."""
+        """The image, uint8 [H, W, 3]; of a video the first, the middle and the last frame side by side."""
         return _still(self.content[None] if self.content.ndim == 3 else self.content)
 
 
@@ -176,7 +176,7 @@ def _read_frames(path: Path) -> np.ndarray:
 
 
 def write_picture(content: np.ndarray, path: Path) -> None:
-    """Writes an image, or a video as an animation without end, in the format of the file's ending."""
+    """Writes an image, uint8 [H, W, 3], or a video [F, H, W, 3] as an endless animation, as the ending says."""
     frames = [Image.fromarray(frame) for frame in np.ascontiguousarray(content[None] if content.ndim == 3 else content)]
     if len(frames) == 1:
         frames[0].save(path)

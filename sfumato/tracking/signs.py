@@ -64,7 +64,7 @@ def change(values: np.ndarray) -> tuple[float, float]:
     The noise is taken from successive differences, so a trend hardly counts as noise.
 
     Args:
-        values: at least three.
+        values: floats ``[n]``, at least three.
     """
     part = len(values) // 3
     variance = np.square(np.diff(values)).sum() / (2 * (len(values) - 1))

@@ -45,7 +45,7 @@ class Embedder:
 
     @property
     def scale(self) -> torch.Tensor:
-        """What CLIP multiplies cosines with, a float32 scalar; 100 in OpenAI's models."""
+        """What CLIP multiplies cosines with, float32 ``[]``; 100 in OpenAI's models."""
         return self.model.logit_scale.float().exp()
 
     def images(self, images: list[np.ndarray]) -> torch.Tensor:

@@ -101,7 +101,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     """As ``score_with``, but equal samples, or groups, are scored once; failures are not remembered.
 
     Returns:
-        Values and reasons, and the number of samples whose value was there already.
+        Values float64 [B] and reasons, and the number of samples whose value was there already.
     """
     units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
     keys = [digest([samples[index] for index in unit]) for unit in units]
