@@ -202,19 +202,23 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     sys.path.insert(0, str(ROOT))
     from sfumato.data.prompts import PromptLoader, load_prompts
     from sfumato.parallel.mesh import build_mesh
+    from sfumato.rollout.self_check import RowProbe
     from sfumato.tracking.run import Run, quiet_libraries
     from tasks import rl_diffusion, rl_diffusion_forward
 
     quiet_libraries()
     tasks = {"rl_diffusion": rl_diffusion, "rl_diffusion_forward": rl_diffusion_forward}
+    further = {"rl_diffusion": [RowProbe()], "rl_diffusion_forward": []}  # arguments of its update
     config = algorithms[0].config
     mesh = build_mesh(config.train)
-    count = len(load_prompts(config.data, "train"))
-    prompts = PromptLoader(count, config.rollout.num_prompts, config.rollout.n, config.train.seed)
+    train_prompts = load_prompts(config.data, "train")
+    prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
     seconds: dict[str, dict[str, list[float]]] = {each.name: {"rollout": [], "update": []} for each in algorithms}
     with tempfile.TemporaryDirectory() as folder:
         actors = {
-            each.name: tasks[each.task].build_actor(each.config, mesh, Run(Path(folder), "", mesh))
+            each.name: tasks[each.task].build_actor(
+                each.config, mesh, Run(Path(folder), "", mesh), prompts=train_prompts, eval_prompts=[], identity={}
+            )
             for each in algorithms
         }
         for step in range(repeats + 1):
@@ -232,7 +236,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
                 sampled = time.process_time()
                 advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
                 share = batches, samples, [each.sample_id for each in requests]
-                task.update_policy(actor, share, advantages, each.config, step)
+                task.update_policy(actor, share, advantages, each.config, step, *further[each.task])
                 if step > 0:
                     seconds[each.name]["rollout"].append((sampled - begun) / len(requests))
                     seconds[each.name]["update"].append((time.process_time() - sampled) / len(requests))

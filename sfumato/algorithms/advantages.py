@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Int64
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch import Tensor
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:

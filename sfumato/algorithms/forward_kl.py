@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, reward_probability
 from sfumato.algorithms.kl import NoKL
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch import Tensor
 
 
 __all__ = ["NoKL", "SampleMSE", "VelocityMSE"]

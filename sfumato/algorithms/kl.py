@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
 from sfumato.algorithms.dynamics import GaussianStep, mean_over_sample
 
 if TYPE_CHECKING:
     from jaxtyping import Float32
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

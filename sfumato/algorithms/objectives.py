@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Float64, Int64
+    from torch import Tensor
 
 Level = Literal["step", "trajectory", "trajectory_mean"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Real
+    from torch import Tensor
 
 LOSSES = ("sigmoid", "ipo", "hinge")
 

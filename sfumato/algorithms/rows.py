@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def by_row(default: Any = dataclasses.MISSING) -> Any:
@@ -40,7 +42,7 @@ class TensorRows:
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> Self:
         """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
-        if not isinstance(index, Tensor | slice):
+        if not isinstance(index, torch.Tensor | slice):
             index = torch.tensor(index, dtype=torch.long)
 
         def taken(value: Any) -> Any:
@@ -92,7 +94,7 @@ class TensorRows:
 
 def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[TensorRows], TensorRows]) -> Any:
     """A field's value with its tensors, or the containers in it, changed; whatever else it is stays."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return tensors(value)
     if isinstance(value, dict):
         return {name: _mapped(entry, tensors, inner) for name, entry in value.items()}
@@ -101,7 +103,7 @@ def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[Te
 
 def _joined(values: list[Any]) -> Any:
     first = values[0]
-    if isinstance(first, Tensor):
+    if isinstance(first, torch.Tensor):
         return torch.cat(values)
     if isinstance(first, TensorRows):
         return type(first).cat(values)

@@ -6,10 +6,12 @@ Shapes: B samples, ... latent dimensions, T steps. Notation: sigma in [0, 1], 1 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Solver(Protocol):

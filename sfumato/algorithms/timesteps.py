@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.flow_matching import draw_sigma
 from sfumato.algorithms.noise import keyed_permutation, keyed_uniform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Timesteps(Protocol):

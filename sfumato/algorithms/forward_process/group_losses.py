@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import NoisedSamples, distance, reward_probability
@@ -15,6 +14,7 @@ from sfumato.algorithms.preference import preference_loss
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
@@ -17,6 +16,7 @@ from sfumato.algorithms.objectives import RowLosses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int64
+    from torch import Tensor
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 SMALLEST_WEIGHT = 1e-5

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import AdvantageMode, NoisedSamples, distance, reward_probability
@@ -14,6 +13,7 @@ from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
