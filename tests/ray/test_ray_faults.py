@@ -118,7 +118,10 @@ def test_a_call_that_kills_every_process_is_given_up(cluster: Cluster) -> None:
 
 def test_restarts_are_counted(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     patience(cluster, monkeypatch, max_restarts=1)
+    under_way = group.call(functions.sleep_in_rank, 1, 60.0)
     group.restart()
+    with pytest.raises(RoleLostError, match="being replaced"):
+        under_way.result()
     assert group.call(functions.sum_over_ranks, 1.0).result() == 3.0
     with pytest.raises(RoleLostError, match=r"replaced 1 times already \(runtime.max_restarts\)"):
         group.restart()
