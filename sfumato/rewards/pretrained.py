@@ -19,7 +19,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 class PretrainedReward(Reward):
     """Base of rewards with a model from a local folder, which is loaded once per process and setting.
 
-    A subclass defines ``loader`` and ``score_batch``. Raises ConfigError when ``device`` or ``batch_size`` is wrong.
+    A subclass defines ``loader`` and ``score_batch``. Raises ConfigError without ``loader``, or when a setting
+    is wrong.
     """
 
     loader: ClassVar[str]
@@ -37,6 +38,11 @@ class PretrainedReward(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(getattr(self, "loader", None), str):
+            raise ConfigError(
+                f"{type(self).__name__} must set loader, the import path of the function that makes its network, such "
+                f"as {type(self).__module__}:load"
+            )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device of reward {self.label!r} must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         self._check_positive("batch_size")

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from sfumato.rewards.pretrained import (
     ImageReward,
     ImageSimilarity,
     PickScore,
+    PretrainedReward,
     TextRewardModel,
 )
 from sfumato.rewards.scoring.scorer import Scorer
@@ -475,3 +478,18 @@ def test_similarity_without_a_source_image_names_the_prompt(folders):
 def test_text_reward_of_an_image_names_the_prompt(folders):
     with pytest.raises(DataError, match="'a red cat'"):
         build("text_reward_model", folders).score(samples(1))
+
+
+def test_a_reward_of_your_own_without_a_loader_is_refused_before_anything_is_loaded(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(PretrainedReward):
+        type: ClassVar[str] = "mine"
+
+        def load(self, path, device, dtype):  # which was its name in an earlier version
+            raise AssertionError
+
+        def score_batch(self, network, samples):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="Mine must set loader, the import path of the function"):
+        Mine(model_path=str(tmp_path))
