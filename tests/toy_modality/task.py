@@ -80,13 +80,13 @@ def build_actor(
     others = {"reference": policies.frozen_weights, "policies": policies.saved, "identity": identity}
     state = TrainState(model.trained, optimizer, schedule, **others)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    return Actor(model, mesh, prompts, held_out, policies, state, checkpointer)
+    return Actor(model, mesh, prompts, held_out, policies, state, checkpointer, config.runtime.offload_idle)
 
 
 def build_sampler(config: Config, mesh: Mesh, run: Run, *, prompts: list[Prompt]) -> Sampler[IntegerModel]:
     model = IntegerModel(config.model, mesh.device, config.train.seed)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
-    return Sampler(model, mesh, prompts)
+    return Sampler(model, mesh, prompts, config.runtime.offload_idle)
 
 
 def generate(

@@ -125,13 +125,33 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
 
 
-def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> None:
-    apart = run_task_here(task, toy_config(tmp_path, rollout={"hybrid_engine": False}))
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path, in_turns: bool) -> None:
+    runtime = {"offload_idle": in_turns}
+    apart = run_task_here(task, toy_config(tmp_path, rollout={"hybrid_engine": False}, runtime=runtime))
     assert (apart / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_the_memory_of_an_actor_that_samples_is_used_in_turns(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    build_actor = task.build_actor
+    monkeypatch.setattr(task, "build_actor", lambda *args, **more: built.append(build_actor(*args, **more)) or built[0])
+    offloaded = run_task_here(task, toy_config(tmp_path, runtime={"offload_idle": True}))
+    assert built[0].memory is not None, "the setting is not ignored"
+    assert (offloaded / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_the_next_samples_may_be_drawn_during_the_update(tmp_path: Path) -> None:
+    late = {"hybrid_engine": False, "async_strategy": "one-step-off"}
+    folder = run_task_here(task, toy_config(tmp_path, rollout=late))
+    assert values(folder, "staleness/max") == [0] + [1] * 11
+    assert values(folder, "reward/total")[-1] > values(folder, "reward/total")[0] + 0.2
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp2"])
 def test_two_ranks_train_alike(whole: Path, tmp_path: Path, mode: str) -> None:
     """Ranks add up gradients in another order: after 24 optimiser steps metrics differ by 1e-5, weights by 5e-7."""
     config = write_config(toy_config(tmp_path, train={"data_parallel_mode": mode}), tmp_path / "toy.yaml")
@@ -151,7 +171,6 @@ from pathlib import Path
 
 from sfumato.tracking.task import run_task
 from tests.toy_modality import task
-from tests.toy_modality.integers import IntegerRLConfig
 from tests.toy_modality.integers import IntegerRLConfig
 
 identify = task.identify_prompts

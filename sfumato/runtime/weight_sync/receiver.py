@@ -79,15 +79,21 @@ class MeshReceiver:
 
     rescores: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, state: ReceivingState) -> None:
         """In the main thread: fsdp1 asks the other ranks how long their shards are."""
-        self.module, self.mesh = module, mesh
-        self.shards = Shards(module, mesh, all_parameters(module))
+        self.state, self.mesh = state, state.mesh
+        self.shards = Shards(self.module, self.mesh, all_parameters(self.module))
         self.staged: dict[str, torch.Tensor] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The state's module, which it brings onto the device if it had left that to another role."""
+        return self.state.received_module  # type: ignore[attr-defined]
 
     def describe(self) -> dict[str, Spec]:
         """All parameters and persistent buffers."""
-        parameters, buffers = all_parameters(self.module), persistent_buffers(self.module)
+        module = self.module
+        parameters, buffers = all_parameters(module), persistent_buffers(module)
         specs = {name: Spec(tuple(self.shards.shapes[name]), tensor.dtype) for name, tensor in parameters.items()}
         return specs | {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
 
@@ -107,10 +113,10 @@ class MeshReceiver:
 
     def checksums(self, names: Iterable[str]) -> Checksums:
         """Checksums of the module's parameters and buffers of these names. Every rank must call it."""
-        wanted = set(names)
-        parameters = {name: tensor for name, tensor in all_parameters(self.module).items() if name in wanted}
-        buffers = {name: tensor for name, tensor in persistent_buffers(self.module).items() if name in wanted}
-        return local_checksums(self.module, self.mesh, parameters, buffers)
+        module, wanted = self.module, set(names)
+        parameters = {name: tensor for name, tensor in all_parameters(module).items() if name in wanted}
+        buffers = {name: tensor for name, tensor in persistent_buffers(module).items() if name in wanted}
+        return local_checksums(module, self.mesh, parameters, buffers)
 
 
 class ReceivingEnd:
@@ -188,7 +194,7 @@ class ReceivingEnd:
 def receiver_of(state: ReceivingState) -> Receiver:
     """What takes the weights in a process."""
     engine: Receiver | None = getattr(state, "engine", None)
-    return MeshReceiver(state.received_module, state.mesh) if engine is None else engine  # type: ignore[attr-defined]
+    return MeshReceiver(state) if engine is None else engine
 
 
 def describe(state: ReceivingState) -> Description:
