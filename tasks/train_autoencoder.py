@@ -39,7 +39,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     run = start_run(config, mesh, "train_autoencoder")
 
     dataset = open_image_text(config.data, config.train.seed)
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    loader = IndexLoader(len(dataset), config.train, mesh)
     identity = identify_images(config, dataset, loader.global_batch_size)
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     vae = model.pipeline.vae.float().requires_grad_(True).train()

@@ -42,7 +42,7 @@ def main(config: TrainDitConfig) -> None:
     run = start_run(config, mesh, "train_dit")
 
     dataset = open_image_text(config.data, config.train.seed)
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    loader = IndexLoader(len(dataset), config.train, mesh)
     identity = identify_images(config, dataset, loader.global_batch_size)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)

@@ -51,7 +51,7 @@ def main(config: TrainDitDpoConfig) -> None:
 
     dataset = open_image_pairs(config.data, config.train.seed, run.say)
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
-    loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+    loader = IndexLoader(len(dataset), config.train, mesh)
     identity = identify_images(config, dataset, loader.global_batch_size, held_out)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)

@@ -21,8 +21,10 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors, check_length
+from sfumato.models.language import LanguageModel, Tensors
 from sfumato.models.language_load import build_language_model
+from sfumato.models.plain import check_length
+from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
@@ -51,6 +53,7 @@ def main(config: TrainTextConfig) -> None:
     )
 
     model.parallelize(mesh, config.train)
+    probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     about = {"balancer": model.balancer, "loader": loader, "identity": identity}

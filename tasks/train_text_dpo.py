@@ -22,8 +22,10 @@ from sfumato.config.text import DpoConfig, TrainTextDpoConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import open_text_data
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors, check_length
+from sfumato.models.language import LanguageModel, Tensors
 from sfumato.models.language_load import build_language_model
+from sfumato.models.plain import check_length
+from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import check_finite, reduce_and_clip
@@ -47,8 +49,10 @@ def main(config: TrainTextDpoConfig) -> None:
     )
 
     model.parallelize(mesh, config.train)
+    probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     if reference is not None:
         reference.parallelize(mesh, config.train)
+        reference.take(model.attention, model.rows)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)

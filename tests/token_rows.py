@@ -5,6 +5,8 @@ import json
 import numpy as np
 import torch
 
+from sfumato.config.sections import EpochTrainConfig
+from sfumato.data.loader import IndexLoader
 from sfumato.data.sources import Sources
 from sfumato.data.text import Document, TextSample
 from sfumato.errors import DataError, OverlongError
@@ -89,3 +91,16 @@ class AloneMesh(Mesh):
 
 def mesh_of(rank=0, ranks=1, **axes):
     return AloneMesh(Layout(dp_shard=ranks, **axes), torch.device("cpu"), rank)
+
+
+def index_loader(num_rows, global_batch, micro_batch, seed=0, steps=None, epochs=1, rank=0, ranks=1):
+    """The loader of one of several ranks."""
+    train = EpochTrainConfig(
+        output_dir="nowhere",
+        global_batch_size=global_batch,
+        micro_batch_size=micro_batch,
+        seed=seed,
+        max_steps=steps,
+        num_train_epochs=epochs,
+    )
+    return IndexLoader(num_rows, train, mesh_of(rank, ranks))

@@ -24,7 +24,7 @@ from sfumato.commands.find_task import load_for_task
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text import TrainTextConfig
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
@@ -124,7 +124,7 @@ def _say(what: str, show: bool) -> None:
 
 def _look_at_data(found: Findings, config: Section) -> None:
     try:
-        if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+        if isinstance(config, TrainTextConfig):
             tokenizer = build_tokenizer(made_model(config.model))
             found.data = check_text_data(config, tokenizer, found.layout)
         elif isinstance(config, DiffusionRLConfig):

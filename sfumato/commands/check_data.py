@@ -11,7 +11,7 @@ import numpy as np
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
-from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text import TrainTextConfig
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
@@ -79,7 +79,7 @@ class DataFindings:
     images_per_step: int | None = None
 
 
-def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any, layout: Layout) -> DataFindings:
+def check_text_data(config: TrainTextConfig, tokenizer: Any, layout: Layout) -> DataFindings:
     """Looks at text.
 
     Steps and tokens are counted when the data has been tokenised already, and else estimated.
@@ -102,7 +102,7 @@ def check_text_data(config: TrainTextConfig | TrainTextDpoConfig, tokenizer: Any
         store = find_token_store(sources, transform, folder) if folder.exists() else None
     if store is not None:
         with pretended_mesh(layout) as mesh:
-            loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None, _unwatched)
+            loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None)
         found.num_steps, found.tokens = loader.total_steps, loader.tokens_per_epoch
         found.tokens_are_exact = True
         return found
@@ -127,7 +127,7 @@ def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: La
     if held_out is not None:
         found.validation = [_look_at_images(data.eval_path or "glyphs", held_out)]
     with pretended_mesh(layout) as mesh:
-        loader = IndexLoader.from_config(len(dataset), config.train, mesh)
+        loader = IndexLoader(len(dataset), config.train, mesh)
     found.num_steps = loader.total_steps
     found.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
     return found
@@ -209,8 +209,3 @@ def bad_rows_of(findings: list[SourceFindings], max_bad_rows: int) -> tuple[list
             f"{len(bad)} of the {looked_at} rows that were looked at are bad; data.max_bad_rows {max_bad_rows}"
         )
     return lines, len(bad) > max_bad_rows or any(source.is_fatal for source in findings)
-
-
-def _unwatched(items: Any, count: int) -> Any:
-    del count
-    return iter(items)

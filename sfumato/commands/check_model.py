@@ -99,7 +99,7 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     found = ModelFindings(type(module).__name__)
     found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+    if isinstance(config, TrainTextConfig):
         flops, length = FlopCount(module), config.data.max_seq_len
         found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
     found.ranks = plan_memory(planned, _used(config), layout.size)
@@ -112,7 +112,7 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
 def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     """The model of a configuration, for ``plan_memory``."""
     train = config.train
-    if isinstance(config, (TrainTextConfig, TrainTextDpoConfig)):
+    if isinstance(config, TrainTextConfig):
         reference = isinstance(config, TrainTextDpoConfig)
         return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
@@ -194,7 +194,7 @@ def _what_helps(
 
 def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Settings of ``train`` that take less memory, and whether they are tried together."""
-    train, is_text = config.train, isinstance(config, (TrainTextConfig, TrainTextDpoConfig))
+    train, is_text = config.train, isinstance(config, TrainTextConfig)
     modes = ("none", "selective", "full")
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"

@@ -17,7 +17,8 @@ def show_findings(found: Findings, console: Console) -> None:
     layout = found.layout
     axes = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp", "ep")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
-    _print(console, f"{found.config}: tasks/{found.task}.py on {_plural(layout.size, 'process')}" + _in(sizes))
+    shape = f" ({sizes})" if sizes else ""
+    _print(console, f"{found.config}: tasks/{found.task}.py on {_plural(layout.size, 'process')}{shape}")
     if found.data is not None:
         _show_data(found.data, console)
     if found.model is not None:
@@ -116,10 +117,6 @@ def _short(value: float) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
-
-
-def _in(sizes: str) -> str:
-    return f" ({sizes})" if sizes else ""
 
 
 def _print(console: Console, text: str) -> None:

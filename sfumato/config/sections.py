@@ -164,13 +164,9 @@ class TrainConfig(ParallelConfig):
     """First and last step of which each process writes a profiler trace into the run folder."""
 
     @model_validator(mode="after")
-    def _rates_fit(self) -> TrainConfig:
+    def _rates_and_steps_fit(self) -> TrainConfig:
         if self.lr_min > self.lr:
             raise ValueError(f"train.lr_min {self.lr_min} is above train.lr {self.lr}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_effect(self) -> TrainConfig:
         if self.lr_decay_style == "constant":
             why = "with train.lr_decay_style constant: remove it, or set lr_decay_style to linear, cosine or wsd"
             refuse_needless(self, "train", ("lr_min", "lr_decay_ratio"), why)
@@ -181,10 +177,6 @@ class TrainConfig(ParallelConfig):
             raise ValueError(
                 f"train.profile_steps begins with step {first}, after the last of train.max_steps {self.max_steps}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _profile_fits(self) -> TrainConfig:
         if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
             raise ValueError(
                 f"train.profile_steps {list(self.profile_steps)} must be [first, last] with 1 <= first <= last"

@@ -31,6 +31,9 @@ class LanguageModelConfig(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention", "flash_attention_2"] = "packed"
     """packed computes attention within each document of a packed row only, by torch's kernels on CPU and GPU; the
     others are transformers' own; flash_attention_2 needs the package flash-attn."""
+    rows: Literal["auto", "packed", "documents"] = "auto"
+    """How packed rows reach the model. packed: as they are. documents: a row for each document, which is right for
+    every causal model, recurrent ones too. auto: packed where the model keeps documents apart, else documents."""
     trust_remote_code: bool = False
     """Whether Python code that lies in model_path may run."""
 
@@ -84,19 +87,11 @@ class DpoConfig(Section):
     """Weight of the mean negative log-likelihood of the better answers, added to the loss (arXiv 2404.19733)."""
 
 
-class TrainTextDpoConfig(Section):
+class TrainTextDpoConfig(TrainTextConfig):
     """Preference training of language models from existing pairs."""
 
-    model: LanguageModelConfig
-    """Model."""
-    data: TextDataConfig
-    """Data."""
     dpo: DpoConfig = DpoConfig()
     """Objective."""
-    train: TextTrainConfig
-    """Training."""
-    eval: TextEvalConfig = TextEvalConfig()
-    """Evaluation."""
 
     @model_validator(mode="after")
     def _fits(self) -> TrainTextDpoConfig:

@@ -111,6 +111,9 @@ class TextTrainConfig(EpochTrainConfig):
     """Fill micro-batches up to micro_batch_size x data.max_seq_len tokens; false: micro_batch_size samples in each."""
     chunked_loss: bool = False
     """Compute the logits for some tokens at a time, twice: less memory, some more time."""
+    probe: Literal["stop", "warn"] = "stop"
+    """What to do when, before the first step, a few documents as the run sends them through the model give something
+    else than through transformers' own module one by one."""
     save_epochs: int = Field(0, ge=0)
     """Epochs between checkpoints, besides save_steps; 0 is none."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sfumato.data.rows import read_text
+from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
 from sfumato.errors import ConfigError, DataError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -39,6 +40,8 @@ class ChatTemplate:
         """Args are a fast tokenizer, the template, and the one for conversations with tools (often the same)."""
         self.tokenizer = tokenizer
         self.text, self.tool_text = text, tool_text
+        self.encoder = Encoder(tokenizer, with_offsets=True)
+        """Makes the tokens that ``asks`` asks for."""
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
@@ -62,11 +65,21 @@ class ChatTemplate:
             DataError: for an unknown role, a message that the template refuses or leaves out, or when there is
                 nothing to learn; it names ``where`` and the message.
         """
+        return ask_alone(self.asks(messages, where, tools), self.encoder)
+
+    def asks(
+        self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None
+    ) -> Asking[list[Encoded]]:
+        """As ``encode``, for work whose texts are encoded together with those of other conversations."""
         trained = check_messages(messages, where)
         shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown, tools, where)
         texts = chat.marked_texts(trained) if _GENERATION.search(chat.template) else chat.prefixed_texts(trained)
-        return [self._tokenise(text, spans, where) for text, spans in texts]
+        found = yield [text for text, _ in texts]
+        encoded = []
+        for (text, spans), tokens in zip(texts, found, strict=True):
+            encoded.append((yield from self._mask(text, spans, tokens, where)))
+        return encoded
 
     def end_of_turn(self, text: str, span: Span) -> Span:
         """The span up to the special token that ends the turn, without the white space that the template adds."""
@@ -74,17 +87,17 @@ class ChatTemplate:
         found = list(self._special.finditer(text, start, end))
         return (start, found[-1].end()) if found and not text[found[-1].end() : end].strip() else span
 
-    def _tokenise(self, text: str, spans: list[Span], where: str) -> Encoded:
-        """Tokens of the text; the loss mask holds those that begin within a span.
+    def _mask(self, text: str, spans: list[Span], tokens: Tokens, where: str) -> Asking[Encoded]:
+        """Tokens of the text, and the loss mask that holds those that begin within a span.
 
         At inference the prompt is tokenised without the answer. Where the tokenizer would join the end of one and the
         beginning of the other, they are tokenised apart, so that training sees the same tokens.
         """
-        input_ids, starts, ends = self._tokens(text)
+        input_ids, starts, ends = tokens
         begins = _begins(starts, ends)
         if not all(((ends[:-1] == start) & (starts[1:] == start)).any() for start, _ in spans):
             bounds = [0, *(start for start, _ in spans), len(text)]
-            parts = [self._tokens(text[start:end]) for start, end in itertools.pairwise(bounds)]
+            parts = yield [text[start:end] for start, end in itertools.pairwise(bounds)]
             apart = np.concatenate([part[0] for part in parts])
             plain = ~np.isin(input_ids, self._special_ids)
             if self._decode(apart) == self._decode(input_ids):
@@ -106,12 +119,6 @@ class ChatTemplate:
         if not loss_mask.any():
             raise DataError(f"{where}: the conversation has nothing to learn from: no token of an answer")
         return input_ids, loss_mask
-
-    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, and the first and last character (exclusive) of each token."""
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding["input_ids"], dtype=np.int32), offsets[:, 0], offsets[:, 1]
 
     def _decode(self, input_ids: np.ndarray) -> str:
         return self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False)
@@ -157,7 +164,8 @@ class _Chat:
         """The whole text with the spans of the answers, or one text for each answer."""
         whole = self._render(len(self.messages))
         prompts = {index: self._render(index, prompt=True) for index in trained}
-        texts = {index: self._render(index + 1) for index in trained}
+        last = len(self.messages) - 1
+        texts = {index: whole if index == last else self._render(index + 1) for index in trained}
         for index in trained:
             if not texts[index].startswith(prompts[index]):
                 raise self._error(

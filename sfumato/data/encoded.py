@@ -257,7 +257,7 @@ def _build(
     writer.add({name: tensor[0] for name, tensor in embed_nothing(model, dataset.size).tensors.items()})
     number_of = {("", ""): 0}  # -1 where an embedding is not finite
     starts = range(0, len(dataset), batch_size)
-    broken = []
+    broken, no_latents = [], None
     for start in watch(starts, len(starts)):
         indices = range(start, min(start + batch_size, len(dataset)))
         images, captions, sources = {}, {}, {}
@@ -282,7 +282,10 @@ def _build(
                 writer.add({name: tensor[row] for name, tensor in embedded.items()})
             model.forget_prompts()
         latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
-        is_finite = [] if latents is None else finite_rows(latents).tolist()
+        if latents is not None:
+            is_finite, no_latents = finite_rows(latents).tolist(), torch.zeros_like(latents[0])
+        elif no_latents is None:
+            raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0][1]}")
         position = {index: row for row, index in enumerate(images)}
         for row, index in enumerate(images):
             if not is_finite[row] or min(number_of[text, digests[index]] for text in (captions[index], "")) < 0:
@@ -295,12 +298,7 @@ def _build(
             writer.add({"captions": torch.tensor(number)})
             if model.takes_image:
                 writer.add({"negatives": torch.tensor(0 if row is None else number_of["", digests[index]])})
-            if latents is not None:
-                writer.add({"latents": latents[row] if row is not None else torch.zeros_like(latents[0])})
-            elif "latents" not in writer.specs:
-                raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0][1]}")
-            else:
-                writer.add_zeros("latents")
+            writer.add({"latents": no_latents if row is None else latents[row]})
     writer.close({"bad_rows": broken})
 
 
@@ -325,11 +323,6 @@ class _Writer:
                 }
             self._files[name].write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
             self.specs[name]["rows"] += 1
-
-    def add_zeros(self, name: str) -> None:
-        """Appends a row of zeros to a tensor that has rows already."""
-        spec = self.specs[name]
-        self.add({name: torch.zeros(spec["shape"], dtype=getattr(torch, spec["dtype"]))})
 
     def close(self, extra: dict[str, Any]) -> None:
         """Flushes everything to disk and writes the manifest."""

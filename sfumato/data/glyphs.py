@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from typing import ClassVar
 
 import numpy as np
@@ -32,10 +33,8 @@ class GlyphDataset:
     def __init__(
         self, config: GlyphConfig, height: int, width: int, seed: int, num_frames: int = 1, held_out: bool = False
     ) -> None:
-        self.config, self.held_out = config, held_out
-        self.height, self.width = height, width
+        self.config, self.seed, self.held_out = config, seed, held_out
         self.size = (height, width, num_frames)
-        self.seed = seed
 
     def __len__(self) -> int:
         return self.config.num_images
@@ -90,10 +89,11 @@ class GlyphDataset:
         """Words in one size and place: uint8 ``[N, 3, height, width]``, or of videos ``[N, 3, F, height, width]``."""
         font = default_font(self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)])
         x, y = (_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
-        if self.size[2] == 1:
-            return torch.stack([render_word(word, font, self.height, self.width, [x, y]) for word in words])
-        places = [[x + round(move), y] for move in np.linspace(-self.width / 8, self.width / 8, self.size[2])]
-        videos = [[render_word(word, font, self.height, self.width, place) for place in places] for word in words]
+        height, width, num_frames = self.size
+        if num_frames == 1:
+            return torch.stack([render_word(word, font, height, width, [x, y]) for word in words])
+        places = [[x + round(move), y] for move in np.linspace(-width / 8, width / 8, num_frames)]
+        videos = [[render_word(word, font, height, width, place) for place in places] for word in words]
         return torch.stack([torch.stack(frames, dim=1) for frames in videos])
 
 
@@ -171,9 +171,7 @@ def training_words(config: GlyphConfig, limit: int = 50_000) -> list[str]:
     count = len(config.characters) ** config.length
     if count > limit:
         raise DataError(f"there are {count} words of {config.length} characters; listing them stops at {limit}")
-    words = [""]
-    for _ in range(config.length):
-        words = [word + letter for word in words for letter in config.characters]
+    words = map("".join, itertools.product(config.characters, repeat=config.length))
     return [word for word in words if not is_held_out(word, config)]
 
 

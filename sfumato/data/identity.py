@@ -47,13 +47,14 @@ def content_of_sources(sources: Sources | None) -> str:
     """
     if sources is None:
         return _digest(["nothing"])
-    mixing = [sources.weights, sources.level, sources.stopping] if sources.weights is not None else None
     if sources.files is not None:
         files = [file.path for files in sources.files for file in files]
         every, blocks = -(-len(files) // BLOCKS), max(BLOCKS // len(files), 1)
         sizes = [path.stat().st_size for path in files]
-        return _digest([sources.names, mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])])
-    return _digest([sources.names, mixing, *map(_rows, sources.rows)])
+        return _digest(
+            [sources.names, sources.mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])]
+        )
+    return _digest([sources.names, sources.mixing, *map(_rows, sources.rows)])
 
 
 def content_of_images(dataset: Any) -> str:

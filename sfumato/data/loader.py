@@ -60,57 +60,28 @@ class EpochOrder:
 class IndexLoader:
     """Which rows each step trains on, the same whatever the number of processes and the micro-batch size."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        seed: int,
-        max_steps: int | None,
-        num_epochs: int,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
-        """Plans the run.
+    def __init__(self, num_rows: int, train: EpochTrainConfig, mesh: Mesh) -> None:
+        """Plans the run: ``max_steps`` steps, or those that the epochs fill, without a last incomplete one.
 
         Args:
             num_rows: rows of the dataset.
-            global_batch_size: samples of one step over all ranks.
-            micro_batch_size: samples of one pass of one rank.
-            seed: seed of the order.
-            max_steps: steps of the run; None takes ``num_epochs`` passes, the last incomplete step left out.
-            num_epochs: passes over the data when max_steps is None.
-            rank, num_ranks: this process's place.
+            train: the task's section.
+            mesh: the ranks.
 
         Raises:
             DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
                 ``MOST_TIMES`` times.
         """
-        self.num_rows, self.seed = num_rows, seed
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.rank, self.num_ranks = rank, num_ranks
-        self.total_steps = max_steps if max_steps is not None else num_rows * num_epochs // global_batch_size
+        self.global_batch_size = train.global_batch_size or train.micro_batch_size * mesh.data_size
+        self.total_steps = train.max_steps or num_rows * train.num_train_epochs // self.global_batch_size
         if self.total_steps == 0:
             raise DataError(
-                f"{num_epochs} epochs of {num_rows} rows do not fill one step of train.global_batch_size "
-                f"{global_batch_size}: lower it, or set train.max_steps"
+                f"{train.num_train_epochs} epochs of {num_rows} rows do not fill one step of train.global_batch_size "
+                f"{self.global_batch_size}: lower it, or set train.max_steps"
             )
-        refuse_repetition("train.global_batch_size", global_batch_size, num_rows)
-        self._rows = EpochOrder(num_rows, seed, "order")
-
-    @classmethod
-    def from_config(cls, num_rows: int, train: EpochTrainConfig, mesh: Mesh) -> IndexLoader:
-        """The loader that a task's ``train`` section asks for, for this rank of the mesh."""
-        return cls(
-            num_rows=num_rows,
-            global_batch_size=train.global_batch_size or train.micro_batch_size * mesh.data_size,
-            micro_batch_size=train.micro_batch_size,
-            seed=train.seed,
-            max_steps=train.max_steps,
-            num_epochs=train.num_train_epochs,
-            rank=mesh.data_rank,
-            num_ranks=mesh.data_size,
-        )
+        refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
+        self._micro_batch_size, self._rank, self._num_ranks = train.micro_batch_size, mesh.data_rank, mesh.data_size
+        self._rows = EpochOrder(num_rows, train.seed, "order")
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
         """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""
@@ -119,11 +90,11 @@ class IndexLoader:
 
     def micro_batches(self, step: int) -> list[IndexBatch]:
         """This rank's micro-batches of a step: contiguous parts of the step's samples."""
-        per_rank = self.global_batch_size // self.num_ranks
-        first = step * self.global_batch_size + self.rank * per_rank
+        per_rank = self.global_batch_size // self._num_ranks
+        first = step * self.global_batch_size + self._rank * per_rank
         batches = []
-        for start in range(first, first + per_rank, self.micro_batch_size):
-            ids = list(range(start, min(start + self.micro_batch_size, first + per_rank)))
+        for start in range(first, first + per_rank, self._micro_batch_size):
+            ids = list(range(start, min(start + self._micro_batch_size, first + per_rank)))
             batches.append(IndexBatch([self._rows[position] for position in ids], ids))
         return batches
 

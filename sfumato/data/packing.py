@@ -179,13 +179,8 @@ def make_batch(
     lengths = [len(document.input_ids) for document in documents]
     rows = [list(range(len(documents)))] if packed else [[number] for number in range(len(documents))] or [[]]
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
-    tensors = {
-        "input_ids": np.full((len(rows), width), pad_token_id, np.int64),
-        "position_ids": np.zeros((len(rows), width), np.int64),
-        "labels": np.full((len(rows), width), IGNORED, np.int64),
-        "documents": np.zeros((len(rows), width), np.int64),
-        "sources": np.zeros((len(rows), width), np.int64),
-    }
+    fills = {"input_ids": pad_token_id, "position_ids": 0, "labels": IGNORED, "documents": 0, "sources": 0}
+    tensors = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
     for index, row in enumerate(rows):
         end = 0
         for number in row:

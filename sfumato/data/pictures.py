@@ -108,11 +108,8 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
         source = sorted(path for path in source.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
     if isinstance(source, list):
         return [read_image(source[index], where) for index in _spread(len(source), count, where)]
-    if isinstance(source, Path) and source.suffix.lower() not in VIDEO_ENDINGS:
-        return _read_animation(source, count, where)
-    if isinstance(source, bytes) and _is_picture(source):
-        return _read_animation(source, count, where)
-    return _read_video(source, count, where)
+    is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
+    return (_read_animation if is_picture else _read_video)(source, count, where)
 
 
 def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:

@@ -23,11 +23,6 @@ class RowFile:
     option: str
     """The configuration field that holds the path, for messages."""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.path.stat().st_size
-
     def open(self) -> RowTable:
         """Its rows. Raises DataError when it is broken or empty."""
         return open_file(self.path, self.text_column, self.option)

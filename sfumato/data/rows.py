@@ -77,7 +77,14 @@ class FileRows:
 
     def column(self, key: str) -> list[Any]:
         """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
-        return [_value_or_error(self, index, key) for index in range(len(self))]
+        values = []
+        for index in range(len(self)):
+            try:
+                row = self[index]
+                values.append(row[key] if key in row else no_column(key, row, self.describe(index)))
+            except DataError as error:
+                values.append(error)
+        return values
 
 
 class JsonlRows(FileRows):
@@ -149,7 +156,7 @@ class ParquetRows(FileRows):
     def column(self, key: str) -> list[Any]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
         if key not in self._table.column_names:
-            raise DataError(f"{self.path}: no column {key!r}; its columns are {', '.join(self._table.column_names)}")
+            raise no_column(key, self._table.column_names, str(self.path))
         return self._table.data.column(key).to_pylist()
 
 
@@ -328,7 +335,12 @@ def find_files(path: str | Path, option: str) -> list[Path]:
     files = [file for part in parts for file in _find_files(part, option)]
     refuse_twice(files, option)
     for file in files:
-        _check_file(file, option)
+        ending = file.suffix.lower()
+        if ending not in ENDINGS:
+            raise DataError(f"{option}: {file} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+        if problem := file_problem(file, None if ending in OPENED else MAX_LOADED):
+            hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
+            raise DataError(f"{option}: {file} {problem}{hint}")
     return files
 
 
@@ -369,10 +381,15 @@ def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
+def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
+    """The error for a column that is missing, with those that there are."""
+    return DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, columns))}")
+
+
 def text_field(row: dict[str, Any], key: str, where: str) -> str:
     """A non-empty string column of a row. Raises DataError that names the row and the columns there are."""
     if key not in row:
-        raise DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, row))}")
+        raise no_column(key, row, where)
     value = row[key]
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: column {key!r} must be a non-empty text, not {value!r}")
@@ -394,25 +411,15 @@ def _find_files(part: str, option: str) -> list[Path]:
         raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
     if not path.is_dir():
         return [path]
-    inside = sorted(file for file in path.rglob("*") if not file.is_dir() and not _is_hidden(file.relative_to(path)))
+    visible = (
+        file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    inside = sorted(file for file in visible if not file.is_dir())
     files = [path for path in inside if path.suffix.lower() in ENDINGS and path.name not in NOT_DATA]
     if not files:
         endings = ", ".join(sorted({path.suffix or path.name for path in inside})) or "nothing"
         raise DataError(f"{option}: the folder {path} has no {' or '.join(ENDINGS)} file; it holds {endings}")
     return files
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _check_file(path: Path, option: str) -> None:
-    ending = path.suffix.lower()
-    if ending not in ENDINGS:
-        raise DataError(f"{option}: {path} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    if problem := file_problem(path, None if ending in OPENED else MAX_LOADED):
-        hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
-        raise DataError(f"{option}: {path} {problem}{hint}")
 
 
 def _locate(ends: list[int], index: int) -> tuple[int, int]:
@@ -430,17 +437,6 @@ def arrow_row(table: Any, where: str) -> dict[str, Any]:
         return table.to_pylist()[0]
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}") from error
-
-
-def _value_or_error(rows: RowTable, index: int, key: str) -> Any:
-    try:
-        row = rows[index]
-    except DataError as error:
-        return error
-    columns = ", ".join(map(str, row))
-    return (
-        row[key] if key in row else DataError(f"{rows.describe(index)}: no column {key!r}; its columns are {columns}")
-    )
 
 
 def _json_object(row: Any, where: str) -> dict[str, Any]:

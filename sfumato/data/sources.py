@@ -37,6 +37,11 @@ class Sources:
     """The files of each source, of data that is streamed from files: none has been opened."""
 
     @property
+    def mixing(self) -> list[object] | None:
+        """Weights, level and stopping, as JSON can hold them; None without weights."""
+        return None if self.weights is None else [self.weights, self.level, self.stopping]
+
+    @property
     def tables(self) -> Sequence[Sequence[Table]]:
         """What each source is read from."""
         return [[rows] for rows in self.rows] if self.files is None else self.files
@@ -87,25 +92,18 @@ def open_sources(config: TextDataConfig) -> Sources:
         DataError: when a file is missing, empty or broken.
     """
     if config.synthetic is not None:
-        return _one("synthetic", SyntheticRows(config.synthetic, seed=0, held_out=False))
-    is_streamed = config.datasets_type == "iterable"
-    return _open(str(config.train_path), config, "data.train_path", is_streamed)
+        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=False)], None)
+    return _open(str(config.train_path), config, "data.train_path", config.datasets_type == "iterable")
 
 
 def open_validation(config: TextDataConfig) -> Sources | None:
     """Validation data: the files of ``eval_path``, or problems that training never shows; None when there is none.
 
-    Raises:
-        ConfigError: when a YAML file with sources is wrong.
-        DataError: when a file is missing, empty or broken.
+    Raises as ``open_sources``.
     """
     if config.synthetic is not None:
-        return _one("synthetic", SyntheticRows(config.synthetic, seed=0, held_out=True))
+        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=True)], None)
     return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False)
-
-
-def _one(name: str, rows: RowTable) -> Sources:
-    return Sources([name], [rows], None)
 
 
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool) -> Sources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -37,6 +38,11 @@ def check_file(path: Path, num_bytes: int, kind: str) -> None:
     """Raises DataError when a file is missing or of another size, naming it as part of a damaged ``kind``."""
     if not path.is_file() or path.stat().st_size != num_bytes:
         raise DataError(f"damaged {kind}: {path} is missing or has not {num_bytes} bytes; delete its folder")
+
+
+def digest_of(value: Any) -> str:
+    """A digest of what JSON can hold."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=10).hexdigest()
 
 
 def close_on_disk(file: BinaryIO) -> None:

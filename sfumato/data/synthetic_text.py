@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,6 @@ MAX_DRAWS = 100_000
 
 QUESTIONS = {"reverse": "Reverse the letters of {}.", "sort": "Sort the letters of {}.", "add": "Add {} and {}."}
 STATEMENTS = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}
-_OPERAND = {"reverse": "([a-z]+)", "sort": "([a-z]+)", "add": "([0-9]+)"}
-_PATTERNS = {
-    kind: re.compile(re.escape(question).replace(r"\{\}", _OPERAND[kind])) for kind, question in QUESTIONS.items()
-}
 
 
 @dataclass(frozen=True)
@@ -108,17 +103,6 @@ class SyntheticRows:
             f"{self.config.min_length} to {self.config.max_length} letters or digits with held_out "
             f"{self.config.held_out}: raise max_length, or bring held_out closer to 0.5"
         )
-
-
-def is_correct(prompt: str, answer: str) -> bool:
-    """Whether an answer, apart from white space around it, is the correct one.
-
-    Raises DataError when the prompt is none of these problems.
-    """
-    for kind, pattern in _PATTERNS.items():
-        if match := pattern.fullmatch(prompt.strip()):
-            return answer.strip() == Problem(kind, match.groups()).answer
-    raise DataError(f"not a synthetic problem: {prompt!r}")
 
 
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:

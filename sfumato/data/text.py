@@ -15,6 +15,7 @@ import numpy as np
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import Encoded, check_fast
+from sfumato.data.tokenise import stay_in_one_thread
 from sfumato.errors import DataError, OverlongError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -48,7 +49,12 @@ class TextSample:
 
 
 class TextTransform(Protocol):
-    """Turns rows into samples. It can be pickled, since it runs in worker processes."""
+    """Turns rows into samples. It can be pickled, since it runs in worker processes.
+
+    Two methods more, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)`` is a
+    generator that yields lists of texts, is sent the tokens of each, and returns what a call returns; ``encode(texts)``
+    makes these tokens (see ``sfumato.data.row_samples``).
+    """
 
     documents_per_sample: int
     fingerprint: str
@@ -91,6 +97,7 @@ class TextFormat(ABC):
 def build_transform(config: TextDataConfig, tokenizer: Any) -> TextTransform:
     """What turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``."""
     check_fast(tokenizer)
+    stay_in_one_thread()
     return config.data_type.transform(config, tokenizer)
 
 

@@ -22,6 +22,7 @@ from sfumato.data.text import (
     read_messages,
     read_tools,
 )
+from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
 from sfumato.errors import ConfigError, DataError
 
 
@@ -84,11 +85,19 @@ class PlainTextTransform:
 
     def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """The pieces of a row's text, which follow each other and leave nothing out."""
+        return ask_alone(self.asks(row, where), self.encode)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of texts, without their places."""
+        return Encoder(self.tokenizer, with_offsets=False)(texts)
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """As a call."""
         text = text_field(row, find_key(row, self.keys, where), where)
-        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if not tokens:
+        (tokens,) = yield [text]
+        if len(tokens.input_ids) == 0:
             raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
-        input_ids = np.array([*tokens, self.tokenizer.eos_token_id], dtype=np.int32)
+        input_ids = np.append(tokens.input_ids, np.int32(self.tokenizer.eos_token_id))
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn
@@ -108,29 +117,35 @@ class ConversationTransform:
 
     def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """One sample, or one for each answer when the template renders the history of each in another way."""
+        return ask_alone(self.asks(row, where), self.encode)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of texts, with their places."""
+        return self.template.encoder(texts)
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """As a call."""
         messages = read_messages(row[find_key(row, self.keys, where)], where)
-        encoded = self.template.encode(messages, where, read_tools(row, where))
+        encoded = yield from self.template.asks(messages, where, read_tools(row, where))
         return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
 
 @dataclass(frozen=True)
-class PreferenceTransform:
-    """A better and a worse answer to the same prompt; the loss masks hold the assistant's tokens."""
+class PreferenceTransform(ConversationTransform):
+    """A better and a worse answer to the same prompt; the loss masks hold the assistant's tokens.
+
+    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
+    whole.
+    """
 
     documents_per_sample: ClassVar[int] = 2
-    template: ChatTemplate
-    keys: list[str]
-    """Columns of the prompt, the better and the worse answer; without the first when conversations are whole."""
-    max_seq_len: int
-    overlong: str
-    fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
         pair, tools = self._conversations(row, where), read_tools(row, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
-            encoded = self.template.encode(messages, f"{where}, {name}", tools)
+            encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
             if len(encoded) > 1:
                 raise DataError(
                     f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "

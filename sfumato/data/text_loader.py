@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +18,11 @@ from sfumato.data.loader import refuse_repetition
 from sfumato.data.mixing import Order
 from sfumato.data.packing import Bins, TextBatch, make_batch, micro_batch_rule, pack, placeholder_tokens
 from sfumato.data.row_blocks import RowFile
+from sfumato.data.row_samples import samples_of
 from sfumato.data.sources import Sources, open_sources, open_validation
+from sfumato.data.stored import digest_of
 from sfumato.data.text import TextSample, TextTransform, build_transform
-from sfumato.data.text_steps import RunLength, State, Step, StepRule, Steps, StoreSteps, StreamSteps, TextStream
+from sfumato.data.text_steps import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class TextLoader:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StoreSteps | StreamSteps,
         source_names: list[str],
         data: TextDataConfig,
         train: TextTrainConfig,
@@ -65,6 +65,12 @@ class TextLoader:
         """Whether an epoch ended within the step that was yielded last."""
         self._steps, self._data, self._train = steps, data, train
         self._pad, self._mesh, self._cost = pad_token_id, mesh, cache(cost)
+        self.fingerprint = steps.fingerprint
+        """Identifies the samples and their order."""
+        self.num_samples = steps.num_samples
+        """Samples of the data; None for streams."""
+        self.tokens_per_epoch = steps.tokens_per_epoch
+        """Tokens of the first epoch; None for streams."""
         self._state = steps.begin()
         self._total_steps: int | None = None
 
@@ -74,21 +80,6 @@ class TextLoader:
         if self._total_steps is None:
             self._total_steps = self._state["step"] + self._steps.num_steps(self._state)
         return self._total_steps
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the samples and their order."""
-        return self._steps.fingerprint
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples of the data; None for streams."""
-        return self._steps.num_samples
-
-    @property
-    def tokens_per_epoch(self) -> int | None:
-        """Tokens of the first epoch; None for streams."""
-        return self._steps.tokens_per_epoch
 
     def state(self) -> State:
         """Where the run is after the step that was yielded last, as JSON, whatever the ranks and batch sizes.
@@ -220,63 +211,34 @@ def build_text_loader(
     num_tokens = data.max_seq_len * transform.documents_per_sample
     rule = StepRule(global_batch * (num_tokens if train.dyn_bsz else 1), by_tokens=train.dyn_bsz)
     length = RunLength(train.max_steps, data.train_size, train.num_train_epochs)
+    order_key = [train.seed if data.shuffle else None, sources.mixing]  # what the order depends on besides the samples
     if data.datasets_type == "mapping":
+        folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
         with mesh.first_rank_first():
-            steps: Steps = _store_steps(data, train, transform, sources, rule, length, say, watch)
-    else:
-        steps = _stream_steps(data, train, transform, sources, rule, length, say)
-    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost)
-
-
-def _store_steps(
-    data: TextDataConfig,
-    train: TextTrainConfig,
-    transform: TextTransform,
-    sources: Sources,
-    rule: StepRule,
-    length: RunLength,
-    say: Callable[[str], None],
-    watch: Watch | None,
-) -> StoreSteps:
-    folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
-    store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, watch)
-    taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
-    refuse_repetition("train.global_batch_size", taken, len(store))
-    mixing = (sources.weights, sources.level, sources.stopping)
-    order = Order(store.lengths, store.source_of, store.names, *mixing, train.seed, data.shuffle)
-    return StoreSteps(store, order, _digest([store.fingerprint, *_order_key(data, train, sources)]), rule, length)
-
-
-def _stream_steps(
-    data: TextDataConfig,
-    train: TextTrainConfig,
-    transform: TextTransform,
-    sources: Sources,
-    rule: StepRule,
-    length: RunLength,
-    say: Callable[[str], None],
-) -> StreamSteps:
-    if train.max_steps is None and not train.dyn_bsz:
-        raise ConfigError(
-            "data.train_size counts tokens, but how many the samples of data.datasets_type iterable have is not known "
-            "before: set train.max_steps, or train.dyn_bsz true"
+            store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, watch)
+        taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
+        refuse_repetition("train.global_batch_size", taken, len(store))
+        mixing = (sources.weights, sources.level, sources.stopping)
+        order = Order(store.lengths, store.source_of, store.names, *mixing, train.seed, data.shuffle)
+        steps: StoreSteps | StreamSteps = StoreSteps(
+            store, order, digest_of([store.fingerprint, *order_key]), rule, length
         )
-    bad_rows = BadRows(data.max_bad_rows, say)
-    stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
-    sizes = [[item.size if isinstance(item, RowFile) else len(item) for item in tables] for tables in sources.tables]
-    content = [transform.fingerprint, sources.names, sizes]
-    order = [data.shuffle_buffer if data.shuffle else None, *_order_key(data, train, sources)]
-    return StreamSteps(stream, _digest(["stream", content, order]), rule, length)
-
-
-def _order_key(data: TextDataConfig, train: TextTrainConfig, sources: Sources) -> list[object]:
-    """What the order of samples depends on, besides the samples."""
-    mixing = [sources.weights, sources.level, sources.stopping] if sources.weights is not None else None
-    return [train.seed if data.shuffle else None, mixing]
-
-
-def _digest(parts: list[object]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
+    else:
+        if train.max_steps is None and not train.dyn_bsz:
+            raise ConfigError(
+                "data.train_size counts tokens, but how many the samples of data.datasets_type iterable have is not "
+                "known before: set train.max_steps, or train.dyn_bsz true"
+            )
+        bad_rows = BadRows(data.max_bad_rows, say)
+        stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
+        sizes = [
+            [item.path.stat().st_size if isinstance(item, RowFile) else len(item) for item in tables]
+            for tables in sources.tables
+        ]
+        content = [transform.fingerprint, sources.names, sizes]
+        order_key = [data.shuffle_buffer if data.shuffle else None, *order_key]
+        steps = StreamSteps(stream, digest_of(["stream", content, order_key]), rule, length)
+    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost)
 
 
 @dataclass(frozen=True)
@@ -360,11 +322,10 @@ def build_validation(
     samples: list[TextSample] = []
     origins: list[int] = []
     for number, rows in enumerate(sources.rows):
-        for index in range(min(len(rows), -(-evaluation.num_rows // len(sources.rows)))):
-            try:
-                found = transform(rows[index], rows.describe(index))
-            except DataError as error:
-                say(f"validation row left out: {error}")
+        indices = range(min(len(rows), -(-evaluation.num_rows // len(sources.rows))))
+        for _, found in samples_of(transform, rows, indices):
+            if isinstance(found, DataError):
+                say(f"validation row left out: {found}")
                 continue
             samples += found
             origins += [number] * len(found)
@@ -407,11 +368,9 @@ def _prompt(sample: TextSample) -> AnsweredPrompt:
     """Splits the first document where the last run of its loss mask begins; plain text in its middle."""
     document = sample.documents[0]
     ids, loss_mask = document.input_ids.tolist(), document.loss_mask.tolist()
-    start = len(ids) // 2
+    start, stop = len(ids) // 2, len(ids)
     if not all(loss_mask[1:]):
-        last = max(index for index, is_in_loss in enumerate(loss_mask) if is_in_loss)
-        start = last
+        start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)
         while loss_mask[start - 1]:
             start -= 1
-        return AnsweredPrompt(ids[:start], ids[start : last + 1])
-    return AnsweredPrompt(ids[:start], ids[start:])
+    return AnsweredPrompt(ids[:start], ids[start:stop])

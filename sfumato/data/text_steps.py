@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from sfumato.algorithms.noise import keyed_permutation
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.mixing import Mixer, Order
 from sfumato.data.row_blocks import FilePlace, RowBlocks
+from sfumato.data.row_samples import samples_of
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextSample, TextTransform
 from sfumato.data.token_store import TokenStore
@@ -67,34 +68,7 @@ class Step:
     """Where the run is when the step is done."""
 
 
-class Steps(Protocol):
-    """The steps of a run, whatever the data lies in."""
-
-    fingerprint: str
-    """Identifies the samples and their order."""
-    num_samples: int | None
-    """Samples of the data; None when they are not counted."""
-    tokens_per_epoch: int | None
-    """Tokens of the first epoch."""
-
-    def num_steps(self, state: State) -> int:
-        """Steps that are left of the run."""
-        ...
-
-    def begin(self) -> State:
-        """Where a run starts."""
-        ...
-
-    def epochs(self, state: State) -> int:
-        """Epochs that are through at a state."""
-        ...
-
-    def steps(self, state: State) -> Iterator[Step]:
-        """The steps that are left of the run."""
-        ...
-
-
-class StoreSteps(Steps):
+class StoreSteps:
     """Steps over the samples of a store."""
 
     def __init__(self, store: TokenStore, order: Order, fingerprint: str, rule: StepRule, length: RunLength) -> None:
@@ -104,17 +78,21 @@ class StoreSteps(Steps):
         self.tokens_per_epoch = int(store.lengths[order.epoch(0)].sum())
 
     def begin(self) -> State:
+        """Where a run starts."""
         return {"step": 0, "samples": 0, "tokens": 0}
 
     def num_steps(self, state: State) -> int:
+        """Steps that are left of the run."""
         if self.length.steps is not None:
             return max(self.length.steps - state["step"], 0)
         return sum(1 for _ in self._cuts(state))
 
     def epochs(self, state: State) -> int:
+        """Epochs that are through at a state."""
         return self.order.locate(state["samples"])[0]
 
     def steps(self, state: State) -> Iterator[Step]:
+        """The steps that are left of the run."""
         for indices, epoch_ended, after in self._cuts(state):
             yield Step(
                 document_lengths=self.store.document_lengths[indices],
@@ -191,8 +169,8 @@ class _Ahead:
         return 0
 
 
-class LanePlace(NamedTuple):
-    """Where a lane goes on, as JSON can hold it."""
+class ReaderPlace(NamedTuple):
+    """Where a reader goes on, as JSON can hold it."""
 
     epoch: int = 0
     row: int = 0
@@ -209,15 +187,15 @@ class StreamSample:
 
     sample: TextSample
     source: int
-    lane: int
-    after: LanePlace
+    reader: int
+    after: ReaderPlace
 
 
 class TextStream:
     """The endless order of samples of some sources.
 
     Rows are taken in blocks that follow each other in the files; within a block their order is a function of (seed,
-    epoch, block). Sources with weights are lanes that are mixed; without weights all rows are one lane.
+    epoch, block). Sources with weights have a reader each, which are mixed; without weights one reader has all rows.
     """
 
     def __init__(
@@ -242,17 +220,17 @@ class TextStream:
         self.sources, self.transform, self.bad_rows = sources, transform, bad_rows
         self.seed, self.shuffle, self.block_rows = seed, shuffle, block_rows
         tables = [[(number, table) for table in tables] for number, tables in enumerate(sources.tables)]
-        self.lanes = [*map(RowBlocks, tables)] if sources.weights is not None else [RowBlocks([*chain(*tables)])]
+        self.readers = [*map(RowBlocks, tables)] if sources.weights is not None else [RowBlocks([*chain(*tables)])]
 
     def begin(self) -> State:
-        """Where the stream starts: what each lane has given for its share, and its place in its rows."""
-        return {"taken": [0] * len(self.lanes), "places": [LanePlace()] * len(self.lanes)}
+        """Where the stream starts: what each reader has given for its share, and its place in its rows."""
+        return {"taken": [0] * len(self.readers), "places": [ReaderPlace()] * len(self.readers)}
 
     def move(self, state: State, found: StreamSample) -> State:
         """The place after a sample, from the place before it."""
         state = {name: [*state[name]] for name in self.begin()}
-        state["taken"][found.lane] += self._amount(found.sample)
-        state["places"][found.lane] = found.after
+        state["taken"][found.reader] += self._amount(found.sample)
+        state["places"][found.reader] = found.after
         return state
 
     def epochs(self, state: State) -> int:
@@ -264,39 +242,40 @@ class TextStream:
         """Samples from a place on, without an end. Rows before the block that it lies in are not read.
 
         Raises:
-            DataError: for a row that cannot be used, beyond the limit, when no row of a lane can, and when a file is
+            DataError: for a row that cannot be used, beyond the limit, when no row of a reader can, and when a file is
                 broken.
         """
-        places = (LanePlace(*counts, FilePlace(*block)) for *counts, block in state["places"])
-        lanes = [self._samples(lane, place) for lane, place in enumerate(places)]
+        places = (ReaderPlace(*counts, FilePlace(*block)) for *counts, block in state["places"])
+        samples = [self._samples(reader, place) for reader, place in enumerate(places)]
         mixer = Mixer(self.sources.weights or [1.0], state["taken"], state["samples"])
         while True:
-            lane = mixer.choose()
-            found = next(lanes[lane])
-            mixer.add(lane, self._amount(found.sample))
+            reader = mixer.choose()
+            found = next(samples[reader])
+            mixer.add(reader, self._amount(found.sample))
             yield found
 
     def _amount(self, sample: TextSample) -> int:
         return sample.num_tokens if self.sources.level == "token" else 1
 
-    def _samples(self, lane: int, place: LanePlace) -> Iterator[StreamSample]:
-        """The samples of a lane from a place on."""
+    def _samples(self, reader: int, place: ReaderPlace) -> Iterator[StreamSample]:
+        """The samples of a reader from a place on."""
         is_any_useful = place.row > 0  # what was before is not looked at
         while True:
-            block = self.lanes[lane].read(place.block, self.block_rows)
+            block = self.readers[reader].read(place.block, self.block_rows)
             done = place.row % self.block_rows
-            for index in self._order(lane, place, len(block.rows))[done:]:
+            order = self._order(reader, place, len(block.rows))[done:]
+            for index, samples in samples_of(self.transform, block.rows, order):
                 where, row = block.rows.describe(index), place.row
                 done += 1
                 after = place._replace(row=row + 1, sample=0)
                 if done == len(block.rows):
-                    after = LanePlace(place.epoch + 1) if block.is_last else after._replace(block=block.after)
-                try:
-                    samples = self.transform(block.rows[index], where)
-                except DataError as error:
-                    self.bad_rows.add(where, error)
+                    after = ReaderPlace(place.epoch + 1) if block.is_last else after._replace(block=block.after)
+                if isinstance(samples, DataError):
+                    self.bad_rows.add(where, samples)
                     if after.epoch > place.epoch and not is_any_useful:
-                        raise DataError(f"not one of {row + 1} rows can be used; the last reason: {error}") from error
+                        raise DataError(
+                            f"not one of {row + 1} rows can be used; the last reason: {samples}"
+                        ) from samples
                     is_any_useful &= after.epoch == place.epoch
                     place = after
                     continue
@@ -304,19 +283,19 @@ class TextStream:
                 for number in range(place.sample, len(samples)):
                     inside = place._replace(sample=number + 1)
                     goes_on = inside if number + 1 < len(samples) else after
-                    yield StreamSample(samples[number], block.source(index), lane, goes_on)
+                    yield StreamSample(samples[number], block.source(index), reader, goes_on)
                 place = after
 
-    def _order(self, lane: int, place: LanePlace, length: int) -> Sequence[int]:
+    def _order(self, reader: int, place: ReaderPlace, length: int) -> Sequence[int]:
         """The rows of the block that a place lies in, in the order in which they come."""
         if not self.shuffle:
             return range(length)
         block = place.row // self.block_rows
-        return keyed_permutation(length, self.seed, "text stream", lane, place.epoch, block).tolist()
+        return keyed_permutation(length, self.seed, "text stream", reader, place.epoch, block).tolist()
 
 
-class StreamSteps(Steps):
-    """Steps over a stream."""
+class StreamSteps:
+    """Steps over a stream, as ``StoreSteps``; samples and tokens of an epoch are not counted."""
 
     def __init__(self, stream: TextStream, fingerprint: str, rule: StepRule, length: RunLength) -> None:
         self.stream, self.fingerprint, self.rule, self.length = stream, fingerprint, rule, length

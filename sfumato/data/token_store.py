@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.row_samples import samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
-from sfumato.data.stored import MANIFEST, check_file, close_on_disk, make_cache_folder, read_manifest
+from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
 from sfumato.errors import DataError
 
@@ -48,7 +49,7 @@ class TokenStore:
         manifest = read_manifest(folder, "token store")
         columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in COLUMNS.items()}
         self.folder = folder
-        self.names: list[str] = list(names)
+        self.names = list(names)
         """Names of the sources."""
         self.documents_per_sample: int = manifest["documents_per_sample"]
         """1, or 2 for pairs."""
@@ -64,11 +65,6 @@ class TokenStore:
         """Tokens of each sample: int64 ``[N]``."""
         self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
         self._ends = np.cumsum(columns["document_lengths"])
-
-    @property
-    def num_bad(self) -> int:
-        """Rows that were left out."""
-        return len(self.bad_rows)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -118,7 +114,8 @@ def build_token_store(
     """
     place = folder / _key(sources, transform)
     make_cache_folder(folder)
-    with _locked(place.with_suffix(".lock")):
+    with place.with_suffix(".lock").open("w") as lock:  # the system opens the lock when a process is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (place / MANIFEST).is_file():
             building = place.with_suffix(".tmp")
             shutil.rmtree(building, ignore_errors=True)  # what a process left that was killed
@@ -132,13 +129,14 @@ def build_token_store(
             building.rename(place)
             return TokenStore(place, sources.names)
     store = TokenStore(place, sources.names)
-    if store.num_bad > max_bad_rows:
+    bad = store.bad_rows
+    if len(bad) > max_bad_rows:
         raise DataError(
-            f"{store.bad_rows[max_bad_rows]} ({store.num_bad} rows were left out when {place} was made, but "
-            f"data.max_bad_rows is {max_bad_rows})"
+            f"{bad[max_bad_rows]} ({len(bad)} rows were left out when {place} was made, but data.max_bad_rows is "
+            f"{max_bad_rows})"
         )
-    if store.num_bad:
-        say(f"{store.num_bad} rows are left out, the last one because: {store.bad_rows[-1]}")
+    if bad:
+        say(f"{len(bad)} rows are left out, the last one because: {bad[-1]}")
     return store
 
 
@@ -151,10 +149,6 @@ class _TokenisedRows:
     """Samples of these rows, each of as many documents."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
-
-
-_Chunk = tuple[int, range]
-"""A source and rows of it."""
 
 
 def _build(
@@ -190,9 +184,8 @@ def _build(
         name = sources.names[num_samples.index(0)]
         raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
     digests = {name: column.close() for name, column in columns.items()}
-    identity = json.dumps([list(sources.names), transform.documents_per_sample, digests])
     manifest = {
-        "fingerprint": hashlib.blake2b(identity.encode(), digest_size=10).hexdigest(),
+        "fingerprint": digest_of([list(sources.names), transform.documents_per_sample, digests]),
         "documents_per_sample": transform.documents_per_sample,
         "bad_rows": broken,
         **{name: column.size for name, column in columns.items()},
@@ -227,22 +220,20 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
 
 def _tokenise(rows: RowTable, transform: TextTransform, indices: range) -> _TokenisedRows:
     part = _TokenisedRows()
-    for index in indices:
-        try:
-            samples = transform(rows[index], rows.describe(index))
-        except DataError as error:
-            part.bad.append((index, error))
+    for index, found in samples_of(transform, rows, indices):
+        if isinstance(found, DataError):
+            part.bad.append((index, found))
             continue
-        for sample in samples:
+        for sample in found:
             part.documents += sample.documents
             part.num_samples += 1
     return part
 
 
 def _tokenise_all(
-    rows: list[RowTable], transform: TextTransform, chunks: list[_Chunk], num_workers: int
+    rows: list[RowTable], transform: TextTransform, chunks: list[tuple[int, range]], num_workers: int
 ) -> Iterator[_TokenisedRows]:
-    """The parts of all chunks in order."""
+    """The parts of all chunks, each a source and rows of it, in order."""
     num_workers = min(num_workers, len(chunks))
     if num_workers == 1:
         yield from (_tokenise(rows[source], transform, indices) for source, indices in chunks)
@@ -252,7 +243,7 @@ def _tokenise_all(
     waiting: deque[Future[_TokenisedRows]] = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_tokenise_in_worker, chunk))
+            waiting.append(pool.submit(_tokenise_in_worker, *chunk))
             if len(waiting) > 2 * num_workers:  # what has been tokenised and not yet written stays small
                 yield waiting.popleft().result()
         while waiting:
@@ -278,25 +269,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise_in_worker(chunk: _Chunk) -> _TokenisedRows:
-    assert _in_worker is not None
+def _tokenise_in_worker(source: int, indices: range) -> _TokenisedRows:
     rows, transform = _in_worker
-    source, indices = chunk
     return _tokenise(rows[source], transform, indices)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time is inside; the system opens the lock when a process is killed."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _key(sources: Sources, transform: TextTransform) -> str:
-    digest = hashlib.blake2b(digest_size=10)
     parts = [transform.fingerprint, str(transform.documents_per_sample)]
     for name, rows in zip(sources.names, sources.rows, strict=True):
         parts += [name, str(len(rows)), rows.fingerprint()]
-    digest.update(json.dumps(parts).encode())
-    return digest.hexdigest()
+    return digest_of(parts)

@@ -160,8 +160,10 @@ def _attention_by_window(model: nn.Module) -> dict[int | None, int]:
     for module in model.modules():
         if not (hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "scaling")):
             continue
-        query = getattr(module, "qk_head_dim", None) or module.head_dim
+        config = module.config
+        own = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        query = getattr(module, "qk_head_dim", None) or own
         value = getattr(module, "v_head_dim", None) or query
         window = getattr(module, "sliding_window", None)
-        found[window] = found.get(window, 0) + 2 * module.config.num_attention_heads * (query + value)
+        found[window] = found.get(window, 0) + 2 * config.num_attention_heads * (query + value)
     return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,10 @@ from torch import Tensor, nn
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
 from sfumato.errors import ConfigError
+from sfumato.models.document_rows import apart, forget_lengths
 from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
+from sfumato.models.output_layer import OutputLayer
+from sfumato.models.plain import give_weights, set_attention
 from sfumato.models.scores import TokenScores
 from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.balance import ExpertBalancer
@@ -25,12 +31,25 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import language_plan
+from sfumato.parallel.shards import whole_shapes
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 WORTH_PICKING = 0.9
 """Fraction of tokens in the loss mask up to which logits are computed for these alone; picking them costs a copy."""
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How packed rows reach a module."""
+
+    rows: Literal["packed", "documents"]
+    """As they are, or a row for each document."""
+    same_length: bool = False
+    """Of documents in rows of their own, only those of one length share a call."""
+
+
 TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
 """A function from the scores of a micro-batch, its tensors and itself to its part of the loss, a scalar that is divided
 by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
@@ -61,7 +80,14 @@ class LanguageModel:
         """
         self.module, self.tokenizer, self.autocast_dtype = module, tokenizer, autocast_dtype
         self.balancer: ExpertBalancer | None = None
-        self._source, self._build, self._chunked = source, build, chunked
+        self.rows = RowLayout("packed")
+        """How packed rows reach the module."""
+        self.plain, self.source = module, source
+        self.name = type(module).__name__
+        """transformers' class, which fsdp2 gives another name."""
+        self._output_layer = OutputLayer(module)
+        self._arguments = inspect.signature(module.forward).parameters
+        self._build, self._chunked = build, chunked
         self._pipeline: Pipeline | None = None
         self._dropout: DropoutKeys | None = None
         self._mesh: Mesh | None = None
@@ -70,6 +96,16 @@ class LanguageModel:
     def trained(self) -> nn.Module:
         """What holds the parameters: for the optimiser, ``reduce_and_clip`` and checkpoints."""
         return self.module
+
+    @property
+    def attention(self) -> str:
+        """transformers' name of the attention."""
+        return self.plain.config.get_text_config()._attn_implementation
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether adapters or layers have dropout in training, which is keyed by the sample."""
+        return self._dropout is not None
 
     @property
     def mesh(self) -> Mesh:
@@ -99,9 +135,9 @@ class LanguageModel:
         check_dropout_is_whole(self.module)
         device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
         if any(parameter.is_meta for parameter in self.module.parameters()):
-            if self._source is not None:
+            if self.source is not None:
                 from_rank0 = config.broadcast_model_weights_from_rank0
-                load_weights(self.module, self._source, mesh, from_rank0, device=device)
+                load_weights(self.module, self.source, mesh, from_rank0, device=device)
             else:
                 initialise_on_meta(self.module, self._build, mesh, config.seed, device)
             start_magnitudes(self.module)
@@ -109,6 +145,42 @@ class LanguageModel:
         self.module.train()
         if config.expert_bias_rate > 0:
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
+
+    def take(self, attention: str, rows: RowLayout) -> None:
+        """Makes packed rows reach the module in another way, or be computed by another attention of transformers.
+
+        Raises:
+            ConfigError, ValueError: when the model does not know that attention.
+        """
+        set_attention(self.plain, attention)
+        self.rows = rows
+
+    def whole_bytes(self) -> int:
+        """Bytes of the weights of all ranks in float32."""
+        shapes = self.mesh.gather({name: math.prod(shape) for name, shape in whole_shapes(self.module).items()}, "pp")
+        return 4 * sum({name: size for part in shapes for name, size in part.items()}.values())
+
+    def plain_with(self, weights: dict[str, Tensor]) -> nn.Module:
+        """transformers' own module, adapters included, with whole weights by the names of the module. They are taken as
+        they are, not copied."""
+        module = build_on_meta(self._build)
+        for name, adapter in self._adapters().items():
+            module.add_adapter(adapter, name)
+        trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        give_weights(module, weights)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trains)
+        return module
+
+    @contextmanager
+    def whole_logits(self) -> Iterator[None]:
+        """Inside, logits are computed for all tokens at a time, by the model's own output layer."""
+        chunked, self._chunked = self._chunked, False
+        self._output_layer.put_back()
+        try:
+            yield
+        finally:
+            self._chunked = chunked
 
     def forward_backward(
         self, batches: Sequence[TextBatch], loss: TokenLoss, step: int = 0, fields: Sequence[Tensors] | None = None
@@ -130,7 +202,7 @@ class LanguageModel:
         rows = _with_fields(batches, fields)
         if self._pipeline is not None:
             given = [self._to_device(row | {"batch": torch.tensor(index)}) for index, row in enumerate(rows)]
-            with self._autocast():
+            with self.autocast():
                 return self._pipeline.train_step(
                     given, lambda logits, row: loss(_scores(logits), row, batches[int(row["batch"])])
                 )
@@ -163,7 +235,7 @@ class LanguageModel:
                     yield index, *self._score(row)
                 return
             rows = [self._to_device(row) for row in rows]
-            with self._autocast():
+            with self.autocast():
                 found = self._pipeline.forward(rows)
             for index, logits in enumerate(found or []):
                 yield index, _scores(logits), shard_sequence(rows[index], self.mesh)
@@ -207,9 +279,7 @@ class LanguageModel:
             weights: whole weights by the names of the plain module, adapters included; emptied.
             merge: write merged weights instead of adapters.
         """
-        adapters = next(
-            (submodule.peft_config for submodule in self.module.modules() if hasattr(submodule, "peft_config")), {}
-        )
+        adapters = self._adapters()
         self.tokenizer.save_pretrained(folder)
         plain = build_on_meta(self._build)
         if adapters:
@@ -217,7 +287,7 @@ class LanguageModel:
             for name, adapter in adapters.items():
                 whole.add_adapter(adapter, name)
             if not merge:
-                save_adapter(whole, weights, folder, None if self._source is None else str(self._source))
+                save_adapter(whole, weights, folder, None if self.source is None else str(self.source))
                 return
             weights = merge_adapters(whole, weights)
         known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
@@ -227,12 +297,15 @@ class LanguageModel:
         for name in weights:
             if self.autocast_dtype is not None and weights[name].dtype == torch.float32:
                 weights[name] = weights[name].to(self.autocast_dtype)
-        plain.load_state_dict(weights, strict=False, assign=True)
-        plain.tie_weights()
-        on_meta = [name for name, parameter in plain.named_parameters() if parameter.is_meta]
-        assert not on_meta, f"weights of {on_meta[:3]} were not gathered"
+        give_weights(plain, weights)
         plain.config.dtype = self.autocast_dtype or torch.float32
         plain.save_pretrained(folder)
+
+    def _adapters(self) -> dict[str, Any]:
+        """peft's configurations of the adapters, by name."""
+        return next(
+            (submodule.peft_config for submodule in self.module.modules() if hasattr(submodule, "peft_config")), {}
+        )
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -258,27 +331,36 @@ class LanguageModel:
 
     def _score(self, tensors: Tensors) -> tuple[TokenScores, Tensors]:
         row = shard_sequence(self._to_device(tensors), self.mesh)
+        head, tail = self._output_layer.apart() if self._chunked else (None, None)
+        if self.rows.rows == "documents":
+            with self.autocast():
+                output = apart(self._forward, row, self.mesh, self.rows.same_length)
+            return TokenScores(output, tuple(row["input_ids"].shape), None, head, tail), row
         kept = None
-        if "number" not in tensors and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
+        can_pick = "number" not in tensors and "logits_to_keep" in self._arguments
+        if can_pick and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
             masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
             if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
                 kept = (masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
         more = {} if kept is None else {"logits_to_keep": kept}
-        head = self._head() if self._chunked else None
-        with self._autocast():
-            output = self.module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **more)
-        return TokenScores(output.logits, tuple(row["input_ids"].shape), kept, head), row
+        if "position_ids" in self._arguments:  # recurrent models and those with ALiBi know none
+            more["position_ids"] = row["position_ids"]
+        with self.autocast():
+            output = self._forward(row["input_ids"], **more)
+        return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
 
-    def _head(self) -> nn.Linear:
-        """The output layer, which hands hidden states through: ``TokenScores`` does its work."""
-        head = self.module.get_output_embeddings()
-        head.forward = lambda hidden: hidden
-        return head
+    def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
+        """Logits, or with a chunked loss the last hidden states, of tokens ``[B, T]``."""
+        if self.rows.same_length:
+            forget_lengths(self.plain)
+        output = self.module(input_ids=input_ids, use_cache=False, **more).logits
+        return self._output_layer.hidden(output) if self._chunked else output
 
     def _to_device(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of forward passes."""
         kind, dtype = self.mesh.device.type, self.autocast_dtype
         return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
 
@@ -341,33 +423,6 @@ def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None)
 
 def _scores(logits: Tensor) -> TokenScores:
     return TokenScores(logits, (logits.shape[0], logits.shape[1]))
-
-
-def check_length(config: Any, max_seq_len: int) -> None:
-    """Whether a model has as many positions as the longest sample.
-
-    Args:
-        config: transformers' configuration of the model.
-        max_seq_len: ``data.max_seq_len``.
-
-    Raises:
-        ConfigError: when it has fewer, those that the scaling of its rotary positions adds among them.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        return  # it knows no positions, or any number of them
-    rope = getattr(config, "rope_parameters", None) or {}
-    for scaling in [
-        rope,
-        *(value for value in rope.values() if isinstance(value, dict)),
-    ]:  # one, or one a kind of layer
-        own = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-        positions = max(positions, round(own * float(scaling.get("factor") or 1)))
-    if max_seq_len > positions:
-        raise ConfigError(
-            f"data.max_seq_len {max_seq_len} is above the {positions} positions that the model knows "
-            f"(max_position_embeddings, and the factor of its rope scaling): lower it, or extend the model"
-        )
 
 
 def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:

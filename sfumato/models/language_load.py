@@ -14,12 +14,12 @@ from torch import nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.paths import check_weights
-from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter
-from sfumato.models.packed_attention import register_packed_attention
+from sfumato.models.packed_attention import ATTENTION, register_packed_attention
+from sfumato.models.plain import can_set_attention
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
@@ -49,7 +49,7 @@ def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool =
     described = read_model_config(config)
     train_base = config.lora is None and not frozen
     dtype = torch.float32 if train_base else DTYPES[config.dtype]
-    attention = _attention(config, train)
+    attention = _attention(config, described)
     source = None if config.model_path is None else Path(config.model_path)
 
     def make() -> nn.Module:
@@ -136,9 +136,17 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
 def _make(described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(
-        described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust
-    )
+    try:
+        return AutoModelForCausalLM.from_config(
+            described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust
+        )
+    except (ValueError, KeyError) as error:
+        if attention == "eager":
+            raise ConfigError(f"transformers cannot make this {described.model_type}: {error}") from error
+        name = "packed" if attention == ATTENTION else attention
+        raise ConfigError(
+            f"transformers cannot make this {described.model_type} with model.attention {name}: set it to eager"
+        ) from error
 
 
 def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
@@ -175,10 +183,15 @@ def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trus
     return module
 
 
-def _attention(config: LanguageModelConfig, train: TrainConfig) -> str:
-    """transformers' name of the attention."""
+def _attention(config: LanguageModelConfig, described: Any) -> str:
+    """transformers' name of the attention; a model with an attention of its own has none but that."""
+    from transformers import AutoModelForCausalLM
+
     if config.attention == "packed":
-        return register_packed_attention()
+        known = AutoModelForCausalLM._model_mapping.get(type(described), None)
+        if known is None or can_set_attention(known):
+            return register_packed_attention()
+        return "sdpa" if known._supports_sdpa else "eager"
     if config.attention == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 

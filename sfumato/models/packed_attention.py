@@ -1,14 +1,18 @@
 """Causal attention of packed rows: within each document only, so that a row of many costs what they cost alone.
 
 It plugs in at transformers' attention interface. Where documents begin follows from the position ids, which models
-hand down to their attention; no mask is made. On CUDA in half precision it is one call of torch's flash kernel for
+hand down to their attention. A layer's window, chunks or other pattern comes from the function that transformers would
+make a mask of; soft caps (Gemma 2, arXiv 2408.00118) and attention sinks (gpt-oss, arXiv 2508.10925) are arguments of
+the call. No mask over a whole row is made. On CUDA in half precision it is one call of torch's flash kernel for
 sequences of different lengths, elsewhere torch's attention for each run of documents of one length.
 """
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +20,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.kernels import check_attention
+from sfumato.parallel.kernels import packed_causal
 
 ATTENTION = "sfumato_packed"
 """Name in transformers' registries."""
@@ -28,30 +32,130 @@ def register_packed_attention() -> str:
     """Makes the attention known to transformers. Returns its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    known = ("softcap", "s_aux")
+    AttentionInterface.register(ATTENTION, packed_causal(_attention, "the attention of packed rows", OTHERS, known))
+    AttentionMaskInterface.register(ATTENTION, torch.compiler.disable(_pattern))
     return ATTENTION
+
+
+class Pattern:
+    """Which tokens of its document a token sees, where that is not simply all up to itself."""
+
+    def __init__(self, sees: Callable[..., Tensor], local_size: int | None) -> None:
+        """
+        Args:
+            sees: transformers' mask function of (row, head, query, key), indices within packed rows, to bool; they
+                broadcast.
+            local_size: documents of at most so many tokens are plainly causal; None when it is not known.
+        """
+        self.sees, self.local_size = sees, local_size
+
+    def is_causal_for(self, length: int) -> bool:
+        """Whether a document of this length is too short to notice the pattern."""
+        return self.local_size is not None and length <= self.local_size
+
+    def mask(self, documents: _Run) -> Tensor:
+        """Who sees whom in documents of one length L: bool ``[1 or count, 1, L, L]``."""
+        places = torch.arange(documents.length, device=documents.device)
+        # a local pattern is the same in each document
+        found = [
+            _ask(self.sees, row, start + places[:, None], start + places[None])
+            for row, start in (documents.places if self.local_size is None else documents.places[:1])
+        ]
+        return torch.stack(found)[:, None]
+
+    def first_seen(self, documents: _Run) -> int:
+        """Of a document longer than ``local_size``, the first token that its token number ``local_size`` sees: 1 for a
+        window, ``local_size`` for chunks."""
+        row, start = documents.places[0]
+        places = torch.arange(documents.length, device=documents.device)
+        return int(_ask(self.sees, row, start + places[self.local_size], start + places).int().argmax())
+
+
+def _ask(sees: Callable[..., Tensor], row: int, query: Tensor, key: Tensor) -> Tensor:
+    row_index, first_head = torch.full((), row, device=query.device), torch.zeros_like(query.flatten()[0])
+    return sees(row_index, first_head, query, key)
+
+
+def _pattern(
+    *,
+    q_length: int,
+    mask_function: Callable[..., Tensor],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Pattern | None:
+    """transformers' mask function: None for plain causal attention, else what stands in for a mask."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ConfigError("packed rows have no padding mask: padding stands at the end of rows, with labels -100")
+    if q_length == 1:
+        return None
+    if use_vmap:  # a function of the model's own
+        return Pattern(mask_function, None)
+    places = torch.arange(q_length, device=device)
+    if _ask(mask_function, 0, places[:-1], places[1:]).any():
+        raise ConfigError("attention to later tokens is unknown to the attention of packed rows")
+    return None if local_size is None else Pattern(mask_function, local_size)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring documents of one length."""
+
+    length: int
+    places: tuple[tuple[int, int], ...]
+    """Row and first token of each."""
+    device: torch.device
 
 
 class _Rows:
     """The documents of a batch of rows, worked out once for all layers."""
 
-    def __init__(self, position_ids: Tensor) -> None:
+    def __init__(self, position_ids: Tensor, chunk: int | None = None) -> None:
         width = position_ids.shape[1]
-        starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
-        bounds = [[*row.nonzero().flatten().tolist(), width] for row in starts]
+        starts = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
+        if chunk is not None:  # each is a document of its own
+            starts |= position_ids % chunk == 0
+        bounds = [[*row.nonzero().flatten().tolist(), width] for row in starts.cpu()]
         rows = [[stop - start for start, stop in pairwise(row_bounds)] for row_bounds in bounds]
         self.whole = all(row == [width] for row in rows)
         """Whether each row is one document."""
         lengths = [length for row in rows for length in row]
-        self.runs = [(length, len([*same])) for length, same in groupby(lengths)]
-        """Lengths of neighbouring documents over all rows, and how many there are of each."""
+        places = [(index, start) for index, row_bounds in enumerate(bounds) for start in row_bounds[:-1]]
+        counts = [(length, len([*same])) for length, same in groupby(lengths)]
+        ends = accumulate(count for _, count in counts)
+        self.runs = [
+            _Run(length, tuple(places[end - count : end]), position_ids.device)
+            for (length, count), end in zip(counts, ends, strict=True)
+        ]
+        """Neighbouring documents of one length, over all rows."""
         self.longest = max(lengths)
         self.starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.starts = self.starts.to(position_ids.device)
 
 
+class _Scoring(NamedTuple):
+    """What becomes of the products of queries and keys before they are weights."""
+
+    scale: float
+    pattern: Pattern | None = None
+    window: int | None = None
+    """Tokens that a token sees, itself among them, where that is the pattern."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """``[H]``: a score that takes weight from all others and brings no value."""
+
+
 _rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _rows_of(position_ids: Tensor, chunk: int | None = None) -> _Rows:
+    known = _rows.setdefault(position_ids, {})
+    if chunk not in known:
+        known[chunk] = _Rows(position_ids, chunk)
+    return known[chunk]
 
 
 def _attention(
@@ -59,68 +163,110 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    position_ids: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, H, S, D] to [B, S, H, Dv]."""
-    what = "the attention of packed rows"
-    check_attention(module, query, key, attention_mask, dropout, position_ids, kwargs, what, OTHERS, True)
-    rows = _rows.get(position_ids)
-    if rows is None:
-        rows = _rows[position_ids] = _Rows(position_ids)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    position_ids: Tensor,
+    scale: float,
+    pattern: Pattern | None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attention of all rows, see ``packed_causal``."""
+    rows, scoring = _rows_of(position_ids), _Scoring(scale, softcap=softcap, sinks=s_aux)
+    long = [] if pattern is None else [run for run in rows.runs if not pattern.is_causal_for(run.length)]
+    if long:
+        size = pattern.local_size
+        first_seen = None if size is None else pattern.first_seen(long[0])
+        if size is not None and first_seen == size:
+            rows = _rows_of(position_ids, size)
+        else:
+            scoring = scoring._replace(pattern=pattern, window=size if first_seen == 1 else None)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as torch's own attention does
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
-    if rows.whole and len(position_ids) == len(query):
-        return _attend(query, *_repeated(key, value, query.shape[1]), scale).transpose(1, 2), None
+    if rows.whole:  # one row of position ids may stand for all
+        return _attend(query, *_repeated(key, value, query.shape[1]), scoring, rows.runs[0]).transpose(1, 2)
     joined = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value)]  # [H, B S, D]
-    compute = _flash if _has_flash(query) else _in_turn
-    return compute(*joined, rows, scale).view(query.shape[0], query.shape[2], query.shape[1], -1), None
+    compute = _flash if _has_flash(query, scoring) else _in_turn
+    return compute(*joined, rows, scoring).view(query.shape[0], query.shape[2], query.shape[1], -1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of [B, H, S, D]. Values as wide as keys: with others torch keeps whole score matrices."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: _Run) -> Tensor:
+    """Attention within documents [count, H, L, D]. Values as wide as keys: with others torch keeps whole score
+    matrices."""
+    pattern, mask = scoring.pattern, None
+    if pattern is not None and not pattern.is_causal_for(documents.length):
+        mask = pattern.mask(documents)
+    if scoring.softcap is not None or scoring.sinks is not None:
+        length = documents.length
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    if scoring.softcap is not None:
+        return _attend_capped(query, key, value, mask, scoring)
+    if scoring.sinks is not None:
+        query, key, value, mask = _with_sinks(query, key, value, mask, scoring)
     own, width = value.shape[-1], query.shape[-1]
-    if own == width:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    value = functional.pad(value, (0, width - own))
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., :own]
+    value = functional.pad(value, (0, width - own)) if own != width else value
+    out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+    return out[..., :own] if own != width else out
 
 
-def _in_turn(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: float) -> Tensor:
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
+    """Scores are ``cap tanh(score / cap)``; keeps whole score matrices, in float32."""
+    scores = scoring.softcap * torch.tanh((query @ key.mT).float() * (scoring.scale / scoring.softcap))
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if scoring.sinks is not None:
+        scores = torch.cat([scores, scoring.sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One more key that all see, whose score is the sink's: a feature that is 1 in queries and 0 in all other keys."""
+    sink = (scoring.sinks / scoring.scale).to(key.dtype).view(-1, 1, 1).expand(*key.shape[:2], 1, 1)
+    key = functional.pad(key, (0, 1))
+    last = torch.cat([key.new_zeros(*key.shape[:2], 1, key.shape[-1] - 1), sink], -1)
+    query = torch.cat([query, torch.ones_like(query[..., :1])], -1)
+    return (
+        query,
+        torch.cat([key, last], 2),
+        functional.pad(value, (0, 0, 0, 1)),
+        functional.pad(mask, (0, 1), value=True),
+    )
+
+
+def _in_turn(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Scoring) -> Tensor:
     """Each run of documents of one length is a batch. Returns [T, H, Dv]."""
     key, value = _repeated(key[None], value[None], len(query))
-    sizes = [length * count for length, count in rows.runs]
+    sizes = [run.length * len(run.places) for run in rows.runs]
     # split, whose backward pass is one concatenation: that of slices fills zeros around each
     runs = zip(
         *(tensor.split(sizes, dim=1) if len(sizes) > 1 else [tensor] for tensor in (query, key[0], value[0])),
         strict=True,
     )
     found = []
-    for (length, count), parts in zip(rows.runs, runs, strict=True):
-        documents = [part.unflatten(1, (count, length)).transpose(0, 1) for part in parts]  # [count, H, length, D]
-        found.append(_attend(*documents, scale).transpose(1, 2).flatten(0, 1))
+    for run, parts in zip(rows.runs, runs, strict=True):
+        # [count, H, length, D]
+        documents = [part.unflatten(1, (len(run.places), run.length)).transpose(0, 1) for part in parts]
+        found.append(_attend(*documents, scoring, run).transpose(1, 2).flatten(0, 1))
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scale: float) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Scoring) -> Tensor:
     """All documents in one call of a CUDA kernel. Returns [T, H, Dv]."""
     width, own = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     width += -width % 8
     inputs = [functional.pad(tensor.transpose(0, 1), (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
     longest = rows.longest
+    window = {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
-        *inputs, rows.starts, rows.starts, longest, longest, 0.0, True, False, scale=scale
+        *inputs, rows.starts, rows.starts, longest, longest, 0.0, True, False, scale=scoring.scale, **window
     )
     return out[0][..., :own]
 
 
-def _has_flash(query: Tensor) -> bool:
+def _has_flash(query: Tensor, scoring: _Scoring) -> bool:
     if query.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if scoring.softcap is not None or scoring.sinks is not None or (scoring.pattern and scoring.window is None):
         return False
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -130,9 +276,3 @@ def _repeated(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values with as many heads as queries: with fewer, torch's CPU kernel is not taken."""
     count = heads // key.shape[1]
     return (key, value) if count == 1 else (key.repeat_interleave(count, 1), value.repeat_interleave(count, 1))
-
-
-def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """transformers' mask function: there is no mask, documents follow from position ids."""
-    if attention_mask is not None and not attention_mask.all():
-        raise ConfigError("packed rows have no padding mask: padding stands at the end of rows, with labels -100")

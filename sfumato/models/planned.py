@@ -19,10 +19,11 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
-from sfumato.models.language import check_length, check_settings
+from sfumato.models.language import check_settings
 from sfumato.models.language_load import read_model_config
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
+from sfumato.models.plain import check_length
 from sfumato.models.saved_bytes import autocast, register_stand_in
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.parallel.loss import IGNORED, token_log_probs, token_log_probs_and_entropy
+from sfumato.parallel.loss import IGNORED, Tail, token_log_probs, token_log_probs_and_entropy
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
@@ -21,7 +21,12 @@ class TokenScores:
     """
 
     def __init__(
-        self, output: Tensor, shape: tuple[int, int], kept: Tensor | None = None, head: nn.Linear | None = None
+        self,
+        output: Tensor,
+        shape: tuple[int, int],
+        kept: Tensor | None = None,
+        head: nn.Linear | None = None,
+        tail: Tail | None = None,
     ) -> None:
         """Made by ``LanguageModel``.
 
@@ -30,8 +35,9 @@ class TokenScores:
             shape: B and T.
             kept: int64 ``[K]``, the tokens of a single row that the output is for; None for all.
             head: the layer that makes logits from the output.
+            tail: what the model makes of that layer's result.
         """
-        self._output, self._shape, self._kept, self._head = output, shape, kept, head
+        self._output, self._shape, self._kept, self._head, self._tail = output, shape, kept, head, tail
 
     def log_probs(
         self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
@@ -47,7 +53,9 @@ class TokenScores:
         """
         picked = self._pick(labels)
         if self._head is not None:
-            found = token_log_probs(self._output, self._head.weight, picked, temperature, self._head.bias)
+            found = token_log_probs(
+                self._output, self._head.weight, picked, temperature, self._head.bias, tail=self._tail
+            )
         else:
             logits = self._output.flatten(0, 1).float()
             logits = logits if temperature == 1.0 else logits / temperature
@@ -61,7 +69,9 @@ class TokenScores:
         picked = self._pick(labels)
         if self._head is not None:
             weight, bias = self._head.weight, self._head.bias
-            found, entropy = token_log_probs_and_entropy(self._output, weight, picked, temperature, bias)
+            found, entropy = token_log_probs_and_entropy(
+                self._output, weight, picked, temperature, bias, tail=self._tail
+            )
         else:
             log_p = (self._output.float() / temperature).log_softmax(-1)
             counted = picked != IGNORED

@@ -12,7 +12,7 @@ B batch, H heads, S tokens, D features of a head; a *block* is what one ring ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import attend, attend_backward
-from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.mesh import Mesh, range_of_rank
 
 SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 
@@ -156,8 +156,7 @@ def head_tail_chunks(total: int, size: int) -> list[range]:
 
     The parts of ranks differ by one token at most.
     """
-    base, extra = divmod(total, 2 * size)
-    return _ranges([base + (index < extra) for index in range(2 * size)])
+    return [range_of_rank(total, index, 2 * size) for index in range(2 * size)]
 
 
 def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -273,6 +272,37 @@ def sequence_attention(
     value = _Trade.apply(value, schedule.key_order, groups.ulysses, False)
     out = _RingAttention.apply(query, key, value, schedule, scale)
     return _Trade.apply(out, schedule.query_order, groups.ulysses, True)
+
+
+def attention_of_rows(
+    attend_rows: Callable[[Tensor, Tensor, Tensor, slice], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+) -> Tensor:
+    """Any attention of whole rows, where Ulysses alone shares the sequence: each rank computes it for some heads.
+
+    Args:
+        attend_rows: makes [B, H / ranks, S of all, Dv] of query, key and value of these heads and all tokens, in the
+            order of the row, and of the slice of heads.
+        query, key, value, schedule: as in ``sequence_attention``; the ring has one rank.
+
+    Returns:
+        [B, H, S, Dv].
+    """
+    groups, heads = schedule.groups, query.shape[1]
+    check_heads("this attention", heads, groups.ulysses_size)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    key, value = (_repeat_heads(tensor, heads, groups.ulysses_size) for tensor in (key, value))
+    query, key, value = (
+        _Trade.apply(tensor, schedule.key_order, groups.ulysses, False) for tensor in (query, key, value)
+    )
+    share = heads // groups.ulysses_size
+    own = slice(groups.ulysses_rank * share, (groups.ulysses_rank + 1) * share)
+    return _Trade.apply(attend_rows(query, key, value, own), schedule.query_order, groups.ulysses, True)
 
 
 def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:

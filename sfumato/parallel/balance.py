@@ -81,11 +81,15 @@ class ExpertBalancer:
         for load, (router, bias) in zip(loads, self._routers.values(), strict=True):
             getattr(router, bias).add_((load.mean() - load).sign().float(), alpha=self.rate)
             ratios.append(load.max() / load.mean().clamp_min(1e-9))
-        torch._foreach_zero_(self._counts)
+        self.forget()
         return {
             "experts/load_max_over_mean": float(torch.stack(ratios).max()),
             "experts/without_tokens": float((counts == 0).double().mean()),
         }
+
+    def forget(self) -> None:
+        """Takes back the tokens counted since the last update."""
+        torch._foreach_zero_(self._counts)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The biases ``[experts]``, float32, by the names that they have in the plain module's state dict."""
@@ -141,7 +145,6 @@ def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device:
     router.register_buffer(bias, torch.zeros(num_experts, device=device))
 
     def choose(router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        del args
         logits, weights, chosen = output
         scores = SCORES[rule.scores](logits.float())
         chosen = (scores.detach() + getattr(router, bias)).topk(chosen.shape[-1], dim=-1).indices
@@ -189,7 +192,6 @@ def _counter(counts: Tensor) -> Callable[..., None]:
     """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
 
     def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del experts
         recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
         if recomputed or not torch.is_grad_enabled():
             return

@@ -240,15 +240,12 @@ def _refuse_others(module: nn.Module) -> None:
                 f"{label} drops with probability {submodule.dropout:g} inside of torch, where masks cannot belong to "
                 "samples: set its dropout to 0"
             )
-        _refuse_functional(label, getattr(submodule, "config", None))
-
-
-def _refuse_functional(label: str, config: object) -> None:
-    values = config if isinstance(config, Mapping) else vars(config) if hasattr(config, "__dict__") else {}
-    for key in FUNCTIONAL:
-        value = values.get(key)
-        if isinstance(value, int | float) and value > 0:
-            raise ConfigError(
-                f"the configuration of {label} has {key} {value:g}, which drops inside of functions, where masks "
-                f"cannot belong to samples: set {key} to 0"
-            )
+        config = getattr(submodule, "config", None)
+        values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        for key in FUNCTIONAL:
+            value = values.get(key)
+            if isinstance(value, int | float) and value > 0:
+                raise ConfigError(
+                    f"the configuration of {label} has {key} {value:g}, which drops inside of functions, where masks "
+                    f"cannot belong to samples: set {key} to 0"
+                )

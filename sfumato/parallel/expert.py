@@ -6,13 +6,11 @@ sorted by expert and multiplied in groups of any size. There is no capacity, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
@@ -42,6 +40,8 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
         ConfigError: when there are no experts, when they cannot be shared evenly, or when they have adapters or
             parameters that do not belong to one expert.
     """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     layout = mesh.layout
     experts = find_experts(module, "train.expert_parallel_size must be 1")
     for name, layer_experts in experts.items():
@@ -51,8 +51,16 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
     ranks = mesh.device_mesh("ep")
     for layer_experts in experts.values():
         for name, parameter in list(layer_experts.named_parameters()):
-            layer_experts.register_parameter(name, _cut(parameter, ranks))
-    _switch(module, experts, EXCHANGED, torch.compiler.disable(exchanged_experts))
+            shard = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()  # frees the others' memory
+            cut = DTensor.from_local(shard, ranks, [Shard(0)], run_check=False)
+            layer_experts.register_parameter(name, nn.Parameter(cut, parameter.requires_grad))
+    ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, torch.compiler.disable(exchanged_experts))
+    module.set_experts_implementation(EXCHANGED)
+    for name, layer_experts in experts.items():
+        if layer_experts.config._experts_implementation != EXCHANGED:
+            raise ConfigError(
+                f"{name}: {type(layer_experts).__name__} cannot be switched to another experts implementation"
+            )
     return experts
 
 
@@ -107,7 +115,8 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     ranks = experts.down_proj.device_mesh
     group, num_ranks = ranks.get_group(), ranks.size()
     num_experts = local(experts.down_proj).shape[0] * num_ranks
-    dtype = _compute_dtype(experts, hidden_states)
+    device = hidden_states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     k = top_k_index.shape[-1]
 
     order, inverse, counts = _sort(top_k_index.reshape(-1), num_experts)
@@ -125,7 +134,9 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
     rows = _Exchange.apply(rows, received, sent, group)
-    return _combine(rows, inverse, order, top_k_weights).to(hidden_states.dtype)
+    rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
+    rows = rows.view(*top_k_weights.shape, rows.shape[-1]) * top_k_weights.unsqueeze(-1)
+    return rows.sum(dim=1).to(hidden_states.dtype)
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -157,11 +168,10 @@ def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    if not all(hasattr(module, attribute) for attribute in ("has_gate", "has_bias", "is_transposed", "config")):
+    attributes = ("has_gate", "has_bias", "is_transposed", "config", "down_proj")
+    if not all(hasattr(module, attribute) for attribute in attributes):
         return False
-    return all(
-        hasattr(module, attribute) for attribute in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    )
+    return hasattr(module, "gate_up_proj" if module.has_gate else "up_proj")
 
 
 def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
@@ -183,30 +193,6 @@ def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
             f"train.expert_parallel_size {ranks} does not divide the {num_experts} experts of {name}: {num_experts} / "
             f"{ranks} = {num_experts / ranks:g}; take a divisor of {num_experts}"
         )
-
-
-def _cut(parameter: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
-    """A parameter as a DTensor with this rank's experts; the others' memory is freed."""
-    shard = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
-    return nn.Parameter(DTensor.from_local(shard, ranks, [Shard(0)], run_check=False), parameter.requires_grad)
-
-
-def _switch(module: nn.Module, experts: dict[str, nn.Module], name: str, function: Callable[..., Any]) -> None:
-    """Makes the model use a function for its experts."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(name, function)
-    module.set_experts_implementation(name)
-    for key, layer_experts in experts.items():
-        if layer_experts.config._experts_implementation != name:
-            raise ConfigError(
-                f"{key}: {type(layer_experts).__name__} cannot be switched to another experts implementation"
-            )
-
-
-def _compute_dtype(experts: nn.Module, hidden_states: Tensor) -> torch.dtype:
-    device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
 
 
 def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,13 +237,6 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _combine(rows: Tensor, inverse: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Weighted sum of each token's ``k`` results, which are sorted by expert."""
-    num_tokens, k = top_k_weights.shape
-    rows = _Rows.apply(rows, inverse, order, 1)
-    return (rows.view(num_tokens, k, rows.shape[-1]) * top_k_weights.unsqueeze(-1)).sum(dim=1)
-
-
 class _Rows(torch.autograd.Function):
     """Rows ``index // repeats``, each of ``repeats`` times; unlike torch's, its backward pass adds in a fixed order."""
 
@@ -282,14 +261,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+        return _Exchange.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

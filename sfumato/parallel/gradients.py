@@ -53,10 +53,8 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
     else:
         _sum_whole([gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh)
 
-    copies = [
-        mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp / num_shards(parameter, mesh, flat)
-        for parameter in parameters.values()
-    ]
+    ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
+    copies = [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
     norms = torch.zeros(0, device=mesh.device)
     if gradients:  # a pipeline stage may have nothing that is trained
         norms = torch.stack(torch._foreach_norm(list(gradients.values()))).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,42 +121,54 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(later, -torch.inf) if causal else scores
 
 
-def check_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    position_ids: Tensor | None,
-    settings: Mapping[str, Any],
-    known_by: str,
-    remedy: str,
-    knows_wide_windows: bool = False,
-) -> None:
-    """Whether a call of transformers' attention function is causal attention of packed documents and nothing else.
+def packed_causal(
+    attend: Callable[..., Tensor], known_by: str, remedy: str, knows: Sequence[str] | None = None
+) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for transformers' registry: causal attention of packed documents and nothing else.
 
     Args:
-        module: whose attention it is.
-        query: ``[B, H, S, D]``.
-        key: ``[B, Hk, Sk, D]``.
-        mask, dropout, position_ids: as transformers gives them; position ids must be ``[B, S]``.
-        settings: the other arguments.
+        attend: makes ``[B, S, H, Dv]`` of the module whose attention it is, query ``[B, H, S, D]``, key
+            ``[B, Hk, S, D]``, value ``[B, Hk, S, Dv]``, position ids ``[B, S]`` and the scale of the scores.
         known_by: what does not know the rest, for the message.
         remedy: what to do then.
-        knows_wide_windows: a window that holds all tokens is none.
+        knows: names of settings that ``attend`` is given too, after what stands in for a mask (``pattern``, which is no
+            tensor) or None; a window is then known by its pattern. None: it is given no more than the six.
 
-    Raises:
-        ConfigError: for what changes the scores otherwise.
+    Returns:
+        The function, which raises ConfigError for what changes the scores otherwise.
     """
-    name = type(module).__name__
-    wrong = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
-    wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (mask is not None)
-    wrong += ["is_causal=False"] * (settings.get("is_causal") is False or not getattr(module, "is_causal", True))
-    wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
-    window = settings.get("sliding_window")
-    is_wide = knows_wide_windows and window is not None and window >= query.shape[2]
-    wrong += ["sliding_window"] * (window is not None and not is_wide)
-    if wrong:
-        raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to {known_by}: {remedy}")
-    if position_ids is None or position_ids.ndim != 2:
-        raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        position_ids: Tensor | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        name, more = type(module).__name__, {}
+        if knows is not None:
+            more = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
+            more |= {setting: settings.pop(setting, None) for setting in knows}
+            if more["pattern"] is not None:
+                attention_mask, settings = None, {**settings, "sliding_window": None}
+        wrong = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
+        wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+        wrong += ["is_causal=False"] * (settings.get("is_causal") is False or not getattr(module, "is_causal", True))
+        wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+        window = settings.get("sliding_window")
+        is_wide = knows is not None and window is not None and window >= query.shape[2]
+        wrong += ["sliding_window"] * (window is not None and not is_wide)
+        if wrong:
+            raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to {known_by}: {remedy}")
+        if position_ids is None or position_ids.ndim != 2:
+            raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(module, query, key, value, position_ids, scale, **more), None
+
+    found = torch.compiler.disable(attention)
+    found.knows = tuple(knows or ())
+    return found

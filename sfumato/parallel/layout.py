@@ -17,6 +17,15 @@ WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 """Axes over which experts lie: efsdp x ep = fsdp. Without tensor parallelism."""
 
+FIELDS = {
+    "pp": "pipeline_parallel_size",
+    "cfg": "cfg_parallel_size",
+    "ring": "context_parallel_size",
+    "ulysses": "ulysses_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+"""The field of the configuration that holds the size of an axis; data parallelism has what they leave."""
+
 VIEWS = {
     "data": ("dp_replicate", "dp_shard"),
     "cp": ("ring", "ulysses"),
@@ -51,16 +60,10 @@ class Layout:
         Raises:
             ConfigError: when the sizes do not fit, with the arithmetic.
         """
-        names = {
-            "pipeline_parallel_size": config.pipeline_parallel_size,
-            "cfg_parallel_size": config.cfg_parallel_size,
-            "context_parallel_size": config.context_parallel_size,
-            "ulysses_parallel_size": config.ulysses_parallel_size,
-            "tensor_parallel_size": config.tensor_parallel_size,
-        }
-        used = math.prod(names.values())
+        sizes = {axis: getattr(config, field) for axis, field in FIELDS.items()}
+        used = math.prod(sizes.values())
         if world_size % used:
-            wanted = " x ".join(f"train.{name} {size}" for name, size in names.items() if size > 1)
+            wanted = " x ".join(f"train.{FIELDS[axis]} {size}" for axis, size in sizes.items() if size > 1)
             raise ConfigError(
                 f"{wanted} = {used} does not divide {world_size} processes: {world_size} / {used} = "
                 f"{world_size / used:g}; start a multiple of {used} processes or lower a size"
@@ -72,19 +75,9 @@ class Layout:
                 f"train.data_parallel_replicate_size {replicate} does not divide the {data} data-parallel ranks "
                 f"({world_size} processes / {used} of the other axes)"
             )
-        mode = config.data_parallel_mode
-        if mode == "ddp":
+        if config.data_parallel_mode == "ddp":
             replicate = data
-        layout = cls(
-            pp=config.pipeline_parallel_size,
-            dp_replicate=replicate,
-            dp_shard=data // replicate,
-            cfg=config.cfg_parallel_size,
-            ring=config.context_parallel_size,
-            ulysses=config.ulysses_parallel_size,
-            tp=config.tensor_parallel_size,
-            ep=config.expert_parallel_size,
-        )
+        layout = cls(dp_replicate=replicate, dp_shard=data // replicate, ep=config.expert_parallel_size, **sizes)
         layout._check(config)
         return layout
 
@@ -102,10 +95,15 @@ class Layout:
                 "experts are shared among the ranks that shard the data and the sequence"
                 + ("; with train.data_parallel_mode ddp there are none, take fsdp2" if mode == "ddp" else "")
             )
-        for name, others in REFUSED:
-            for other, why in others.items():
-                if _set(config, self, name) and _set(config, self, other):
-                    raise ConfigError(f"train: {name} and {other} do not go together: {why}")
+        is_set = {
+            "fsdp1": mode == "fsdp1",
+            "tensor parallelism": self.tp > 1,
+            "expert parallelism": self.ep > 1,
+            "pipeline parallelism": self.pp > 1,
+        }
+        for name, other, why in REFUSED:
+            if is_set[name] and is_set[other]:
+                raise ConfigError(f"train: {name} and {other} do not go together: {why}")
         if config.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "train.sequence_parallel shares activations among tensor-parallel ranks: "
@@ -158,23 +156,9 @@ class Layout:
 
 
 REFUSED = (
-    (
-        "fsdp1",
-        {
-            "tensor parallelism": "fsdp1's flat parameters know no DTensor; take fsdp2",
-            "expert parallelism": "fsdp1's flat parameters know no second mesh; take fsdp2",
-            "pipeline parallelism": "take fsdp2",
-        },
-    ),
-    ("expert parallelism", {"tensor parallelism": "experts are not cut along both; raise one of the two sizes"}),
+    ("fsdp1", "tensor parallelism", "fsdp1's flat parameters know no DTensor; take fsdp2"),
+    ("fsdp1", "expert parallelism", "fsdp1's flat parameters know no second mesh; take fsdp2"),
+    ("fsdp1", "pipeline parallelism", "take fsdp2"),
+    ("expert parallelism", "tensor parallelism", "experts are not cut along both; raise one of the two sizes"),
 )
 """Pairs that are refused, and why."""
-
-
-def _set(config: ParallelConfig, layout: Layout, name: str) -> bool:
-    return {
-        "fsdp1": config.data_parallel_mode == "fsdp1",
-        "tensor parallelism": layout.tp > 1,
-        "expert parallelism": layout.ep > 1,
-        "pipeline parallelism": layout.pp > 1,
-    }[name]

@@ -9,6 +9,7 @@ temperature, entropy and a vocabulary that is cut over ranks (arXiv 1909.08053) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int64
+
+Tail = Callable[[Tensor], Tensor]
+"""What a model makes of the result of its output layer, element by element: a scale, a soft cap."""
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -53,9 +57,6 @@ def linear_cross_entropy_sum(
     """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
 
     Arguments as in ``token_log_probs``.
-
-    Returns:
-        float32 scalar; 0 with zero gradients when no token counts.
     """
     return -token_log_probs(hidden, weight, labels, 1.0, bias, chunk_tokens, group).sum()
 
@@ -68,8 +69,9 @@ def token_log_probs(
     bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
+    tail: Tail | None = None,
 ) -> Float32[Tensor, "*tokens"]:
-    """Log-probability of each label under ``softmax((hidden @ weight.T + bias) / temperature)``.
+    """Log-probability of each label under ``softmax(tail(hidden @ weight.T + bias) / temperature)``.
 
     Matrix products run in the dtype of ``hidden``, or that of autocast; softmax and sums in float32.
 
@@ -84,6 +86,7 @@ def token_log_probs(
         bias: ``[V]``, or this rank's part of it.
         chunk_tokens: tokens whose logits are in memory at a time.
         group: ranks over which the vocabulary is cut in rank order. Gradients of ``hidden`` are summed over it.
+        tail: what the model makes of its logits, elementwise; None leaves them.
 
     Returns:
         float32 ``[...]``. A label outside the vocabulary is an error, or -inf with ``group``.
@@ -91,7 +94,7 @@ def token_log_probs(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    settings = (temperature, bias, chunk_tokens, group)
+    settings = (temperature, bias, chunk_tokens, group, tail)
     return token_log_probs_and_entropy(hidden, weight, labels, *settings, with_entropy=False)[0]
 
 
@@ -103,6 +106,7 @@ def token_log_probs_and_entropy(
     bias: Float[Tensor, "vocabulary"] | None = None,
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
+    tail: Tail | None = None,
     with_entropy: bool = True,
 ) -> tuple[Float32[Tensor, "*tokens"], Float32[Tensor, "*tokens_or_none"]]:
     """``token_log_probs`` and the entropy of each token's distribution in nats, both with gradients.
@@ -126,7 +130,7 @@ def token_log_probs_and_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(device, enabled=False):
         log_probs, entropy = _LinearLogProbs.apply(
-            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, group, with_entropy
+            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, group, tail, with_entropy
         )
     return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
@@ -158,6 +162,7 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
+        tail: Tail | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         counts = labels != IGNORED
@@ -165,7 +170,8 @@ class _LinearLogProbs(torch.autograd.Function):
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
         target, entropy = torch.empty_like(lse), torch.empty_like(lse) if with_entropy else lse.new_empty(0)
         for part in _parts(len(labels), chunk_tokens):
-            logits = _logits(hidden[part], weight, bias, temperature)
+            logits = functional.linear(hidden[part], weight, bias)
+            logits = _scaled(logits if tail is None else tail(logits), temperature)
             lse[part] = logits.logsumexp(-1)
             target[part] = _pick(logits, rows[part], counts[part], group)
             if with_entropy:
@@ -177,7 +183,7 @@ class _LinearLogProbs(torch.autograd.Function):
         if with_entropy:
             entropy = torch.where(counts, entropy, 0.0)
         ctx.save_for_backward(hidden, weight, bias, rows, counts, lse, entropy)
-        ctx.settings = temperature, chunk_tokens, group, with_entropy
+        ctx.settings = temperature, chunk_tokens, group, tail, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -186,7 +192,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
-        temperature, chunk_tokens, group, with_entropy = ctx.settings
+        temperature, chunk_tokens, group, tail, with_entropy = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         # Sums over chunks are kept in float32.
@@ -194,7 +200,11 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _parts(len(rows), chunk_tokens):
             upstream = torch.where(counts[part], grad_log_probs[part], 0.0)
-            log_p = _logits(hidden[part], weight, bias, temperature).sub_(lse[part, None])
+            products = functional.linear(hidden[part], weight, bias)
+            with torch.set_grad_enabled(tail is not None):
+                logits = products if tail is None else tail(products.requires_grad_())
+            logits_apart = products if tail is None else logits.detach().clone()
+            log_p = _scaled(logits_apart, temperature).sub_(lse[part, None])
             grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
                 log_p.add_(entropy[part, None]).mul_(grad)
@@ -205,6 +215,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if with_entropy:
                 grad -= log_p
             grad = grad.div_(temperature).to(hidden.dtype)
+            if tail is not None:
+                (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
             if wants_hidden:
                 grad_hidden[part] = grad @ weight
             if wants_weight:
@@ -215,16 +227,16 @@ class _LinearLogProbs(torch.autograd.Function):
             dist.all_reduce(grad_hidden, group=group)
         grad_weight = grad_weight.to(weight.dtype) if wants_weight else None
         grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
 def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """float32, divided; what is float32 already is changed in place."""
+    return logits.float() if temperature == 1.0 else logits.float().div_(temperature)
 
 
 def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:

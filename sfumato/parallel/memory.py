@@ -161,14 +161,10 @@ def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return block.class_forward(block, *args, **kwargs)
     return _recompute(block, args, kwargs)
 
 
 def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return block.class_forward(block, *args, **kwargs)
     return _recompute(block, args, kwargs, context_fn=_selective_contexts)
 
 
@@ -176,6 +172,8 @@ FORWARDS = {"none": _plain, "full": _full, "selective": _selective}
 
 
 def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return block.class_forward(block, *args, **kwargs)
     for name in CACHES:
         if kwargs.get(name) is not None:
             raise ConfigError(
@@ -265,7 +263,9 @@ class _Call:
     """One call of a block: what it moved. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
-        self.weights = {storage_of(tensor) for part in block.modules() for tensor in _tensors_of(part)}
+        known = (value for part in block.modules() for value in (*part._parameters.values(), *vars(part).values()))
+        self.weights = {storage_of(value) for value in known if isinstance(value, Tensor)}
+        """Storages of the block's weights; gathered ones of fsdp1 are plain attributes."""
         self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self.stream: Any = None
         self.device: torch.device | None = None
@@ -351,13 +351,6 @@ def _event_on(stream: Any, device: torch.device) -> Any:
     event = torch.get_device_module(device).Event()
     event.record(stream)
     return event
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Weights of one module; fsdp1 keeps gathered ones as plain attributes."""
-    for value in (*module._parameters.values(), *vars(module).values()):
-        if isinstance(value, Tensor):
-            yield value
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -26,6 +26,9 @@ BEFORE_THE_FIRST_STEP = 3
 POLL_S = 0.1
 """Seconds between two looks at the store."""
 
+PATIENCE_S = 120.0
+"""Seconds that a rank that has failed waits for the others to come where it stands."""
+
 LEAVE_S = 30.0
 """Seconds that a rank waits at the end for the others."""
 
@@ -120,6 +123,30 @@ class Mesh:
         """Whether the value is true on some process."""
         return self.sum(float(value), over="world") > 0
 
+    def first_problem(self, problem: str | None) -> str | None:
+        """The problem of the rank that had one first, on every rank; None where none has.
+
+        A rank that failed by itself may have left the others in a collective operation that never ends. So this is
+        none: it waits for them at the store, and not for ever.
+
+        Raises:
+            ConfigError: with the problem of this rank, when others do not come.
+        """
+        if not self.distributed:
+            return problem
+        store = distributed_c10d._get_default_store()
+        place = f"sfumato/problem/{store.add(f'sfumato/problems/{self.rank}', 1)}"
+        if problem is not None:
+            store.compare_set(place, "", problem)
+        store.add(f"{place}/ranks", 1)
+        deadline, pause = time.monotonic() + PATIENCE_S, POLL_S / 128
+        while store.add(f"{place}/ranks", 0) < self.size:
+            if problem is not None and time.monotonic() > deadline:
+                raise ConfigError(f"rank {self.rank}, and not every rank: {problem}")
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+        return store.get(place).decode() if store.check([place]) else None
+
     def gather(self, value: Any, over: str = "data") -> list[Any]:
         """The value of every rank of an axis or view, in rank order, on each of them."""
         size = self.size_of(over)
@@ -128,6 +155,10 @@ class Mesh:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=self.group(over))
         return values
+
+    def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
+        """Named values of all ranks of an axis or view; of one name, that of the last rank that has it."""
+        return {name: value for part in self.gather(values, over) for name, value in part.items()}
 
     def first(self, value: Any, among: str) -> Any:
         """The value of the first rank of an axis or view, on each of them."""

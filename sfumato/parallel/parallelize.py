@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -26,11 +27,14 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from sfumato.config.parallel import ParallelConfig
-from sfumato.parallel.expert import expert_placement
+from sfumato.errors import ConfigError
+from sfumato.parallel.expert import apply_expert_parallel, expert_placement, has_experts
+from sfumato.parallel.memory import apply_memory_savings
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.sequence import apply_sequence_parallel
 from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
-from sfumato.parallel.tensor import fsdp_placement
+from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement
 
 
 def parallelize(
@@ -56,23 +60,14 @@ def parallelize(
     parts = [module.get_submodule(name) for name in plan.parts] or [module]
     experts: dict[str, nn.Module] = {}
     if layout.tp > 1:
-        from sfumato.parallel.tensor import apply_tensor_parallel
-
         for part in parts:
             apply_tensor_parallel(part, mesh, plan, config.sequence_parallel)
-    if layout.ep > 1:
-        from sfumato.parallel.expert import apply_expert_parallel, has_experts
-
-        if layout.pp == 1 or has_experts(module):
-            experts = apply_expert_parallel(module, mesh)
+    if layout.ep > 1 and (layout.pp == 1 or has_experts(module)):
+        experts = apply_expert_parallel(module, mesh)
     if layout.cp > 1:
-        from sfumato.parallel.sequence import apply_sequence_parallel
-
         for part in parts:
             apply_sequence_parallel(part, mesh, plan)
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compile:
-        from sfumato.parallel.memory import apply_memory_savings
-
         apply_memory_savings(module, config, blocks)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
 
@@ -108,9 +103,32 @@ def shard_data_parallel(
     broadcast_parameters(module, mesh)
     if config.data_parallel_mode == "ddp":
         return module
+    replicate = ("dp_replicate",) if mesh.layout.dp_replicate > 1 else ()
+    weights = mesh.device_mesh(*replicate, "fsdp")
     if config.data_parallel_mode == "fsdp1":
-        return _wrap_fsdp1(module, mesh, config, blocks, param_dtype)
-    _apply_fsdp2(module, mesh, config, blocks, param_dtype, experts or {})
+        return _wrap_fsdp1(module, mesh, weights, config, blocks, param_dtype)
+    on_gpu = mesh.device.type == "cuda"
+    settings = {
+        "reshard_after_forward": config.enable_reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
+    }
+    place_experts = partial(expert_placement, ranks=mesh.layout.efsdp)
+    for layer_experts in (experts or {}).values():
+        rest = mesh.device_mesh(*replicate, "efsdp")
+        fully_shard(layer_experts, mesh=rest, shard_placement_fn=place_experts, **settings)
+    place = partial(fsdp_placement, ranks=mesh.layout.fsdp)
+    for unit in (*blocks.values(), module):
+        fully_shard(unit, mesh=weights, shard_placement_fn=place, **settings)
+    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
+    if config.enable_forward_prefetch:
+        for unit, following in pairwise(blocks.values()):
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
     return module
 
 
@@ -131,6 +149,20 @@ def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[Mic
             yield batch
 
 
+def forget_pass(module: nn.Module) -> None:
+    """After an exception within a forward or backward pass: what fsdp2 was doing and its gradients are forgotten.
+
+    Otherwise it would take the next passes for parts of this one and reduce no gradients.
+
+    Raises:
+        ConfigError: when this version of torch cannot do that.
+    """
+    if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:  # None before the first pass
+        if not hasattr(module, "reset_iter_state"):
+            raise ConfigError(f"fsdp2 of torch {torch.__version__} is of no use after a pass that failed: take 2.13")
+        module.reset_iter_state()
+
+
 def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
     """Gives every rank the trainable parameters of the first among the ranks that hold the same shard."""
     for parameter in trainable_parameters(module).values():
@@ -142,45 +174,10 @@ def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
                 dist.broadcast(local(parameter.data), group=mesh.group(axis), group_src=0)
 
 
-def _apply_fsdp2(
-    module: nn.Module,
-    mesh: Mesh,
-    config: ParallelConfig,
-    blocks: Mapping[str, nn.Module],
-    param_dtype: torch.dtype | None,
-    experts: Mapping[str, nn.Module],
-) -> None:
-    replicated = mesh.layout.dp_replicate > 1
-    on_gpu = mesh.device.type == "cuda"
-    settings = {
-        "reshard_after_forward": config.enable_reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
-    }
-    for layer_experts in experts.values():
-        rest = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "efsdp")
-        placement = partial(expert_placement, ranks=mesh.layout.efsdp)
-        fully_shard(layer_experts, mesh=rest, shard_placement_fn=placement, **settings)
-    weights = mesh.device_mesh(*(("dp_replicate",) if replicated else ()), "fsdp")
-    placement = partial(fsdp_placement, ranks=mesh.layout.fsdp)
-    for block in blocks.values():
-        fully_shard(block, mesh=weights, shard_placement_fn=placement, **settings)
-    fully_shard(module, mesh=weights, shard_placement_fn=placement, **settings)
-    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.set_gradient_divide_factor(1.0)
-            submodule.set_force_sum_reduction_for_comms(True)
-    if config.enable_forward_prefetch:
-        units = list(blocks.values())
-        for unit, following in pairwise(units):
-            unit.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([unit])
-
-
 def _wrap_fsdp1(
     module: nn.Module,
     mesh: Mesh,
+    weights: DeviceMesh,
     config: ParallelConfig,
     blocks: Mapping[str, nn.Module],
     param_dtype: torch.dtype | None,
@@ -188,13 +185,10 @@ def _wrap_fsdp1(
     reshard = config.enable_reshard_after_forward
     if mesh.layout.dp_replicate > 1:
         strategy = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
-        weights = mesh.device_mesh("dp_replicate", "fsdp")
     else:
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
-        weights = mesh.device_mesh("fsdp")
     on_gpu = mesh.device.type == "cuda"  # elsewhere there is nothing to move
-    units = set(blocks.values())
-    shapes = whole_shapes(module)
+    shapes, units = whole_shapes(module), set(blocks.values())
     wrapped = FullyShardedDataParallel(
         module,
         device_mesh=weights,

@@ -311,11 +311,9 @@ def _to_model(
     module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor], first: bool
 ) -> tuple[tuple[()], dict[str, Any]]:
     """What a stage is given, as a transformers model is called."""
-    del module
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 
 
 def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
     """Logits, or hidden states where there is no head: these are a view, but torch detaches them in place."""
-    del module, args
     return output.logits if last else output.logits.clone()

@@ -75,11 +75,22 @@ def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:
 def language_plan(module: nn.Module) -> ParallelPlan:
     """The plan that a transformers language model carries itself.
 
-    Its tensor-parallel styles stand in ``_tp_plan`` of the model and ``base_model_tp_plan`` of its configuration.
+    Its tensor-parallel styles stand in ``_tp_plan`` of the model and ``base_model_tp_plan`` of its configuration; its
+    blocks in ``_no_split_modules``, or else they are the members of its largest list of modules.
     """
     prefix = module.base_model_prefix
     tensor = {f"{prefix}.{name}": style for name, style in (module.config.base_model_tp_plan or {}).items()}
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    return ParallelPlan(blocks=tuple(module._no_split_modules or ()), tensor=styles)
+    blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
+    return ParallelPlan(blocks=blocks, tensor=styles)
+
+
+def _largest_list(module: nn.Module) -> tuple[str, ...]:
+    """Class names of the members of the list of modules that holds the most weights."""
+    lists = [submodule for submodule in module.modules() if isinstance(submodule, nn.ModuleList)]
+    sizes = [sum(parameter.numel() for parameter in members.parameters()) for members in lists]
+    if not lists:
+        return ()
+    return tuple(dict.fromkeys(type(member).__name__ for member in lists[sizes.index(max(sizes))]))

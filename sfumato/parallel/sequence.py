@@ -2,7 +2,9 @@
 
 transformers models get their attention from a registry, diffusers' attention modules call torch's from a processor;
 both are public seams, and the models' code stays as it is. Language models hold head-tail parts of packed rows and
-learn from the position ids where documents begin. Diffusion transformers are cut and joined where their plan says.
+learn from the position ids where documents begin. Ulysses by itself has whole rows of some heads, so that windows, soft
+caps and sinks are left to the attention that the model has in one process. Diffusion transformers are cut and joined
+where their plan says.
 """
 
 from __future__ import annotations
@@ -32,14 +34,13 @@ from sfumato.parallel.attention import (
     head_tail_chunks,
     sequence_attention,
 )
-from sfumato.parallel.kernels import check_attention
-from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.kernels import packed_causal
+from sfumato.parallel.mesh import Mesh, range_of_rank
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, matcher, reads_whole
+from sfumato.parallel.row_attention import CHANGES, OFF, UNKNOWN_TO, WINDOWS, RowAttention, window_for_mask
 
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of what a model's attention modules share."""
-
-OFF = f"set {SIZES} to 1"
 
 
 def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
@@ -102,9 +103,8 @@ class _Sequence:
 
     def gather_lengths(self, *lengths: int) -> list[tuple[int, ...]]:
         """The lengths of every rank."""
-        return [
-            tuple(rank_lengths.tolist()) for rank_lengths in self.gather(torch.tensor(lengths, device=self.mesh.device))
-        ]
+        found = self.gather(torch.tensor(lengths, device=self.mesh.device))
+        return [tuple(rank_lengths.tolist()) for rank_lengths in found]
 
 
 class _LanguageSequence(_Sequence):
@@ -116,15 +116,20 @@ class _LanguageSequence(_Sequence):
         super().__init__(module, mesh, plan)
         self._schedules = WeakIdKeyDictionary()
         self._signature = inspect.signature(module.forward)
+        self.of_rows: RowAttention | None = None
+        """What the model has in one process; None where no rank has whole rows."""
 
     def plug_in(self) -> None:
         """Registers the attention, switches the model to it and refuses what it cannot do."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         config = self.module.config.get_text_config()
+        if self.groups.ring_size == 1:
+            self.of_rows = RowAttention.of(config._attn_implementation)
         self._check_config(config)
-        AttentionInterface.register(ATTENTION, torch.compiler.disable(_language_attention))
-        AttentionMaskInterface.register(ATTENTION, _refuse_padding)
+        settings = (*CHANGES, "sliding_window")
+        AttentionInterface.register(ATTENTION, packed_causal(_language_attention, UNKNOWN_TO, OFF, settings))
+        AttentionMaskInterface.register(ATTENTION, window_for_mask)
         self.module.set_attn_implementation(ATTENTION)
         if config._attn_implementation != ATTENTION:
             raise ConfigError(f"{self.name} does not let its attention be replaced: {OFF}")
@@ -135,12 +140,17 @@ class _LanguageSequence(_Sequence):
         self.module.register_forward_hook(self._finish)
 
     def _check_config(self, config: Any) -> None:
+        if not hasattr(config, "num_attention_heads"):
+            raise ConfigError(f"{self.name} has no attention, whose heads or keys ranks could share: {OFF}")
         check_heads(self.name, config.num_attention_heads // self.mesh.layout.tp, self.groups.ulysses_size)
         window = getattr(config, "sliding_window", None) is not None
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-        other = sorted(set(kinds) - {"full_attention"})
+        other = sorted(set(kinds) - ({"full_attention"} if self.of_rows is None else {"full_attention", WINDOWS}))
         if other:
-            raise ConfigError(f"{self.name} has {', '.join(other)}, unknown to sequence parallelism: {OFF}")
+            remedy = f"{OFF}, or take train.ulysses_parallel_size alone, with model.attention packed"
+            raise ConfigError(
+                f"{self.name} has {', '.join(other)}, unknown to {UNKNOWN_TO}: {remedy if other == [WINDOWS] else OFF}"
+            )
         if getattr(config, "attention_dropout", 0.0):
             raise ConfigError(
                 f"{self.name} has attention_dropout {config.attention_dropout}, which cannot be shared among ranks: "
@@ -155,16 +165,18 @@ class _LanguageSequence(_Sequence):
         if not self.checked:
             self.check()
 
-    def schedule(self, position_ids: Tensor) -> Schedule:
-        """The layout that the position ids [B or 1, S] of all ranks mean; one exchange for all layers."""
+    def schedule(self, position_ids: Tensor) -> tuple[Schedule, Tensor]:
+        """The layout that the position ids [B or 1, S] of all ranks mean, and those of whole rows; one exchange for all
+        layers."""
         found = self._schedules.get(position_ids)
         if found is None:
-            found = causal_schedule(self.groups, self._documents(position_ids))
+            whole = self._joined(position_ids)
+            found = causal_schedule(self.groups, _documents(whole)), whole
             self._schedules[position_ids] = found
         return found
 
-    def _documents(self, position_ids: Tensor) -> list[list[int]]:
-        """Lengths of documents by row. One begins where a position is not the one before plus 1."""
+    def _joined(self, position_ids: Tensor) -> Tensor:
+        """Position ids [B or 1, S of all] of whole rows."""
         lengths = [rank_lengths[0] for rank_lengths in self.gather_lengths(position_ids.shape[1])]
         chunks = head_tail_chunks(sum(lengths), self.groups.size)
         pairs = [(chunks[rank], chunks[-1 - rank]) for rank in range(len(lengths))]
@@ -175,9 +187,14 @@ class _LanguageSequence(_Sequence):
         for part, (head, tail) in zip(self.gather(padded), pairs, strict=True):
             whole[:, head.start : head.stop] = part[:, : len(head)]
             whole[:, tail.start : tail.stop] = part[:, len(head) : len(head) + len(tail)]
-        starts = (whole.diff(dim=1, prepend=whole[:, :1]) != 1).cpu()
-        bounds = [[*row.nonzero().flatten().tolist(), sum(lengths)] for row in starts]
-        return [[end - start for start, end in pairwise(row_bounds)] for row_bounds in bounds]
+        return whole
+
+
+def _documents(position_ids: Tensor) -> list[list[int]]:
+    """Lengths of documents by row. One begins where a position is not the one before plus 1."""
+    starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
+    bounds = [[*row.nonzero().flatten().tolist(), position_ids.shape[1]] for row in starts]
+    return [[end - start for start, end in pairwise(row_bounds)] for row_bounds in bounds]
 
 
 def _language_attention(
@@ -185,27 +202,27 @@ def _language_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    position_ids: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, H, S, D] to [B, S, H, D], all of this rank's tokens."""
+    position_ids: Tensor,
+    scale: float,
+    pattern: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of all of this rank's tokens, see ``packed_causal``; ``pattern`` is a window."""
     shared: _LanguageSequence | None = vars(module).get(ATTENTION)
-    name = type(module).__name__
     if shared is None:
+        name = type(module).__name__
         raise ConfigError(f"{name} is not in a block of its model's plan ({ATTENTION}): add its block to the plan")
-    check_attention(module, query, key, attention_mask, dropout, position_ids, kwargs, "sequence parallelism", OFF)
     shared.called.add(module)
-    out = sequence_attention(query, key, value, shared.schedule(position_ids), scaling)
-    return out.transpose(1, 2), None
-
-
-def _refuse_padding(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """transformers' mask function: there is no mask, documents follow from position ids."""
-    if attention_mask is not None and not attention_mask.all():
-        raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
+    schedule, whole = shared.schedule(position_ids)
+    changes = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window if pattern is None else pattern}
+    wrong = [name for name, change in changes.items() if change is not None]
+    if not wrong:
+        return sequence_attention(query, key, value, schedule, scale).transpose(1, 2)
+    if shared.of_rows is None or pattern != changes["sliding_window"]:
+        raise ConfigError(f"{type(module).__name__} uses {', '.join(wrong)}, unknown to {UNKNOWN_TO}: {OFF}")
+    return shared.of_rows(module, (query, key, value), schedule, whole, scale, pattern, softcap, s_aux)
 
 
 class _DiffusionSequence(_Sequence):
@@ -280,8 +297,8 @@ class _DiffusionSequence(_Sequence):
         if total < size:
             raise ConfigError(f"{self.name}: {total} tokens at {place} cannot be shared by {size} ranks: {SIZES}")
         self.cut[place], self._open = total, True
-        base, extra = divmod(total, size)
-        return value.narrow(dim, rank * base + min(rank, extra), base + (rank < extra)).contiguous()
+        own = range_of_rank(total, rank, size)
+        return value.narrow(dim, own.start, len(own)).contiguous()
 
     def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):

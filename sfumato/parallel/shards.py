@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from sfumato.parallel.mesh import Mesh
 
@@ -39,14 +40,8 @@ def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
-        elif (
-            isinstance(submodule, FullyShardedDataParallel)
-            and submodule._is_root is not None
-            and submodule._handle is not None
-        ):
-            submodule._handle.reshard(
-                free_unsharded_flat_param=True
-            )  # the outermost keeps its own after a forward pass
+        elif isinstance(submodule, FullyShardedDataParallel) and submodule._is_root is not None and submodule._handle:
+            submodule._handle.reshard(True)  # the outermost keeps its own after a forward pass
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
@@ -149,10 +144,8 @@ def _ranges(positions: Tensor) -> list[tuple[int, int]]:
     """Increasing positions as ranges; one empty range for none."""
     if not len(positions):
         return [(0, 0)]
-    last = (positions.diff() != 1).nonzero().flatten()
-    starts = positions[torch.cat([torch.zeros(1, dtype=torch.long), last + 1])].tolist()
-    stops = positions[torch.cat([last, torch.tensor([len(positions) - 1])])].tolist()
-    return [(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
+    runs = positions.tensor_split((positions.diff() != 1).nonzero().flatten() + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def whole_shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -187,10 +180,8 @@ class Shards:
             return whole(placed_like(shard, parameter))
         if self.group is None:
             return shard
-        longest = max(self.numels[name])
-        padded = [shard.new_zeros(longest) for _ in self.numels[name]]
-        mine = shard.new_zeros(longest)
-        mine[: shard.numel()] = shard.reshape(-1)
+        mine = functional.pad(shard.reshape(-1), (0, max(self.numels[name]) - shard.numel()))
+        padded = [torch.empty_like(mine) for _ in self.numels[name]]
         dist.all_gather(padded, mine, group=self.group)
         parts = [flat[:numel] for flat, numel in zip(padded, self.numels[name], strict=True)]
         return torch.cat(parts).view(self.shapes[name])

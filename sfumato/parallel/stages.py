@@ -32,7 +32,6 @@ class Absent(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the hidden states, any shape."""
-        del args, kwargs
         return hidden_states
 
 

@@ -87,13 +87,15 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
     groups = _groups(blocks, found) if sequence_parallel else {}
     _check_heads(module, found, cutter.ranks.size)
     _check_owners(module, found)
-    _make_equal(module, mesh)
+    for parameter in trainable_parameters(module).values():  # each rank may have drawn its own at random
+        if not parameter.is_meta:
+            dist.broadcast(parameter.data, group=mesh.group("tp"), group_src=0)
 
     inside = tuple(f"{name}." for name in blocks)
     parts = tuple(f"{name}." for name, is_partial in groups.items() if is_partial)
     handled: set[nn.Module] = set()
     for name, style in found.items():
-        handled |= _apply(module, name, style, cutter, parts=name.startswith(parts), inside=name.startswith(inside))
+        handled |= _apply(style, _Site(module, name, cutter, name.startswith(parts), name.startswith(inside)))
     _reduce_heads(module, found, cutter.ranks.size)
     if sequence_parallel:
         share_sequence(module, blocks, groups, handled, cutter.ranks)
@@ -193,49 +195,55 @@ def _check_owners(module: nn.Module, found: Mapping[str, Style]) -> None:
                 )
 
 
-def _make_equal(module: nn.Module, mesh: Mesh) -> None:
-    """Gives every tensor-parallel rank the trainable weights of the first: they may have been drawn at random."""
-    for parameter in trainable_parameters(module).values():
-        if not parameter.is_meta:
-            dist.broadcast(parameter.data, group=mesh.group("tp"), group_src=0)
+@dataclass(frozen=True)
+class _Site:
+    """Where a style is applied."""
+
+    module: nn.Module
+    """The model."""
+    name: str
+    """The module or parameter in it."""
+    cutter: Cutter
+    parts: bool
+    """Whether it stands in a partial group."""
+    inside: bool
+    """Whether it stands in a block, where shards must be equal."""
 
 
-def _apply(module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bool, inside: bool) -> set[nn.Module]:
-    """Applies a style. Returns the modules whose parameters it has taken care of.
-
-    Args:
-        module: the model.
-        name: the module or parameter in it.
-        style: its style.
-        cutter: cuts the weights.
-        parts: whether it stands in a partial group.
-        inside: whether it stands in a block, where shards must be equal.
-    """
-    if _is_parameter(module, name):
-        _cut_parameter(module, name, style, cutter)
+def _apply(style: Style, site: _Site) -> set[nn.Module]:
+    """Applies a style. Returns the modules whose parameters it has taken care of."""
+    if _is_parameter(site.module, site.name):
+        owner, _, own = site.name.rpartition(".")
+        dims = site.module.get_parameter(site.name).ndim
+        dim = max(dims - 2, 0) if style.meaning.cuts == "outputs" else dims - 1
+        site.cutter.cut(site.module.get_submodule(owner), own, dim, owner, style.blocks)
         return set()
-    target, meaning = module.get_submodule(name), style.meaning
+    target, meaning = site.module.get_submodule(site.name), style.meaning
     if meaning.cuts:
-        return _apply_linear(target, name, style, cutter, parts, inside)
+        return _apply_linear(target, style, site)
     if meaning.layer is not None:
-        _check_type(target, meaning.layer, name, style.kind)
-    return meaning.apply(target, _Site(module, name, cutter, parts))
+        _check_type(target, meaning.layer, site.name, style.kind)
+    return meaning.apply(target, site) if meaning.apply else set()
 
 
-def _apply_linear(
-    module: nn.Module, name: str, style: Style, cutter: Cutter, parts: bool, inside: bool
-) -> set[nn.Module]:
+def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module]:
     """Cuts a linear layer and its adapters: of an adapter's two matrices the one at the cut side."""
-    layer, firsts, seconds = _linear_parts(module, name, style.kind)
-    is_whole = style.meaning.is_whole
-    if style.meaning.cuts == "outputs":
-        settings = {"parts": parts, "even": inside and not is_whole, "joined": is_whole, "blocks": style.blocks}
-        for linear in (layer, *seconds):
-            styles.make_colwise(linear, cutter, name, adapter=linear is not layer, **settings)
-        return {layer, *seconds}
-    for linear in (layer, *firsts):
-        styles.make_rowwise(linear, cutter, name, parts=parts, whole_input=is_whole, blocks=style.blocks)
-    return {layer, *firsts}
+    layer, firsts, seconds = _linear_parts(module, site.name, style.kind)
+    cutter, blocks, is_whole = site.cutter, style.blocks, style.meaning.is_whole
+    settings = {"tp_ranks": cutter.ranks, "tp_parts": site.parts}
+    if style.meaning.cuts == "inputs":
+        for linear in (layer, *firsts):
+            cutter.cut(linear, "weight", 1, site.name, blocks)
+            styles.become(linear, styles.Rowwise, tp_whole_input=is_whole, **settings)
+        return {layer, *firsts}
+    even = site.inside and not is_whole
+    for linear in (layer, *seconds):
+        if blocks == 1 or linear is layer:
+            cutter.cut(linear, "weight", 0, site.name, blocks, even)
+        if blocks == 1:
+            cutter.cut(linear, "bias", 0, site.name, even=even)
+        styles.become(linear, styles.Colwise, tp_joined=is_whole, tp_blocks=blocks, **settings)
+    return {layer, *seconds}
 
 
 def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
@@ -252,13 +260,6 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
             f"{', '.join(others) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain LoRA"
         )
     return layer, list(module.lora_A.values()), list(module.lora_B.values())
-
-
-def _cut_parameter(module: nn.Module, name: str, style: Style, cutter: Cutter) -> None:
-    owner, _, own = name.rpartition(".")
-    dims = module.get_parameter(name).ndim
-    dim = max(dims - 2, 0) if style.meaning.cuts == "outputs" else dims - 1
-    cutter.cut(module.get_submodule(owner), own, dim, owner, style.blocks)
 
 
 def _check_type(module: nn.Module, wanted: type[nn.Module], name: str, kind: str) -> None:
@@ -296,36 +297,14 @@ def _is_parameter(module: nn.Module, name: str) -> bool:
     return own in module.get_submodule(owner)._parameters
 
 
-@dataclass(frozen=True)
-class _Site:
-    """Where a style is applied."""
-
-    module: nn.Module
-    """The model."""
-    name: str
-    """The name of the layer in the model."""
-    cutter: Cutter
-    parts: bool
-    """Whether it stands in a partial group."""
-
-
-def _apply_cut(role: type[nn.Module], dim: int, even: bool = True) -> _Apply:
-    """Cuts the weight of a layer along a dimension and gives it a role of ``tensor_styles``."""
-
-    def apply(layer: nn.Module, site: _Site) -> set[nn.Module]:
-        site.cutter.cut(layer, "weight", dim, site.name, even=even)
-        styles.become(layer, role, tp_ranks=site.cutter.ranks)
-        return {layer}
-
-    return apply
-
-
-def _apply_role(role: type[nn.Module]) -> _Apply:
-    """Gives a module a role of ``tensor_styles`` that needs to know the ranks."""
+def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True) -> _Apply:
+    """Gives a module a role of ``tensor_styles``, and cuts its weight along a dimension if one is given."""
 
     def apply(module: nn.Module, site: _Site) -> set[nn.Module]:
+        if dim is not None:
+            site.cutter.cut(module, "weight", dim, site.name, even=even)
         styles.become(module, role, tp_ranks=site.cutter.ranks)
-        return set()
+        return set() if dim is None else {module}
 
     return apply
 
@@ -362,19 +341,7 @@ def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
     if site.parts:
         styles.become(module, styles.Summed, tp_ranks=site.cutter.ranks)
         return {module}
-    styles.become(module, styles.Local)
-    return set()
-
-
-def _apply_separate(module: nn.Module, site: _Site) -> set[nn.Module]:
-    del site
-    styles.become(module, styles.SeparateOutputs)
-    return set()
-
-
-def _apply_nothing(module: nn.Module, site: _Site) -> set[nn.Module]:
-    del module, site
-    return set()
+    return _apply_role(styles.Local)(module, site)
 
 
 _Apply = Callable[[nn.Module, _Site], set[nn.Module]]
@@ -394,7 +361,7 @@ class Meaning:
     """Whether it can leave all sums to the ends of the group of layers it stands in, see ``_groups``."""
     layer: type[nn.Module] | None = None
     """The only class of module that it is for."""
-    apply: _Apply = _apply_nothing
+    apply: _Apply | None = None
 
 
 STYLES: dict[str, Meaning] = {
@@ -408,10 +375,10 @@ STYLES: dict[str, Meaning] = {
     "rowwise_split_input": Meaning("inputs", is_whole=True),
     "rowwise_rep": Meaning("inputs", is_whole=True),
     # Embeddings whose vocabulary, or features, are cut.
-    "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_cut(styles.EmbeddingRowwise, 0, even=False)),
-    "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_cut(styles.EmbeddingColwise, 1)),
+    "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_role(styles.EmbeddingRowwise, 0, even=False)),
+    "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_role(styles.EmbeddingColwise, 1)),
     # A norm over the features of all heads.
-    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_cut(styles.NormAcrossHeads, 0), leaves_sums=True),
+    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_role(styles.NormAcrossHeads, 0), leaves_sums=True),
     # Whole weights that are used on cut heads.
     "replicated_with_grad_allreduce": Meaning(apply=_apply_summed, leaves_sums=True),
     # The latent projection of multi-head latent attention.
@@ -424,7 +391,7 @@ STYLES: dict[str, Meaning] = {
     # Outputs that are summed; nothing; a block that returns several views of one tensor.
     "all_reduce": Meaning(apply=_apply_role(styles.AllReduced)),
     "replicate": Meaning(leaves_sums=True),
-    "separate_outputs": Meaning(apply=_apply_separate),
+    "separate_outputs": Meaning(apply=_apply_role(styles.SeparateOutputs)),
 }
 
 
@@ -444,11 +411,7 @@ def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict
             )
         for child, submodule in block.named_children():
             meant = [style.meaning for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")]
-            if any(True for _ in submodule.parameters()) and (meant or not _is_norm(submodule)):
+            if any(True for _ in submodule.parameters()) and (meant or not type(submodule).__name__.endswith("Norm")):
                 sums = any(meaning.cuts == "inputs" for meaning in meant)
                 groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meant)
     return groups
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm")

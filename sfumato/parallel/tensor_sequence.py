@@ -21,14 +21,12 @@ class SharedSequence:
 
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Before the first block: keeps this rank's part of the hidden states."""
-        del block
         hidden, args, kwargs = _take_input(args, kwargs)
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
     def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the last block: joins the parts."""
-        del block, args
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 
 

@@ -59,12 +59,12 @@ def gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks, parts: bool
 
 def cut(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., width, ...]`` of a whole tensor, filled up with zeros; the gradient is gathered."""
-    return _Cut.apply(tensor, dim, ranks)
+    return _Share.apply(tensor, dim, ranks, False)
 
 
 def scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., width, ...]`` of the sum over ranks, filled up with zeros; the gradient is gathered."""
-    return _Scatter.apply(tensor, dim, ranks)
+    return _Share.apply(tensor, dim, ranks, True)
 
 
 class _Copy(torch.autograd.Function):
@@ -100,26 +100,15 @@ class _Gather(torch.autograd.Function):
         return take(gradient, ctx.dim, ctx.ranks).narrow(ctx.dim, 0, ctx.width), None, None, None, None
 
 
-class _Cut(torch.autograd.Function):
+class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, dim, ranks):
+    def forward(ctx, tensor, dim, ranks, sums):
         ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
-        return _shard(tensor, dim, ranks)
+        return (_reduce_scatter if sums else _shard)(tensor, dim, ranks)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, ranks):
-        ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
-        return _reduce_scatter(tensor, dim, ranks)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None
+        return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None, None
 
 
 def _all_reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
@@ -219,53 +208,23 @@ class Cutter:
             tensor = distribute_tensor(parameter.data, self.device_mesh, [placement], src_data_rank=None)
         else:
             shard = blockwise_shard(parameter.data, placement.dim, placement.split_factor, self.ranks)
-            shape, stride = parameter.shape, parameter.contiguous().stride()
-            tensor = DTensor.from_local(
-                shard, self.device_mesh, [placement], run_check=False, shape=shape, stride=stride
-            )
+            layout = {"shape": parameter.shape, "stride": parameter.contiguous().stride()}
+            tensor = DTensor.from_local(shard, self.device_mesh, [placement], run_check=False, **layout)
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-def make_colwise(
-    layer: nn.Linear,
-    cutter: Cutter,
-    where: str,
-    *,
-    parts: bool,
-    even: bool,
-    joined: bool = False,
-    blocks: int = 1,
-    adapter: bool = False,
-) -> None:
-    """Cuts the outputs of a linear layer.
-
-    Args:
-        layer: its weight [out, in] and bias [out] are cut along ``out``. With several blocks its bias, and the weight
-            of an adapter, stay whole and are cut when used: fsdp2 can share a blockwise cut only along ``in``.
-        cutter: cuts the weights.
-        where: its name, for errors.
-        parts: whether it stands in a partial group.
-        even: whether all shards must be of one size.
-        joined: whether the outputs are gathered again.
-        blocks: equal blocks of the outputs, each of which is cut.
-        adapter: whether it is the second matrix of a LoRA adapter.
-    """
-    if blocks == 1 or not adapter:
-        cutter.cut(layer, "weight", 0, where, blocks, even)
-    if blocks == 1:
-        cutter.cut(layer, "bias", 0, where, even=even)
-    become(layer, Colwise, tp_ranks=cutter.ranks, tp_parts=parts, tp_joined=joined, tp_blocks=blocks)
-
-
 class Colwise(nn.Linear):
-    """A linear layer whose outputs are cut."""
+    """A linear layer whose outputs are cut: weight [out, in] and bias [out] along ``out``.
+
+    With several blocks its bias, and the weight of an adapter, stay whole and are cut here: fsdp2 can share a blockwise
+    cut only along ``in``.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.tp_parts:
             input = copy(input, self.tp_ranks)
-        output = nn.functional.linear(
-            input, self._rows(self.weight), None if self.bias is None else self._rows(self.bias)
-        )
+        bias = None if self.bias is None else self._rows(self.bias)
+        output = nn.functional.linear(input, self._rows(self.weight), bias)
         return gather(output, -1, self.out_features, self.tp_ranks) if self.tp_joined else output
 
     def _rows(self, parameter: Tensor) -> Tensor:
@@ -274,25 +233,11 @@ class Colwise(nn.Linear):
         return blockwise_shard(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
 
 
-def make_rowwise(
-    layer: nn.Linear, cutter: Cutter, where: str, *, parts: bool, whole_input: bool = False, blocks: int = 1
-) -> None:
-    """Cuts the inputs of a linear layer and sums its outputs.
-
-    Args:
-        layer: its weight [out, in] is cut along ``in``; the bias stays whole and is added once.
-        cutter: cuts the weights.
-        where: its name, for errors.
-        parts: whether it stands in a partial group, at whose end the sum is made.
-        whole_input: whether it is given whole inputs and takes its shard of them.
-        blocks: equal blocks of the inputs, each of which is cut.
-    """
-    cutter.cut(layer, "weight", 1, where, blocks)
-    become(layer, Rowwise, tp_ranks=cutter.ranks, tp_parts=parts, tp_whole_input=whole_input)
-
-
 class Rowwise(nn.Linear):
-    """A linear layer whose inputs are cut."""
+    """A linear layer whose inputs are cut, and its weight [out, in] along ``in``; what comes out is summed.
+
+    The bias stays whole and is added once.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if self.tp_whole_input:
@@ -344,28 +289,23 @@ class NormAcrossHeads(nn.RMSNorm):
         return (values if self.weight is None else values * local(self.weight)).type_as(input)
 
 
-class Summed(nn.Module):
-    """A module with whole parameters of which each rank sees a part of the uses: their gradients are summed."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with showing(
-            self,
-            **{name: self._of_rank(parameter) for name, parameter in self._parameters.items() if parameter is not None},
-        ):
-            return super().forward(*args, **kwargs)
-
-    def _of_rank(self, parameter: Tensor) -> Tensor:
-        return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
-
-
 class Local(nn.Module):
     """A module that computes with this rank's shards of its own parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with showing(
-            self, **{name: local(parameter) for name, parameter in self._parameters.items() if parameter is not None}
-        ):
+        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        with showing(self, **{name: self._of_rank(parameter) for name, parameter in own.items()}):
             return super().forward(*args, **kwargs)
+
+    def _of_rank(self, parameter: Tensor) -> Tensor:
+        return local(parameter)
+
+
+class Summed(Local):
+    """A module with whole parameters of which each rank sees a part of the uses: their gradients are summed."""
+
+    def _of_rank(self, parameter: Tensor) -> Tensor:
+        return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
 
 
 class Experts(Local):

@@ -67,19 +67,11 @@ class FileTensor:
         return self.file.get_slice(self.name)[slices]
 
 
-@dataclass
 class Held:
     """A tensor in memory."""
 
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def read(self, slices: Slices) -> Tensor:
         return self.tensor[slices]

@@ -26,14 +26,7 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local, plain_name, trainable_parameters
-from sfumato.parallel.weight_files import (
-    Held,
-    TensorSource,
-    converted,
-    file_of,
-    open_weights,
-    read_shard,
-)
+from sfumato.parallel.weight_files import Held, TensorSource, converted, file_of, open_weights, read_shard
 
 NAMED = 5
 """Tensors that an error names; the others are counted."""
@@ -78,10 +71,9 @@ def load_weights(
             or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
             Afterwards, when a weight is not finite.
     """
-    wanted = _over_stages(
-        {name: Wanted(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in _loadable(module).items()},
-        mesh,
-    )
+    here = _loadable(module).items()
+    wanted = {name: Wanted(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in here}
+    wanted = mesh.merge(wanted, over="pp")
     shared = from_rank0 and mesh.size > 1
     with ExitStack() as stack:
         found: dict[str, TensorSource] = {}
@@ -119,7 +111,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     parameters, buffers = all_parameters(module), persistent_buffers(module)
     shards = Shards(module, mesh, parameters)
     shapes = {name: tuple(shards.shapes[name]) for name in parameters}
-    shapes = _over_stages(shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}, mesh)
+    shapes = mesh.merge(shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}, over="pp")
     shared = from_rank0 and mesh.size > 1
     problems = []
     if mesh.is_first or not shared:
@@ -171,7 +163,7 @@ def whole_weights(
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
     found: dict[str, Tensor] = {}
-    for number, specs in enumerate(mesh.gather(mine, over="pp") if len(ranks) > 1 else [mine]):
+    for number, specs in enumerate(mesh.gather(mine, over="pp")):
         for name, (shape, dtype) in specs.items():
             if number == stage:
                 whole = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
@@ -283,7 +275,7 @@ def initialise_on_meta(
         ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
     """
     _refuse_fsdp1(module)
-    wanted = _over_stages(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), mesh)
+    wanted = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
     tensors: dict[str, Tensor] = {}
     problems = []
     if mesh.is_first:
@@ -351,13 +343,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _names_by_identity(module: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
 def _rename(
     stored: dict[str, TensorSource], rename: Callable[[str], str] | Mapping[str, str] | None
 ) -> dict[str, TensorSource]:
@@ -380,7 +365,10 @@ def _match(
     if root is not None:
         stored = converted(stored, root, {name: expected.shape for name, expected in wanted.items()})
     root = module if root is None else root
-    same = [{plain_name(name) for name in names} for names in _names_by_identity(module).values() if len(names) > 1]
+    names_of: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), set()).add(plain_name(name))
+    same = [names for names in names_of.values() if len(names) > 1]
     same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
     found, missing, misfits = {}, [], []
     for name, expected in wanted.items():
@@ -422,11 +410,6 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
     names = all_parameters(module).keys()
     models = (submodule for submodule in module.modules() if isinstance(submodule, PreTrainedModel))
     return next((model for model in models if model is module or all_parameters(model).keys() <= names), None)
-
-
-def _over_stages(values: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """What all pipeline stages have under their names."""
-    return {name: value for part in mesh.gather(values, over="pp") for name, value in part.items()}
 
 
 def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:

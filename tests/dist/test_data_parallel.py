@@ -23,6 +23,7 @@ from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl
+from tests.rows import ROUNDING
 from tests.tiny import run_task_here, run_task_process, tiny_dit_config, tiny_rl_config, write_config
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -231,6 +232,9 @@ def test_pretraining_is_the_same_with_two_processes(dit, other):
 @pytest.mark.parametrize("other", ["double", "resumed"])
 def test_rl_is_the_same_with_two_processes(rl, other):
     tolerance = {"loss/policy": 1e-5, "ratio/approx_kl": 1e-9, "ratio/replay_error": 1e-5}
+    # two processes have fewer rows in a batch, which some CPUs round otherwise
+    names = read_jsonl(rl.single / "metrics.jsonl")[-1]
+    tolerance |= {name: max(ROUNDING, 1e-12) for name in names if name.startswith("mismatch/")}
     assert_close(getattr(rl, other), rl.single, tolerance, later=1e-2)
     assert largest_difference(getattr(rl, other), rl.single) < 1e-4
 

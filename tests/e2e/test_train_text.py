@@ -1,6 +1,7 @@
 """Training of language models end to end: it learns, it can be looked at, and transformers loads what comes out."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sfumato.config.load import merge
 from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic_text import SyntheticRows
+from sfumato.errors import ConfigError
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, run_task_here, run_task_process, tiny_language_description, tiny_text_config, write_config
@@ -170,3 +172,50 @@ def test_the_quickstart_learns(tmp_path):
     rows = held_out(yaml.safe_load(paths["text_sft"].read_text())["data"]["synthetic"], 20)
     answers = answers_in_plain_transformers(tmp_path / "text_sft/hf_ckpt", [row["prompt"] for row in rows])
     assert sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) >= 18
+
+
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+    "expand": 2,
+    "state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "vocab_size": 259,
+}
+
+
+def recurrent(tmp_path, **overrides):
+    config = tiny_text_config(tmp_path, **overrides)
+    config["model"]["config_path"] = str(write_config(MAMBA2, tmp_path / "mamba2.yaml"))
+    return config
+
+
+def test_documents_of_a_recurrent_model_get_rows_of_their_own(tmp_path):
+    """It says so, and the numbers of the run are those of a document a row."""
+    run = run_task_here("train_text", recurrent(tmp_path / "auto"))
+    assert "model.rows documents" in (run / "log.txt").read_text()
+    chosen = run_task_here(
+        "train_text", recurrent(tmp_path / "chosen", model={"rows": "documents", "attention": "eager"})
+    )
+    assert read_jsonl(chosen / "metrics.jsonl") == read_jsonl(run / "metrics.jsonl")
+
+
+def test_the_reference_of_a_recurrent_model_sees_documents_as_the_model_does(tmp_path):
+    """Before the first update the two are one model, so that no pair has a margin."""
+    run = run_task_here("train_text_dpo", recurrent(tmp_path, data={"data_type": "preference"}))
+    first = read_jsonl(run / "metrics.jsonl")[0]
+    assert first["eval/margin"] == 0.0 and first["eval/loss"] == pytest.approx(math.log(2), rel=1e-6), first
+
+
+def test_a_model_that_is_not_causal_is_refused_before_the_first_step(tmp_path):
+    config = tiny_text_config(tmp_path)
+    described = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    described |= {"intermediate_size": 48, "vocab_size": 259, "is_decoder": False}
+    described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config["model"]["config_path"] = str(write_config(described, tmp_path / "bert.yaml"))
+    with pytest.raises(ConfigError, match="a token notices what comes after it"):
+        run_task_here("train_text", config)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from sfumato.data.loader import IndexLoader
 from sfumato.errors import DataError
+from tests.token_rows import index_loader
 
 
 def make(num_rows=30, global_batch=6, micro_batch=6, seed=0, steps=None, epochs=1, rank=0, ranks=1):
-    return IndexLoader(num_rows, global_batch, micro_batch, seed, steps, epochs, rank, ranks)
+    return index_loader(num_rows, global_batch, micro_batch, seed, steps, epochs, rank, ranks)
 
 
 def flat(loader, from_step=0):

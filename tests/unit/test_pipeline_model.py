@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -120,7 +121,7 @@ def test_an_update_on_more_processes_keeps_its_share_of_speed(model: ModuleType)
 
 
 def write_timeline(folder: Path) -> None:
-    with JsonLines(folder / "timeline.jsonl") as file:
+    with closing(JsonLines(folder / "timeline.jsonl")) as file:
         for step in range(1, 5):
             slow = 10.0 if step == 1 else 1.0  # the first step warms up
             events = [Event("sampler", rank, "generate", 0.0, 2.0 * slow, step, 0) for rank in (0, 1, 0)]

@@ -80,7 +80,7 @@ def test_it_holds_what_the_transform_makes(tmp_path, documents):
     sources, transform = weighted(parts, [1, 1]), NumberTransform(documents)
     store = build(tmp_path, sources, transform)
     assert content(store) == wanted(sources, transform)
-    assert store.names == ["s0", "s1"] and store.documents_per_sample == documents and store.num_bad == 0
+    assert store.names == ["s0", "s1"] and store.documents_per_sample == documents and not store.bad_rows
     assert len(store) == 5 + 2 * CHUNK_ROWS + 3
     assert store.source_of.tolist() == [0] * 5 + [1] * (len(store) - 5)
     assert store.lengths.tolist() == [sum(len(ids) for ids, _ in sample) for sample in content(store)]

@@ -85,7 +85,15 @@ class DiffusionModel(FrozenParts):
     @classmethod
     @abstractmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A pipeline of this family from a description, with random weights (``config_path``)."""
+        """A pipeline of this family from a description, with random weights (``config_path``).
+
+        Args:
+            description: its sections; a family says which.
+            seed: seed of the weights.
+
+        Raises:
+            ValueError: for an unknown section or key, or when a section that is needed is missing.
+        """
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -104,12 +112,7 @@ class DiffusionModel(FrozenParts):
         """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
 
     def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The first latents of a trajectory from standard normal ``noise`` ``[B, *latent_shape]``.
-
-        Args:
-            noise: what is drawn.
-            sigma: the first noise level, a scalar.
-        """
+        """The first latents, of standard normal ``noise`` ``[B, *latent_shape]`` and the first noise level ``[]``."""
         return noise
 
     def training_sigma(self, sigma: Tensor) -> Tensor:
@@ -347,13 +350,20 @@ class DiffusionModel(FrozenParts):
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it."""
+        """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it.
+
+        That of a second transformer goes to ``transformer_2`` below, a file of its own, which diffusers reads with
+        ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
+        """
         from peft.utils import get_peft_model_state_dict
 
-        layers = get_peft_model_state_dict(self.plain_denoiser(), weights)
-        given = {f"{self.denoiser_name}_lora_layers": layers}
-        given[f"{self.denoiser_name}_lora_adapter_metadata"] = self._adapters["default"].to_dict()
-        self.pipeline.save_lora_weights(folder, **given)
+        parts = self.split_denoiser(self.plain_denoiser())
+        for name, plain in parts.items():
+            prefix = f"{name}." if len(parts) > 1 else ""
+            own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+            given = {f"{self.denoiser_name}_lora_layers": get_peft_model_state_dict(plain, own)}
+            given[f"{self.denoiser_name}_lora_adapter_metadata"] = self._adapters["default"].to_dict()
+            self.pipeline.save_lora_weights(folder if name == self.denoiser_name else folder / name, **given)
 
 
 def read_pipeline_class(folder: Path) -> str:

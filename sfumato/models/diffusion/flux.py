@@ -44,16 +44,9 @@ class Flux(KLLatents, FlowTokens):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A pipeline with random weights.
-
-        Args:
-            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
-                ``text_encoder`` (width, layers, ... of CLIP), ``t5``, and ``tokenizer`` (words, max_length). Channels
-                and text widths of the transformer follow from the other sections.
-            seed: seed of the weights.
-
-        Raises:
-            ValueError: for an unknown section or key.
+        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+        (width, layers, ... of CLIP), ``t5``, and ``tokenizer`` (words, max_length). Channels and text widths of the
+        transformer follow from the other sections.
         """
         import diffusers
 

@@ -49,10 +49,7 @@ class FrozenParts(ABC):
     """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
 
     def __init__(self, pipeline: Any) -> None:
-        """
-        Args:
-            pipeline: the diffusers pipeline with all its components.
-        """
+        """Takes a diffusers pipeline with all its components."""
         self.pipeline = pipeline
         self.encoders_freed = False
         self.device = torch.device("cpu")
@@ -107,11 +104,7 @@ class FrozenParts(ABC):
             names: of the pipeline's components; those that a pipeline does without may be among them.
         """
         found = [self.components[name] for name in names if name in self.components]
-        moved = (
-            []
-            if self.idle_device is None
-            else [component for component in found if device_of(component) != self.device]
-        )
+        moved = [] if self.idle_device is None else [part for part in found if device_of(part) != self.device]
         try:
             for component in moved:
                 component.to(self.device)
@@ -181,7 +174,7 @@ class FrozenParts(ABC):
         """
         if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
             self.forget_prompts()
-        self._remember(prompts, images, with_negative)
+        self.remember_prompts(prompts, images, with_negative)
         digests = image_digests(prompts, images)
 
         def stack(texts: Sequence[str], digests: Sequence[str]) -> dict[str, Tensor]:
@@ -194,17 +187,16 @@ class FrozenParts(ABC):
         own_negative = with_negative and self.takes_image
         return Conditioning(stack(prompts, digests), negative, own_negative).to(self.device)
 
-    def remember_prompts(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None) -> None:
-        """Embeds the prompts, and the empty one, that are not remembered yet; they are kept on the CPU.
+    def remember_prompts(
+        self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None, with_negative: bool = True
+    ) -> None:
+        """Embeds the prompts that are not remembered yet; they are kept on the CPU.
 
         Args are those of ``encode_prompts``.
 
         Raises:
             DataError, RuntimeError: as ``encode_prompts``.
         """
-        self._remember(prompts, images, with_negative=True)
-
-    def _remember(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None, with_negative: bool) -> None:
         self._check_images(prompts, images)
         digests = image_digests(prompts, images)
         wanted = dict.fromkeys(zip(prompts, digests, strict=True))
@@ -286,19 +278,14 @@ class FrozenParts(ABC):
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         """Shape of one row, and dtype, of each tensor of a conditioning, also where the encoders are on meta.
 
-        Args:
-            height, width: in pixels of the image that a family may take.
+        A family that takes images takes one of that height and width in pixels.
         """
         images = self.blank_images(1, height, width)
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
         return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in embedded.items()}
 
     def example_embeddings(self, height: int, width: int) -> dict[str, Tensor]:
-        """Some conditioning of one row; where the encoders were freed, one that is remembered.
-
-        Args:
-            height, width: in pixels of the image that a family may take.
-        """
+        """Some conditioning of one row, as of ``embedding_shapes``; one that is remembered if encoders were freed."""
         if self.encoders_freed:
             return {name: tensor[None] for name, tensor in next(iter(self._prompts.values())).items()}
         return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors

@@ -67,7 +67,7 @@ def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> 
     """
     if num_steps == 1:  # shift or none, and shift_terminal would divide by zero
         return torch.tensor([1.0, 0.0])
-    scheduler, mu = copy.deepcopy(scheduler), _mu(scheduler, num_tokens(latent_shape))
+    scheduler, mu = copy.deepcopy(scheduler), dynamic_shift(scheduler, num_tokens(latent_shape))
     if scheduler.config.get("use_flow_sigmas"):
         scheduler.set_timesteps(num_steps, mu=mu)
     else:
@@ -85,15 +85,15 @@ def flow_shift(scheduler: Any, latent_shape: Sequence[int] | None = None) -> flo
     if not scheduler.config.use_dynamic_shifting:
         return float(scheduler.config.shift)
     largest = scheduler.config.get("max_image_seq_len", 4096)
-    mu = _mu(scheduler, largest if latent_shape is None else num_tokens(latent_shape))
+    mu = dynamic_shift(scheduler, largest if latent_shape is None else num_tokens(latent_shape))
     return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
 
 
-def _mu(scheduler: Any, tokens: int) -> float:
+def dynamic_shift(scheduler: Any, tokens: int, max_shift: float = 1.15) -> float:
     """The line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift); the pipelines' defaults."""
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    given = {"base_shift": 0.5, "max_shift": 1.15, "base_seq_len": 256, "max_seq_len": 4096}
+    given = {"base_shift": 0.5, "max_shift": max_shift, "base_seq_len": 256, "max_seq_len": 4096}
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
     settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
     return float(calculate_shift(tokens, **settings))
@@ -107,14 +107,50 @@ class KLLatents(DiffusionModel):
         """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``, the mode of the posterior, scaled."""
         vae = self.pipeline.vae
         latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
-        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+        shift, scale = self._latent_scale(latents)
+        return (latents - shift) * scale
 
     @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         """The way back: latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
         vae = self.pipeline.vae
-        unscaled = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
+        shift, scale = self._latent_scale(latents)
+        return vae.decode((latents.float() / scale + shift).to(vae.dtype), return_dict=False)[0]
+
+    def _latent_scale(self, like: Tensor) -> tuple[Any, Any]:
+        """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
+        return self.pipeline.vae.config.shift_factor, self.pipeline.vae.config.scaling_factor
+
+
+class VideoLatents(DiffusionModel):
+    """Families with an autoencoder of videos, an image being one of a single frame."""
+
+    @torch.no_grad()
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        """uint8 pixels ``[B, 3, (F,) H, W]`` to float32 latents ``[B, C, f, h, w]`` with mean 0 and deviation 1."""
+        vae = self.pipeline.vae
+        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
+        return self._encode(video.to(vae.device, vae.dtype) / 127.5 - 1)
+
+    def _encode(self, video: Tensor) -> Tensor:
+        latents = self.pipeline.vae.encode(video).latent_dist.mode().float()
+        mean, std = self._latent_statistics(latents)
+        return (latents - mean) / std
+
+    @torch.no_grad()
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        """The way back: pixels ``[B, 3, H, W]``, or of several frames ``[B, F, 3, H, W]``, about [-1, 1]."""
+        vae = self.pipeline.vae
+        mean, std = self._latent_statistics(latents)
+        video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
+        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+
+    def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, ``[C, 1, 1, 1]``."""
+        config = self.pipeline.vae.config
+        both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
+        mean, std = both[:, :, None, None, None]
+        return mean, std
 
 
 class FlowTokens(DiffusionModel):

@@ -25,7 +25,6 @@ from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
-
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 """Ends of the names of files with a tokenizer's vocabulary."""
 
@@ -62,17 +61,14 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
                 f"{where}: model.family {config.family} is for pipeline class {family.pipeline_class!r}, not "
                 f"{pipeline_class!r}"
             )
-        return _with_prompts(family, config)
-    known = find_families()
-    if pipeline_class not in known:
-        raise ConfigError(
-            f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your own "
-            "is named by model.family: my_module:MyFamily"
-        )
-    return _with_prompts(known[pipeline_class], config)
-
-
-def _with_prompts(family: type[DiffusionModel], config: ModelConfig) -> type[DiffusionModel]:
+    else:
+        known = find_families()
+        if pipeline_class not in known:
+            raise ConfigError(
+                f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your "
+                "own is named by model.family: my_module:MyFamily"
+            )
+        family = known[pipeline_class]
     if config.max_sequence_length < family.shortest_prompt:
         raise ConfigError(
             f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "

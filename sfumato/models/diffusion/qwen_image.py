@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, check_size, num_tokens, pack, unpack
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, VideoLatents, check_size, num_tokens, pack, unpack
 from sfumato.models.diffusion.scratch import (
     build_qwen_autoencoder,
     build_qwen_tokenizer,
@@ -31,7 +31,7 @@ SMALLEST_NORM = 1e-12
 """The norm of a token may be zero in a model that is made from scratch."""
 
 
-class QwenImage(FlowTokens):
+class QwenImage(VideoLatents, FlowTokens):
     """Qwen-Image."""
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
@@ -48,16 +48,11 @@ class QwenImage(FlowTokens):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A pipeline with random weights.
-
-        Args:
-            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
-                ``text_encoder`` (width, layers, ... of Qwen2.5-VL), ``tokenizer`` (words), and for editing
-                ``processor``. Channels and text width of the transformer follow from the other sections.
-            seed: seed of the weights.
+        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+        (width, layers, ... of Qwen2.5-VL), ``tokenizer`` (words), and for editing ``processor``. Channels and text
+        width of the transformer follow from the other sections.
 
         Raises:
-            ValueError: for an unknown section or key.
             MissingDependencyError: for editing without torchvision.
         """
         import diffusers
@@ -125,29 +120,11 @@ class QwenImage(FlowTokens):
         check_size(height, width, factor * PATCH, frames)
         return (self.pipeline.vae.config.z_dim, height // factor, width // factor)
 
-    @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        normalized = pixels.to(vae.device, vae.dtype)[:, :, None] / 127.5 - 1  # a video of one frame
-        latents = vae.encode(normalized).latent_dist.mode()[:, :, 0].float()
-        mean, std = self._statistics(latents)
-        return (latents - mean) / std
+        return super().pixels_to_latents(pixels)[:, :, 0]  # a video of one frame
 
-    @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        mean, std = self._statistics(latents)
-        unscaled = (latents.float() * std + mean).to(vae.dtype)
-        return vae.decode(unscaled[:, :, None], return_dict=False)[0][:, :, 0]
-
-    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the autoencoder's channels: ``[C, 1, 1]`` each."""
-        settings = self.pipeline.vae.config
-        mean, std = (
-            torch.tensor(numbers, device=latents.device)[:, None, None]
-            for numbers in (settings.latents_mean, settings.latents_std)
-        )
-        return mean, std
+        return super().latents_to_pixels(latents[:, :, None])
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""

@@ -16,12 +16,14 @@ from sfumato.config.load import suggest
 from sfumato.errors import MissingDependencyError
 
 
-def unknown_keys(description: dict[str, Any], known: Iterable[str]) -> None:
-    """Raises ValueError for a section that no family knows."""
+def unknown_keys(description: dict[str, Any], known: Iterable[str], needed: str | None = None) -> None:
+    """Raises ValueError for a section that no family knows, or when the one that is needed is missing."""
     known = sorted(known)
     wrong = [key for key in description if key not in known]
     if wrong:
         raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+    if needed is not None and needed not in description:
+        raise ValueError(f"{needed}: required, but not set")
 
 
 def section_of(
@@ -126,19 +128,7 @@ def build_t5_encoder(
 
     Zeros are what the SD3 pipeline puts in the place of a missing T5, beside which random features would only disturb.
     """
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=width,
-        d_kv=max(width // num_heads, 1),
-        d_ff=2 * width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        is_encoder_decoder=False,
-        use_cache=False,
-    )
-    encoder = T5EncoderModel(config)
+    encoder = _t5_encoder("T5", tokenizer, width, num_layers, num_heads)
     if silent:
         torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
     return encoder
@@ -334,9 +324,13 @@ def _words_of(template: str) -> list[str]:
 
 def build_umt5_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> torch.nn.Module:
     """A UMT5EncoderModel with random weights; its output has ``width`` features."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    return _t5_encoder("UMT5", tokenizer, width, num_layers, num_heads)
 
-    config = UMT5Config(
+
+def _t5_encoder(kind: str, tokenizer: Any, width: int, num_layers: int, num_heads: int) -> torch.nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         d_model=width,
         d_kv=max(width // num_heads, 1),
@@ -346,7 +340,7 @@ def build_umt5_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num
         is_encoder_decoder=False,
         use_cache=False,
     )
-    return UMT5EncoderModel(config)
+    return getattr(transformers, f"{kind}EncoderModel")(config)
 
 
 def build_clip_vision_encoder(

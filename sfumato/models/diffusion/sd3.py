@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import KLLatents, check_size
+from sfumato.models.diffusion.latents import KLLatents, check_size, dynamic_shift
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -36,22 +36,14 @@ class StableDiffusion3(KLLatents):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A StableDiffusion3Pipeline with random weights.
-
-        Args:
-            description: sections ``transformer``, ``vae``, ``scheduler`` (arguments of their diffusers classes),
-                ``text_encoder`` (width, layers, ... of both CLIP encoders), ``tokenizer`` (words, max_length), and
-                optionally ``t5``. Without T5, diffusers loads the saved folder only if told text_encoder_3=None.
-            seed: seed of the weights.
-
-        Raises:
-            ValueError: for an unknown section or key, or when there is no section ``transformer``.
+        """Of sections ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),
+        ``text_encoder`` (width, layers, ... of both CLIP encoders), ``tokenizer`` (words, max_length), and optionally
+        ``t5``. Without T5, diffusers loads the saved folder only if told text_encoder_3=None.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"})
-        if "transformer" not in description:
-            raise ValueError("transformer: required, but not set")
+        known = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
+        unknown_keys(description, known, needed="transformer")
         denoiser_settings = section_of(description, "transformer", SD3Transformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
@@ -126,22 +118,12 @@ class StableDiffusion3(KLLatents):
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler, given = copy.deepcopy(self.pipeline.scheduler), {}
         if scheduler.config.use_dynamic_shifting:
-            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-            patch, settings = self.pipeline.patch_size, scheduler.config
+            patch = self.pipeline.patch_size
             tokens = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
-            mu = calculate_shift(
-                tokens,
-                settings.get("base_image_seq_len", 256),
-                settings.get("max_image_seq_len", 4096),
-                settings.get("base_shift", 0.5),
-                settings.get("max_shift", 1.16),
-            )
-            scheduler.set_timesteps(num_steps, mu=mu)
-        else:
-            scheduler.set_timesteps(num_steps)
+            given["mu"] = dynamic_shift(scheduler, tokens, max_shift=1.16)
+        scheduler.set_timesteps(num_steps, **given)
         return scheduler.sigmas.to(torch.float32)
 
     @property

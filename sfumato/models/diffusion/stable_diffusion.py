@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.latents import KLLatents
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -45,7 +45,7 @@ SAME_TIMESTEP = 1e-3
 """A timestep this near to an integer is that integer: it was a point of the schedule, blurred by float32."""
 
 
-class StableDiffusion(DiffusionModel):
+class StableDiffusion(KLLatents):
     """Stable Diffusion 1.5 and 2."""
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
@@ -75,21 +75,14 @@ class StableDiffusion(DiffusionModel):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A StableDiffusionPipeline, or a StableDiffusionXLPipeline, with random weights.
-
-        Args:
-            description: sections ``unet``, ``vae``, ``scheduler`` (of DDIMScheduler, over ``PUBLISHED_SCHEDULE``),
-                ``text_encoder`` (width, layers, ... of each CLIP encoder) and ``tokenizer`` (words, max_length).
-            seed: seed of the weights.
-
-        Raises:
-            ValueError: for an unknown section or key, or when there is no section ``unet``.
+        """Of sections ``unet``, which is needed, ``vae``, ``scheduler`` (of DDIMScheduler, over
+        ``PUBLISHED_SCHEDULE``), ``text_encoder`` (width, layers, ... of each CLIP encoder) and ``tokenizer`` (words,
+        max_length).
         """
         import diffusers
 
-        unknown_keys(description, {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"})
-        if "unet" not in description:
-            raise ValueError("unet: required, but not set")
+        known = {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"}
+        unknown_keys(description, known, needed="unet")
         unet = section_of(description, "unet", diffusers.UNet2DConditionModel)
         vae = section_of(description, "vae", build_autoencoder, given=["shift_factor"])
         scheduler = PUBLISHED_SCHEDULE | section_of(description, "scheduler", diffusers.DDIMScheduler)
@@ -141,21 +134,7 @@ class StableDiffusion(DiffusionModel):
     def probe_size(self) -> int:
         return 2 * self.pipeline.vae_scale_factor
 
-    @torch.no_grad()
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
-        mean, scale = self._latent_scale(latents)
-        return (latents - mean) * scale
-
-    @torch.no_grad()
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        mean, scale = self._latent_scale(latents)
-        return vae.decode((latents.float() / scale + mean).to(vae.dtype), return_dict=False)[0]
-
     def _latent_scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
         config = self.pipeline.vae.config
         mean = getattr(config, "latents_mean", None) or [0.0]
         std = getattr(config, "latents_std", None) or [1.0]

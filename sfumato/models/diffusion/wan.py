@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import check_size
+from sfumato.models.diffusion.latents import VideoLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -48,7 +46,7 @@ ALMOST_ONE = 2e-6
 """UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
 
 
-class Wan(DiffusionModel):
+class Wan(VideoLatents):
     """Text to video."""
 
     pipeline_class: ClassVar[str] = "WanPipeline"
@@ -89,23 +87,14 @@ class Wan(DiffusionModel):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A pipeline with random weights.
-
-        Args:
-            description: sections ``transformer`` (of WanTransformer3DModel), optionally ``transformer_2`` (settings
-                that differ; then ``boundary_ratio``), ``vae`` (of ``build_wan_autoencoder``), ``scheduler`` (of
-                UniPCMultistepScheduler), ``text_encoder``, ``tokenizer`` (words), optionally ``image_encoder``, and
-                ``expand_timesteps``. Channels and text widths of the transformer follow from the other sections.
-            seed: seed of the weights.
-
-        Raises:
-            ValueError: for an unknown section or key, or when there is no section ``transformer``.
+        """Of sections ``transformer`` (of WanTransformer3DModel), which is needed, optionally ``transformer_2``
+        (settings that differ; then ``boundary_ratio``), ``vae`` (of ``build_wan_autoencoder``), ``scheduler`` (of
+        UniPCMultistepScheduler), ``text_encoder``, ``tokenizer`` (words), optionally ``image_encoder``, and
+        ``expand_timesteps``. Channels and text widths of the transformer follow from the other sections.
         """
         import diffusers
 
-        unknown_keys(description, {"pipeline", *SETTINGS, *cls.sections})
-        if "transformer" not in description:
-            raise ValueError("transformer: required, but not set")
+        unknown_keys(description, {"pipeline", *SETTINGS, *cls.sections}, needed="transformer")
         first = section_of(description, "transformer", diffusers.WanTransformer3DModel)
         second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
         vae_settings = section_of(description, "vae", build_wan_autoencoder)
@@ -178,28 +167,6 @@ class Wan(DiffusionModel):
             )
         return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
 
-    @torch.no_grad()
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
-        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
-        mean, std = self._latent_statistics(latents)
-        return (latents - mean) / std
-
-    @torch.no_grad()
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        mean, std = self._latent_statistics(latents)
-        video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
-        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
-
-    def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, ``[C, 1, 1, 1]``."""
-        config = self.pipeline.vae.config
-        both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
-        mean, std = both[:, :, None, None, None]
-        return mean, std
-
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
@@ -255,23 +222,6 @@ class Wan(DiffusionModel):
                 "the sample: set it to 0"
             )
 
-    def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the adapter; that of a second transformer goes to ``transformer_2`` below, a file of its own.
-
-        diffusers reads that with ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
-        """
-        from peft.utils import get_peft_model_state_dict
-
-        parts = self.split_denoiser(self.plain_denoiser())
-        for name, plain in parts.items():
-            prefix = f"{name}." if len(parts) > 1 else ""
-            own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
-            self.pipeline.save_lora_weights(
-                folder if name == self.denoiser_name else folder / name,
-                transformer_lora_layers=get_peft_model_state_dict(plain, own),
-                transformer_lora_adapter_metadata=self._adapters["default"].to_dict(),
-            )
-
 
 class WanImageToVideo(Wan):
     """A video from a first frame and a text. ``frames`` must be set before prompts and images are embedded."""
@@ -305,9 +255,7 @@ class WanImageToVideo(Wan):
         video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
         if not pipeline.config.expand_timesteps:
             video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
-        latents = pipeline.vae.encode(video.to(pipeline.vae.dtype)).latent_dist.mode().float()
-        mean, std = self._latent_statistics(latents)
-        found["image_latents"] = (latents - mean) / std
+        found["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
         if network.config.image_dim is None:
             return found
         if self.max_sequence_length != TEXT_TOKENS:

@@ -37,16 +37,9 @@ class ZImage(KLLatents, FlowTokens):
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A ZImagePipeline with random weights.
-
-        Args:
-            description: sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``,
-                ``text_encoder`` (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the
-                transformer follow from the other sections.
-            seed: seed of the weights.
-
-        Raises:
-            ValueError: for an unknown section or key.
+        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+        (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the transformer follow from
+        the other sections.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 

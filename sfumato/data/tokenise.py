@@ -1,0 +1,92 @@
+"""Texts become tokens, many in one call of the tokenizer; work on a row asks for the tokens of its texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+Result = TypeVar("Result")
+Asking = Generator[list[str], list["Tokens"], Result]
+"""Work on a row that yields texts, is sent their tokens, and returns what it made of them."""
+
+
+class Tokens(NamedTuple):
+    """The tokens of a text, L of them."""
+
+    input_ids: np.ndarray
+    """int32 ``[L]``"""
+    starts: np.ndarray | None = None
+    """First character of each token, int64 ``[L]``; None where it was not asked for."""
+    ends: np.ndarray | None = None
+    """Last character of each token, exclusive, int64 ``[L]``."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts without special tokens around them, as a call of the tokenizer with each text would."""
+
+    tokenizer: Any
+    """A fast transformers tokenizer."""
+    with_offsets: bool
+    """Whether to say which characters tokens come from, which takes time."""
+
+    def __call__(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of each text."""
+        if not _is_plain(self.tokenizer):
+            return [self._of_own(text) for text in texts]
+        backend = self.tokenizer.backend_tokenizer
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        if backend.encode_special_tokens != self.tokenizer.split_special_tokens:
+            backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        if not self.with_offsets:
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [Tokens(np.array(encoding.ids, np.int32)) for encoding in found]
+        found = backend.encode_batch(texts, add_special_tokens=False)
+        return [_located(encoding.ids, encoding.offsets) for encoding in found]
+
+    def _of_own(self, text: str) -> Tokens:
+        """Asks a tokenizer whose class has its own way of encoding."""
+        options = {"add_special_tokens": False, "return_offsets_mapping": self.with_offsets, "verbose": False}
+        encoding = self.tokenizer(text, **options)
+        if not self.with_offsets:
+            return Tokens(np.array(encoding["input_ids"], np.int32))
+        return _located(encoding["input_ids"], encoding["offset_mapping"])
+
+
+def stay_in_one_thread() -> None:
+    """Keeps tokenizers from starting a thread per core for a batch: more processes are ``data.num_workers``.
+
+    A person who sets TOKENIZERS_PARALLELISM decides otherwise. Processes that are started from here inherit it.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def ask_alone(asking: Asking[Result], encode: Callable[[list[str]], list[Tokens]]) -> Result:
+    """What the work on one row returns. Raises what it raises."""
+    try:
+        texts = next(asking)
+        while True:
+            texts = asking.send(encode(texts))
+    except StopIteration as end:
+        return end.value
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether the tokenizer does with a text what transformers' fast tokenizers do."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, base = type(tokenizer), PreTrainedTokenizerFast
+    return kind.__call__ is base.__call__ and getattr(kind, "_encode_plus", None) is base._encode_plus
+
+
+def _located(ids: list[int], offsets: Iterable[tuple[int, int]]) -> Tokens:
+    places = np.fromiter(chain.from_iterable(offsets), np.int64).reshape(-1, 2)
+    return Tokens(np.array(ids, np.int32), places[:, 0], places[:, 1])

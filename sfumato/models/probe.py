@@ -1,0 +1,476 @@
+"""Before the first step: does this very model, on this mesh, with this kernel and these rows, compute what transformers
+computes? The check knows no architectures.
+
+A few short documents go through the model as the run will send them, and one by one through transformers' own module
+with the same weights. Log-probabilities, loss and gradient norm must agree to the rounding of the dtype; a second pass
+must give the same; a document must not notice what stands beside it, nor a token what comes after it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.packing import TextBatch, make_batch, micro_batch_rule, placeholder_tokens
+from sfumato.data.text import Document, TextSample
+from sfumato.errors import ConfigError
+from sfumato.models.document_rows import forget_lengths
+from sfumato.models.language import LanguageModel, RowLayout, Tensors
+from sfumato.models.packed_attention import ATTENTION
+from sfumato.models.plain import can_set_attention, changing_positions, set_attention
+from sfumato.models.scores import TokenScores
+from sfumato.parallel.attention import SIZES
+from sfumato.parallel.expert import has_experts
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.parallelize import forget_pass
+from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.weights import whole_weights
+
+LENGTHS = (13, 5, 21, 21, 2)
+"""Tokens of the short documents: some equal, one as short as can be."""
+
+LARGEST_COPY = 4 * 2**30
+"""Bytes of weights up to which transformers' own module is made beside the run's."""
+
+LONGEST = 8192
+"""Tokens of the longest document that is made."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How documents go through a model."""
+
+    attention: str
+    """transformers' name of the attention."""
+    layout: RowLayout
+
+    def __str__(self) -> str:
+        attention = "packed" if self.attention == ATTENTION else self.attention
+        apart = ", each length by itself" if self.layout.same_length else ""
+        return f"model.attention {attention} with model.rows {self.layout.rows}{apart}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model made of the documents."""
+
+    log_probs: Tensor
+    """float32, of the labels of all documents, one after the other; nothing is dropped out."""
+    loss: float
+    """Their mean, negative, in training, of the short documents alone."""
+    grad_norm: float
+    random: tuple[str, ...] = ()
+    """Generators that the training pass drew from."""
+    noise: float = 0.0
+    """Largest difference of a log-probability that one more token at the end of a document makes: rounding alone."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Differences that rounding makes."""
+
+    log_probs: tuple[float, float]
+    """Nats, of one token: at least, and at most."""
+    relative: float
+    """Of the loss and the gradient norm, as a fraction."""
+
+
+FLOAT32 = Tolerance((2e-5, 5e-4), 5e-4)
+HALF = Tolerance((0.15, 0.15), 0.05)
+
+SAME_SHAPES = 2e-6
+"""Nats by which a log-probability moves when other tokens stand in rows of the same shape and there are no experts."""
+
+
+def probe(
+    model: LanguageModel,
+    config: LanguageModelConfig,
+    train: TextTrainConfig,
+    max_seq_len: int,
+    say: Callable[..., None],
+) -> None:
+    """Compares a model with transformers' own module, and finds how packed rows have to reach it.
+
+    Call it after ``model.parallelize``, before anything is trained. Weights, random generators and gradients are as
+    before afterwards; ``model.rows``, and where ``model.rows`` is auto its attention, are what was found right.
+
+    Args:
+        model: on its mesh.
+        config: ``model.attention`` and ``model.rows``.
+        train: the precision, the layout of the data, ``train.probe``.
+        max_seq_len: longest document of the run.
+        say: logs a line.
+
+    Raises:
+        ConfigError: when no way that the configuration allows gives what transformers gives; it says what differs and
+            which setting is right. With ``train.probe: warn`` that is logged instead.
+    """
+    documents = make_documents(model, train, max_seq_len)
+    checks = Checks(model, documents, train, _copies(train))
+    with _generators_kept():
+        expected = checks.reference()
+        problems: dict[Way, str] = {}
+        for way in _ways(model, config, max_seq_len):
+            problem = checks.problem(way, expected)
+            if problem is None:
+                break
+            problems[way] = problem
+        else:
+            _complain(problems, checks, expected, config, max_seq_len, say)
+            return
+    if problems:
+        first = next(iter(problems.values()))
+        say(f"{model.name}: {first}. Taken instead, since it is right: {way}")
+
+
+def make_documents(model: LanguageModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
+    """Documents of random tokens for three micro-batches: short ones; two of about one length that fill a micro-batch
+    of the run; and one as long as the run has. What begins at some length (a window, a choice of keys) shows in these.
+    """
+    longest = min(max_seq_len, LONGEST)
+    first = min(longest, train.micro_batch_size * max_seq_len * 4 // 7)  # the other has three quarters of its length
+    lengths = [[min(length, max_seq_len) for length in LENGTHS]]
+    if first > max(LENGTHS):
+        lengths.append([first, max(first * 3 // 4, 2)])
+    if longest > max(first, *LENGTHS):
+        lengths.append([longest])
+    generator = torch.Generator().manual_seed(0)
+    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
+    return [[_sample(torch.randint(size, (length,), generator=generator)) for length in part] for part in lengths]
+
+
+def _sample(tokens: Tensor) -> TextSample:
+    return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
+
+
+class Checks:
+    """The documents of a probe, and what must hold of them."""
+
+    def __init__(
+        self, model: LanguageModel, documents: list[list[TextSample]], train: TextTrainConfig, copies: int
+    ) -> None:
+        """``documents`` of each micro-batch; ``copies`` of one are computed at a time, as pipelines need."""
+        self.model, self.documents, self.train, self.copies = model, documents, train, copies
+        self.tolerance = FLOAT32
+        half = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
+        if half & {torch.bfloat16, torch.float16}:
+            self.tolerance = HALF
+        self.batches = [self._batch(part) for part in documents]
+
+    def _batch(self, documents: list[TextSample]) -> TextBatch:
+        count, packed = len(documents), self.train.rmpad_with_pos_ids
+        return make_batch(documents, list(range(count)), [0] * count, packed, 0, placeholder_tokens(self.model.mesh))
+
+    def reference(self) -> Measured | None:
+        """What transformers' own module computes of one document after the other, or where that is too large, this
+        model with transformers' attention; None where neither can be."""
+        model, mesh = self.model, self.model.mesh
+        if model.whole_bytes() <= LARGEST_COPY:
+            weights = whole_weights(model.trained, mesh, share=True)
+            found = _or_error(lambda: one_by_one(model, weights, self.documents)) if mesh.is_first else None
+            found = mesh.first(found, among="world")
+            if isinstance(found, str):
+                raise ConfigError(f"{model.name} of transformers computes no document alone: {found}")
+            return found
+        if mesh.layout.cp > 1 or mesh.layout.pp > 1:
+            return None
+        with self._as(Way("eager", RowLayout("documents", same_length=True))), model.whole_logits():
+            return self.measure()
+
+    def problem(self, way: Way, expected: Measured | None) -> str | None:
+        """What is wrong with a way, in words, the same on every rank; None when nothing is. The model is left as the
+        way says."""
+
+        def measure() -> Measured:
+            self.model.take(way.attention, way.layout)
+            return self.measure()
+
+        found = _or_error(measure)
+        problem = self._agreed(found if isinstance(found, str) else None)
+        if problem is not None:
+            try:
+                forget_pass(self.model.trained)
+            except ConfigError as error:
+                raise ConfigError(f"{problem}; {error}") from error
+            return problem
+        for check in (self._difference, self._change, self._training_difference, self._leak):
+            problem = self._agreed(_or_error(lambda check=check: check(found, expected)))
+            if problem is not None:
+                return problem
+        return None
+
+    def _agreed(self, problem: str | None) -> str | None:
+        """The first problem that a rank has: what comes next are collective operations, in which all take part."""
+        return self.model.mesh.first_problem(problem)
+
+    def measure(self) -> Measured:
+        """Passes of the documents as the model takes them now."""
+        log_probs = torch.cat([self._log_probs(batch) for batch in self.batches])
+        before = _generators()
+        loss, grad_norm = self._train()
+        random = tuple(name for name, state in _generators().items() if not _same(state, before[name]))
+        return Measured(log_probs, loss, grad_norm, random)
+
+    def _train(self) -> tuple[float, float]:
+        """Loss and gradient norm of the mean over all ranks, which compute the same documents."""
+        model, mesh = self.model, self.model.mesh
+        count = self.batches[0].num_tokens * self.copies * mesh.data_size
+
+        def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> Tensor:
+            return -scores.log_probs(row["labels"]).sum() / count
+
+        try:
+            loss = sum(model.forward_backward([self.batches[0]] * self.copies, loss_of))
+            grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the probe before the first step")
+        finally:
+            for parameter in trainable_parameters(model.trained).values():
+                parameter.grad = None
+            if model.balancer is not None:
+                model.balancer.forget()
+        return mesh.sum(loss, over="loss"), grad_norm
+
+    def _log_probs(self, batch: TextBatch) -> Tensor:
+        found = self.model.token_log_probs([batch] * self.copies)[0]
+        return found[batch.tensors["labels"].to(found.device) != IGNORED].cpu()
+
+    def _difference(self, found: Measured, expected: Measured | None) -> str | None:
+        """Of the log-probabilities, with nothing dropped out."""
+        if expected is None:
+            return None
+        least, most = self.tolerance.log_probs
+        allowed = min(max(20 * expected.noise, least), most)
+        far = float((found.log_probs - expected.log_probs).abs().max())
+        if far <= allowed:
+            return None
+        return (
+            f"documents together give other log-probabilities than transformers gives for each alone (one differs by "
+            f"{far:.2g}; rounding explains {allowed:.1g})"
+        )
+
+    def _change(self, found: Measured, _expected: Measured | None) -> str | None:
+        """Of a second pass in training against the first."""
+        loss, grad_norm = self._train()
+        if found.random and loss != found.loss:
+            where = "config.json of model.model_path" if self.model.source else "model.config_path"
+            return (
+                f"training draws random numbers from the generator of {' and '.join(found.random)} (dropout of "
+                "attention, jitter of a router, or the like), which depend on how documents are packed and shared: "
+                f"set it to 0 in {where}"
+            )
+        if self._is_far(loss, found.loss, 0.1) or self._is_far(grad_norm, found.grad_norm, 0.1):
+            return (
+                f"a second pass of the same documents gives loss {loss:.7g} and gradient norm {grad_norm:.7g} after "
+                f"{found.loss:.7g} and {found.grad_norm:.7g}: the model keeps something from one pass to the next"
+            )
+        return None
+
+    def _training_difference(self, found: Measured, expected: Measured | None) -> str | None:
+        if expected is None or self.model.drops_out:
+            return None
+        pairs = {"loss": (found.loss, expected.loss), "gradient norm": (found.grad_norm, expected.grad_norm)}
+        for name, (ours, theirs) in pairs.items():
+            if self._is_far(ours, theirs):
+                return f"the {name} of documents together is {ours:.6g}, in transformers one by one {theirs:.6g}"
+        return None
+
+    def _is_far(self, value: float, like: float, strict: float = 1.0) -> bool:
+        return not abs(value - like) <= strict * self.tolerance.relative * max(abs(like), 1e-6)
+
+    def _leak(self, found: Measured, _expected: Measured | None) -> str | None:
+        """Every second document becomes another, of the rest the last token: what is said before it must not change."""
+        changed = [
+            _sample(_other(document.documents[0].input_ids, 0 if index % 2 else -1, self.model))
+            for index, document in enumerate(self.documents[0])
+        ]
+        other = self._batch(changed)
+        other.tensors["labels"] = self.batches[0].tensors["labels"]  # the same question of other tokens
+        difference = self._log_probs(other)
+        difference = (difference - found.log_probs[: len(difference)]).abs()
+        parts = difference.split([document.num_tokens - 1 for document in changed])
+        far = float(torch.cat(parts[::2]).max())
+        # rows of one shape are rounded alike, unless other documents change how many tokens an expert gets
+        if not far <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
+            return (
+                f"a token notices what comes after it, or what stands beside its document (a log-probability moves by "
+                f"{far:.2g}): this is no causal model of separate documents"
+            )
+        return None
+
+    @contextmanager
+    def _as(self, way: Way) -> Iterator[None]:
+        before = Way(self.model.attention, self.model.rows)
+        self.model.take(way.attention, way.layout)
+        try:
+            yield
+        finally:
+            self.model.take(before.attention, before.layout)
+
+
+Result = TypeVar("Result")
+
+
+def _or_error(compute: Callable[[], Result]) -> Result | str:
+    """A result, or in a line whatever a module raised for rows that it does not understand."""
+    try:
+        return compute()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return _line_of(error)
+
+
+def _line_of(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return line if isinstance(error, ConfigError) else f"{type(error).__name__}: {line}"
+
+
+def _other(tokens: np.ndarray, start: int, model: LanguageModel) -> Tensor:
+    """A document whose tokens from ``start`` on are others."""
+    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
+    found = torch.from_numpy(tokens.astype(np.int64))
+    found[start:] = (found[start:] + 1) % size
+    return found
+
+
+def one_by_one(model: LanguageModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:
+    """What transformers' own module makes of one document after the other, with simple attention of short ones."""
+    plain = model.plain_with(weights).to(model.mesh.device)
+    if can_set_attention(plain):
+        set_attention(plain, "eager")
+
+    def log_probs_of(tokens: Tensor, more: int = 0) -> Tensor:
+        """Of each token but the first, with ``more`` tokens after the last."""
+        forget_lengths(plain)
+        with model.autocast():
+            logits = plain(input_ids=torch.cat([tokens, tokens[:more]])[None], use_cache=False).logits[0]
+        return logits[: len(tokens) - 1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+
+    short, *long = [
+        [torch.from_numpy(document.documents[0].input_ids.astype(np.int64)).to(model.mesh.device) for document in part]
+        for part in documents
+    ]
+    plain.train()
+    loss, num_labels = 0.0, sum(len(tokens) - 1 for tokens in short)
+    for tokens in short:
+        part = -log_probs_of(tokens).sum() / num_labels
+        part.backward()
+        loss += float(part.detach())
+    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    grad_norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+    with torch.no_grad():
+        plain.eval()
+        alone = [log_probs_of(tokens) for tokens in short]
+        noise = (torch.cat(alone) - torch.cat([log_probs_of(tokens, more=1) for tokens in short])).abs().max()
+        with suppress(ConfigError, ValueError, ImportError):  # the score matrices of long ones are large
+            set_attention(plain, "sdpa")
+        alone += [log_probs_of(tokens) for part in long for tokens in part]
+    return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
+
+
+def _ways(model: LanguageModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
+    """Ways that the configuration allows, the cheapest first; or every way that there is.
+
+    Raises:
+        ConfigError: when documents side by side are asked for, but rotary positions depend on the longest of them.
+    """
+    packed, apart, equal = RowLayout("packed"), RowLayout("documents"), RowLayout("documents", same_length=True)
+    now, rows, obstacle = model.attention, "auto" if every else config.rows, _obstacle(model)
+    if rows == "documents" and obstacle is not None:
+        raise ConfigError(f"model.rows documents is not possible on this mesh: set {obstacle}, or model.rows auto")
+    attentions = [ATTENTION, "sdpa", "eager"] if every or config.attention == "packed" else [now]
+    if not can_set_attention(model.plain):
+        attentions = [now]
+    limit = changing_positions(model.plain.config)
+    if limit is not None and max_seq_len > limit:
+        if obstacle is not None or rows == "packed":
+            raise ConfigError(
+                f"rotary positions of {model.name} depend on the longest row beyond {limit} tokens: set "
+                f"{'model.rows to documents' if obstacle is None else obstacle}, or data.max_seq_len to at most {limit}"
+            )
+        return [Way(attention, equal) for attention in attentions]
+    if obstacle is not None:
+        return [Way(now, packed)]
+    found = [Way(attention, packed) for attention in (attentions if every else attentions[:1])]
+    found = [] if rows == "documents" else found
+    if rows in ("auto", "documents"):
+        found += [Way(attention, layout) for layout in (apart, equal) for attention in attentions]
+    return found
+
+
+def _obstacle(model: LanguageModel) -> str | None:
+    """What to set so that documents can have rows of their own; None where they can."""
+    if model.mesh.layout.pp > 1:
+        return "train.pipeline_parallel_size to 1"
+    if model.mesh.layout.cp > 1:
+        return f"{SIZES} to 1"
+    return "dropout (model.lora.dropout, or that of the model) to 0" if model.drops_out else None
+
+
+def _complain(
+    problems: dict[Way, str],
+    checks: Checks,
+    expected: Measured | None,
+    config: LanguageModelConfig,
+    max_seq_len: int,
+    say: Callable[..., None],
+) -> None:
+    """Says what is wrong, and which way would be right; goes on with the first way if that is configured."""
+    model = checks.model
+    others = [way for way in _ways(model, config, max_seq_len, every=True) if way not in problems]
+    right = next((way for way in others if checks.problem(way, expected) is None), None)
+    first = next(iter(problems))
+    model.take(first.attention, first.layout)
+    known = dict.fromkeys(problems.values())
+    text = f"{model.name} is not trained as transformers would: " + "; or, ".join(known)
+    if right is not None:
+        text += f". Right is {right}"
+    elif _obstacle(model) is not None:
+        text += f". A row for each document may be right, for which set {_obstacle(model)}"
+    elif not checks.train.rmpad_with_pos_ids and "for each alone" in text:
+        text += ". train.rmpad_with_pos_ids true, which sends documents without padding, may be right"
+    if checks.train.probe == "stop":
+        raise ConfigError(f"{text}. (train.probe warn goes on all the same)")
+    say(f"WARNING: {text}")
+
+
+def _copies(train: TextTrainConfig) -> int:
+    """Micro-batches that the pipeline's schedule needs."""
+    multiple, minimum = micro_batch_rule(train)
+    return -(-max(minimum, 1) // multiple) * multiple
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Afterwards the generators of random numbers are where they were."""
+    before = _generators()
+    try:
+        yield
+    finally:
+        random.setstate(before["python"])
+        np.random.set_state(before["numpy"])
+        torch.set_rng_state(before["torch"])
+        if "cuda" in before:
+            torch.cuda.set_rng_state(before["cuda"])
+
+
+def _generators() -> dict[str, Any]:
+    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    return one == other

@@ -1,0 +1,101 @@
+"""Attention of whole packed rows where Ulysses by itself shares the sequence: what a model has in one process.
+
+Each rank has all tokens then, for some heads. So windows, soft caps and sinks (arXiv 2309.17453) need nothing of their
+own: they are left to the attention of packed rows that transformers' registry knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sfumato.errors import ConfigError
+from sfumato.parallel.attention import SIZES, Schedule, attention_of_rows
+
+OFF = f"set {SIZES} to 1"
+UNKNOWN_TO = "sequence parallelism"
+
+CHANGES = ("softcap", "s_aux")
+"""Arguments of attention that only an attention of whole rows can know here."""
+WINDOWS = "sliding_attention"
+"""Layers with a window, in ``layer_types`` of a model's configuration."""
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """An attention of packed rows from transformers' registries."""
+
+    attend: Callable[..., tuple[Tensor, None]]
+    window_of: Callable[..., Any]
+    """Makes what stands in for a mask."""
+
+    @classmethod
+    def of(cls, name: str) -> RowAttention | None:
+        """The one of this name; None where it does not know windows, soft caps and sinks in packed rows."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        found = AttentionInterface().get(name)
+        if not set(CHANGES) <= {*getattr(found, "knows", ())}:
+            return None
+        return cls(found, AttentionMaskInterface()[name])
+
+    def __call__(
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        schedule: Schedule,
+        position_ids: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of this rank's tokens.
+
+        Args:
+            module: whose attention it is.
+            inputs: query ``[B, H, S, D]``, key ``[B, Hk, S, D]`` and value ``[B, Hk, S, Dv]``, this rank's part.
+            schedule: where tokens lie.
+            position_ids: ``[B or 1, S]`` of whole rows.
+            scale: of the scores.
+            window: tokens that a token sees, itself among them.
+            softcap: scores are ``softcap tanh(score / softcap)``.
+            sinks: ``[H]``, a score of each head that takes weight from all others.
+
+        Returns:
+            ``[B, S, H, Dv]``.
+        """
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
+            mask = None if window is None else self._window(window, position_ids)
+            settings = {"softcap": softcap, "s_aux": None if sinks is None else sinks[heads]}
+            found = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
+            return found[0].transpose(1, 2)
+
+        return attention_of_rows(attend, *inputs, schedule).transpose(1, 2)
+
+    def _window(self, size: int, position_ids: Tensor) -> Any:
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key > query - size)  # it is asked within a document only
+
+        length, device = position_ids.shape[1], position_ids.device
+        return self.window_of(q_length=length, mask_function=sees, local_size=size, device=device)
+
+
+def window_for_mask(
+    *args: Any,
+    config: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> int | None:
+    """transformers' mask function: no mask, since documents follow from position ids, but the window of a layer."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
+    if use_vmap or local_size not in (None, getattr(config, "sliding_window", None)):
+        raise ConfigError(f"the model has a mask of its own, unknown to {UNKNOWN_TO}: {OFF}")
+    return local_size

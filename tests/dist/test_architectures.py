@@ -1,0 +1,292 @@
+"""Architectures that are new in packed rows on every mesh: what one process computes, or a sentence that refuses it.
+
+Each cell goes the way of a run: the model is put on the mesh, the probe finds how documents reach it, and a step of
+documents that differ from rank to rank is compared with the same step in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sfumato.config.load import load_config
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.text import Document, TextSample
+from sfumato.errors import ConfigError
+from sfumato.models import language_load
+from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.probe import Checks, probe
+from sfumato.models.scores import TokenScores
+from sfumato.parallel import mesh as mesh_module
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters, whole
+from tests.dist.ranks import RankError
+from tests.survey.tiny_configs import tiny_config
+
+TOLERANCE = 1e-5
+LENGTHS = ((9, 14, 5), (61, 2, 40, 12), (30, 7), (13, 13, 13, 3))
+"""Documents of the four micro-batches of a step: in rows of their own the second one needs three calls, others one."""
+LONGEST = 64
+
+MESHES: dict[str, dict[str, Any]] = {
+    "ddp": {"data_parallel_mode": "ddp"},
+    "fsdp2": {},
+    "tp": {"data_parallel_mode": "ddp", "tensor_parallel_size": 2},
+    "ep": {"expert_parallel_size": 2},
+    "ulysses": {"ulysses_parallel_size": 2},
+    "ring": {"context_parallel_size": 2},
+    "pp": {"data_parallel_mode": "ddp", "pipeline_parallel_size": 2},
+}
+"""Of two ranks each."""
+
+NO_EXPERTS = "has no experts of transformers' interface"
+NO_STAGES = "cannot be cut into pipeline stages"
+NO_PLAN = "has no plan for tensor parallelism: set train.tensor_parallel_size to 1"
+TIED = "the embedding and the head share one weight"
+STOPPED = "A row for each document may be right, for which set train."
+LONGEST_ROW = "depend on the longest row beyond 16 tokens: set train."
+
+
+NO_RING = "has sliding_attention, unknown to sequence parallelism: set train.context_parallel_size and "
+
+
+def _not_shared(layers: str) -> dict[str, str]:
+    return dict.fromkeys(("ulysses", "ring"), f"has {layers}, unknown to sequence parallelism")
+
+
+REFUSED: dict[str, dict[str, str]] = {
+    "mistral": {"ep": NO_EXPERTS, "ring": NO_RING},
+    "gemma2": {"ep": NO_EXPERTS, "pp": TIED, "ring": NO_RING},
+    "gemma3_text": {"ep": NO_EXPERTS, "pp": TIED, "ring": NO_RING},
+    "gpt_oss": {"ring": NO_RING},
+    "olmo3": {"ep": NO_EXPERTS, "ring": NO_RING},
+    "cohere2": {"ep": NO_EXPERTS, "pp": TIED, "ring": NO_RING},
+    "llama4_text": {"ep": NO_EXPERTS, "pp": NO_STAGES, **_not_shared("chunked_attention")},
+    "mamba2": {
+        "tp": NO_PLAN,
+        "ep": NO_EXPERTS,
+        "pp": NO_STAGES,
+        **dict.fromkeys(("ulysses", "ring"), "has no attention, whose heads or keys ranks could share"),
+    },
+    "qwen3_next": {"pp": STOPPED, **_not_shared("linear_attention")},
+    "lfm2": {"ep": NO_EXPERTS, "pp": NO_STAGES, **_not_shared("conv")},
+    "granitemoehybrid": {"pp": NO_STAGES, **_not_shared("linear_attention")},
+    "falcon_h1": {"ep": NO_EXPERTS, "pp": NO_STAGES, **_not_shared("hybrid")},
+    "bloom": {
+        "tp": NO_PLAN,
+        "ep": NO_EXPERTS,
+        "pp": NO_STAGES,
+        **dict.fromkeys(("ulysses", "ring"), "does not let its attention be replaced"),
+    },
+    "phi3 longrope": {"ep": NO_EXPERTS, **dict.fromkeys(("ulysses", "ring", "pp"), LONGEST_ROW)},
+}
+"""Of each architecture, the meshes that it cannot be put on, with a part of the message; on all others it is equal."""
+
+QUICK = {
+    ("gemma2", "tp"),
+    ("gpt_oss", "tp"),
+    ("gpt_oss", "ep"),
+    ("gpt_oss", "ulysses"),
+    ("gpt_oss", "ring"),
+    ("olmo3", "pp"),
+    ("llama4_text", "tp"),
+    ("mamba2", "fsdp2"),
+    ("mamba2", "ulysses"),
+    ("qwen3_next", "ep"),
+    ("qwen3_next", "pp"),
+    ("granitemoehybrid", "ddp"),
+    ("bloom", "fsdp2"),
+    ("bloom", "tp"),
+    ("phi3 longrope", "fsdp2"),
+}
+"""Cells that are always tested; others are close to one of them."""
+
+
+@dataclass
+class Outcome:
+    """What a mesh made of a step."""
+
+    loss: float
+    grad_norm: float
+    log_probs: Tensor
+    """Of the labels of all micro-batches."""
+    gradients: dict[str, Tensor]
+    way: str
+    """How documents went through the model."""
+
+
+def build(kind: str, train: TextTrainConfig) -> LanguageModel:
+    """A tiny model in which no weight is zero, or like its neighbours."""
+    section = LanguageModelConfig(config_path="unused", tokenizer_path="bytes")
+    with mock.patch.object(language_load, "read_model_config", return_value=tiny_config(kind)):
+        model = language_load.build_language_model(section, train)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def micro_batch(index: int) -> TextBatch:
+    generator = np.random.default_rng(index)
+    samples = []
+    for length in LENGTHS[index]:
+        tokens = generator.integers(3, 259, length).astype(np.int32)
+        loss_mask = generator.random(length) < 0.7
+        loss_mask[-1] = True
+        samples.append(TextSample((Document(tokens, loss_mask),)))
+    return make_batch(samples, list(range(len(samples))), [0] * len(samples), True, 0, 2)
+
+
+def train(kind: str, **settings: Any) -> Outcome | str:
+    """A step of four micro-batches on this process's mesh, or the sentence that refuses it."""
+    config = load_config(TextTrainConfig, overrides={"output_dir": "unused", "device": "cpu", **settings})
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    try:
+        mesh = Mesh(Layout.of(config, size), torch.device("cpu"), rank)
+        model = build(kind, config)
+        model.parallelize(mesh, config)
+        section = LanguageModelConfig(config_path="unused", tokenizer_path="bytes")
+        probe(model, section, config, LONGEST, lambda *_: None)
+    except ConfigError as error:
+        return str(error)
+    every = [micro_batch(index) for index in range(len(LENGTHS))]
+    mine = [every[index] for index in mesh.range_of_rank(len(every))]
+    count = sum(batch.num_tokens for batch in every)
+
+    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> Tensor:
+        return -scores.log_probs(row["labels"]).sum() / count
+
+    found = zip(model.token_log_probs(mine), mine, strict=True)
+    log_probs = [values[batch.tensors["labels"] != IGNORED] for values, batch in found]
+    loss = mesh.sum(sum(model.forward_backward(mine, loss_of)), over="loss")
+    grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the step")
+    gradients = {
+        name: whole(parameter.grad.detach()).clone() for name, parameter in trainable_parameters(model.trained).items()
+    }
+    gradients = mesh.merge(gradients, over="pp")
+    return Outcome(
+        loss,
+        grad_norm,
+        torch.cat([part for parts in mesh.gather(log_probs, over="data") for part in parts]),
+        gradients,
+        f"{model.attention} {model.rows.rows} {model.rows.same_length}",
+    )
+
+
+def difference(outcome: Outcome, truth: Outcome) -> dict[str, float]:
+    """Relative differences; a gradient's is relative to that of all weights together."""
+    assert outcome.gradients.keys() == truth.gradients.keys()
+    gradients = {
+        name: float((outcome.gradients[name] - gradient).norm()) / truth.grad_norm
+        for name, gradient in truth.gradients.items()
+    }
+    log_probs = (outcome.log_probs - truth.log_probs).abs() / truth.log_probs.abs().clamp_min(1.0)
+    return {
+        "loss": abs(outcome.loss - truth.loss) / truth.loss,
+        "grad_norm": abs(outcome.grad_norm - truth.grad_norm) / truth.grad_norm,
+        "log_probs": float(log_probs.max()),
+        "gradients": max(gradients.values()),
+    }
+
+
+@functools.cache
+def truth(kind: str) -> Outcome:
+    outcome = train(kind)
+    assert isinstance(outcome, Outcome), outcome
+    return outcome
+
+
+CELLS = [
+    pytest.param(kind, mesh, marks=() if (kind, mesh) in QUICK else pytest.mark.slow)
+    for kind in REFUSED
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), CELLS)
+def test_equals_one_process_or_is_refused(kind, mesh, ranks):
+    outcomes = ranks.run(2, functools.partial(train, kind, **MESHES[mesh]), timeout=60.0)
+    for outcome in outcomes:
+        if mesh in REFUSED[kind]:
+            assert isinstance(outcome, str), f"it is no more refused: {difference(outcome, truth(kind))}"
+            assert REFUSED[kind][mesh] in outcome and outcome == outcomes[0]
+        else:
+            assert isinstance(outcome, Outcome), outcome
+            assert max(difference(outcome, truth(kind)).values()) < TOLERANCE
+            assert outcome.way == truth(kind).way or mesh == "ulysses"
+
+
+def train_with_an_opinion(kind: str, **settings: Any) -> Outcome | str:
+    """As ``train``, but the second rank finds something wrong with the first way that it sees."""
+    own, opinions = Checks._difference, ["the second rank does not like it"] * dist.get_rank()
+
+    def difference_of(checks: Checks, *args: Any) -> str | None:
+        return own(checks, *args) or (opinions.pop() if opinions else None)
+
+    with mock.patch.object(Checks, "_difference", difference_of):
+        return train(kind, **settings)
+
+
+def test_what_one_rank_finds_wrong_no_rank_does(ranks):
+    for outcome in ranks.run(2, functools.partial(train_with_an_opinion, "mistral"), timeout=60.0):
+        assert outcome.way != truth("mistral").way
+        assert max(difference(outcome, truth("mistral")).values()) < TOLERANCE
+
+
+def train_after_an_error(kind: str, **settings: Any) -> Outcome | str:
+    """As ``train``, but the first backward pass of the probe's first way fails in the middle, on every rank."""
+    own, left = LanguageModel.forward_backward, [True]
+
+    def fail(_gradient: Tensor) -> None:
+        raise RuntimeError("out of luck")
+
+    def forward_backward(model: LanguageModel, *args: Any) -> list[float]:
+        handle = None
+        if left and left.pop():
+            layer = model.plain.model.layers[0]
+            handle = layer.register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+        try:
+            return own(model, *args)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    with mock.patch.object(LanguageModel, "forward_backward", forward_backward):
+        return train(kind, **settings)
+
+
+def test_a_way_that_fails_leaves_nothing_behind(ranks):
+    for outcome in ranks.run(2, functools.partial(train_after_an_error, "mistral"), timeout=60.0):
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.way != truth("mistral").way
+        assert max(difference(outcome, truth("mistral")).values()) < TOLERANCE
+
+
+def train_with_a_failure(kind: str, **settings: Any) -> Outcome | str:
+    """As ``train``, but the second rank fails within the probe's passes, while the first one waits for its weights."""
+    if dist.get_rank() == 0:
+        return train(kind, **settings)
+    failing = mock.patch.object(LanguageModel, "token_log_probs", side_effect=RuntimeError("out of luck"))
+    with failing, mock.patch.object(mesh_module, "PATIENCE_S", 0.5):
+        message = train(kind, **settings)
+    raise RuntimeError(message)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_by_itself_ends_the_run(ranks):
+    with pytest.raises(RankError, match="rank 1, and not every rank: RuntimeError: out of luck"):
+        ranks.run(2, functools.partial(train_with_a_failure, "mistral"), timeout=60.0)

@@ -1,0 +1,1 @@
+"""Every causal language model of transformers, at a size that a test can run."""
