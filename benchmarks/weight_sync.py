@@ -1,6 +1,7 @@
 """Bytes and seconds of weight synchronisation, for full weights and LoRA, over every transport.
 
     python -m benchmarks.weight_sync --layers 4 --width 768 --repeats 5
+    python -m benchmarks.weight_sync --layout --clock cpu --repeats 15   # within one process only, on a busy machine
 
 An SD3 transformer is made in code. Actor and sampler are processes of their own (for ``local`` one process). Ratios are
 to a plain ``copy_`` of the same tensors in the sampler's process, measured in the same run; a transfer sends, receives
@@ -84,17 +85,20 @@ class Here:
     call_concurrently = call
 
 
-def copy_seconds(peer: Peer, repeats: int) -> float:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+def copy_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
     """A plain copy of what is trained, as the sampler holds it."""
     source = [each.detach().clone() for each in trainable_parameters(peer.received_module).values()]
     target = [each.clone() for each in source]
-    return min(timed(lambda: [left.copy_(right) for left, right in zip(target, source, strict=True)], repeats))
+    return min(timed(lambda: [left.copy_(right) for left, right in zip(target, source, strict=True)], repeats, clock))
 
 
-def checksum_seconds(peer: Peer, repeats: int) -> float:
+def checksum_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
     """Of what is trained."""
     found = trainable_parameters(peer.received_module)
-    return min(timed(lambda: local_checksums(peer.received_module, peer.mesh, found), repeats))
+    return min(timed(lambda: local_checksums(peer.received_module, peer.mesh, found), repeats, clock))
 
 
 def num_parameters(peer: Peer) -> int:
@@ -102,34 +106,28 @@ def num_parameters(peer: Peer) -> int:
     return sum(each.numel() for each in all_parameters(peer.received_module).values())
 
 
-def timed(function: Any, repeats: int) -> list[float]:
+def timed(function: Any, repeats: int, clock: str) -> list[float]:
     """Seconds of each call; one goes before."""
-    found = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - started)
-    return found[1:]
+    return [timed_once(function, clock)[1] for _ in range(repeats + 1)][1:]
 
 
-def measure(sync: WeightSync, repeats: int) -> tuple[SyncReport, float, float, float]:
+def measure(sync: WeightSync, repeats: int, clock: str = "wall") -> tuple[SyncReport, float, float, float]:
     """A report; seconds of the first version with connecting, and medians of transfer and apply."""
-    started = time.perf_counter()
-    sync.publish(1)
-    first = time.perf_counter() - started
+    _, first = timed_once(lambda: sync.publish(1), clock)
     transfers, applies = [], []
     for version in range(2, repeats + 2):
-        report = sync.transfer(version)
-        transfers.append(report.seconds)
-        applies += timed_once(lambda version=version: sync.apply(version).result())
+        report, transfer = timed_once(lambda version=version: sync.transfer(version), clock)
+        _, apply = timed_once(lambda version=version: sync.apply(version).result(), clock)
+        transfers.append(transfer)
+        applies.append(apply)
     return report, first, statistics.median(transfers), statistics.median(applies)
 
 
-def timed_once(function: Any) -> list[float]:
-    """Seconds of one call."""
-    started = time.perf_counter()
-    function()
-    return [time.perf_counter() - started]
+def timed_once(function: Any, clock: str) -> tuple[Any, float]:
+    """What one call gives, and its seconds."""
+    started = CLOCKS[clock]()
+    result = function()
+    return result, CLOCKS[clock]() - started
 
 
 def row(layout: str, what: str, numbers: tuple[SyncReport, float, float, float], copy: float, checksum: float) -> None:
@@ -152,6 +150,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=float, default=64)
     parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=["1 to 1"])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: what the one process itself takes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = (args.layers, args.width)
@@ -164,8 +163,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for what, rank in (("full", 0), ("lora", args.rank)):
             actor, sampler = Peer(*shape, rank, {}), Peer(*shape, rank, {})
-            numbers = measure(WeightSync(Here(actor), Here(sampler), "local", args.bucket_mb), args.repeats)
-            row("one process", what, numbers, copy_seconds(sampler, 3), checksum_seconds(sampler, 3))
+            copy, checksum = (
+                seconds(sampler, args.repeats, args.clock) for seconds in (copy_seconds, checksum_seconds)
+            )
+            sync = WeightSync(Here(actor), Here(sampler), "local", args.bucket_mb)
+            row("one process", what, measure(sync, args.repeats, args.clock), copy, checksum)
             del actor, sampler
             for layout in args.layout:
                 (actors, actor_config), (samplers, sampler_config) = LAYOUTS[layout]

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl, str
 
 
 def write_steps(path, steps):
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for step in steps:
             lines.write({"step": step, "loss": 1.0 / step})
 
@@ -21,7 +22,7 @@ def write_steps(path, steps):
 def test_lines_are_strict_json_with_sorted_keys_and_full_precision(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     value = 0.1 + 0.2
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         lines.write({"step": 1, "b": value, "a": math.nan, "c": [math.inf, {"d": -math.inf}]})
     text = path.read_text()
     assert text == '{"a": null, "b": 0.30000000000000004, "c": [null, {"d": null}], "step": 1}\n'
@@ -29,7 +30,7 @@ def test_lines_are_strict_json_with_sorted_keys_and_full_precision(tmp_path):
 
 
 def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path):
-    with JsonLines(tmp_path / "m.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "m.jsonl")) as lines:
         lines.write({"step": np.int64(3), "a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.float64("nan")})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 3, "a": 0.5, "b": 2.0, "c": None}]
     with pytest.raises(TypeError):
@@ -49,7 +50,7 @@ def test_resume_keeps_lines_until_the_step_byte_for_byte_and_appends(tmp_path):
     before = path.read_bytes().split(b"\n")
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
-    with JsonLines(path, keep_until_step=4) as lines:
+    with closing(JsonLines(path, keep_until_step=4)) as lines:
         lines.write({"step": 5, "loss": 9.0})
     after = path.read_bytes().split(b"\n")
     assert after[:4] == before[:4]
@@ -61,7 +62,7 @@ def test_resume_keeps_lines_until_the_step_byte_for_byte_and_appends(tmp_path):
 def test_resume_after_a_torn_line_does_not_glue_the_next_line_to_it(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "x": 0.')
-    with JsonLines(path, keep_until_step=100) as lines:
+    with closing(JsonLines(path, keep_until_step=100)) as lines:
         lines.write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
@@ -69,7 +70,7 @@ def test_resume_after_a_torn_line_does_not_glue_the_next_line_to_it(tmp_path):
 def test_a_whole_last_line_without_newline_is_kept(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
-    with JsonLines(path, keep_until_step=2) as lines:
+    with closing(JsonLines(path, keep_until_step=2)) as lines:
         lines.write({"step": 3})
     assert [r["step"] for r in read_jsonl(path)] == [1, 2, 3]
 
@@ -105,7 +106,7 @@ def test_unicode_line_separators_do_not_cut_a_line(tmp_path):
 
 
 def test_a_record_without_step_is_refused(tmp_path):
-    with JsonLines(tmp_path / "m.jsonl") as lines, pytest.raises(ValueError, match="step"):
+    with closing(JsonLines(tmp_path / "m.jsonl")) as lines, pytest.raises(ValueError, match="step"):
         lines.write({"loss": 1.0})
     (tmp_path / "m.jsonl").write_text('{"loss": 1}\n{"step": 1}\n')
     with pytest.raises(DataError, match="step"):
@@ -146,6 +147,21 @@ def test_tensorboard_hides_what_a_resumed_run_logs_again(tmp_path):
     points, tags = read_scalars(tmp_path / "tensorboard", "loss")
     assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5), (6, 6.5)]
     assert tags["images"] == ["eval"]
+
+
+def test_tensorboard_has_every_value_of_a_step_but_those_that_are_none(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (tracker,) = build_trackers(["tensorboard"], tmp_path)
+    tracker.log(1, {"loss": 0.1, "lr": 1e-9, "tokens": 128, "of torch": torch.tensor(2.5), "missing": None})
+    tracker.log(2, {"missing": None})
+    tracker.log(3, {"loss": 0.2})
+    tracker.close()
+    points, tags = read_scalars(tmp_path / "tensorboard", "loss")
+    assert points == [(1, 0.1), (3, 0.2)] and sorted(tags["scalars"]) == ["loss", "lr", "of torch", "tokens"]
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    steps = [event.step for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
+    assert steps == [1, 3], "one event for each step"
 
 
 def test_tensorboard_refuses_images_of_another_layout(tmp_path):

@@ -18,18 +18,22 @@ from torch import nn
 from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyncError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Chunk, chunks_of_range
-from sfumato.runtime.weight_sync import receiver
+from sfumato.parallel.shards import Chunk, chunks_of_range, whole_chunk
+from sfumato.runtime.weight_sync import sender
 from sfumato.runtime.weight_sync.buckets import plan_buckets
 from sfumato.runtime.weight_sync.checksum import (
     BLOCK,
+    BLOCKS_KEY,
     MODULUS,
+    NUM_KNOWN,
+    UNIT,
     Spec,
     add_up,
+    blocks_by_numbers,
+    blocks_by_words,
     compare,
     local_checksums,
     shard_checksum,
-    tensor_checksum,
 )
 from sfumato.runtime.weight_sync.places import (
     ADDRESS_VARIABLE,
@@ -52,6 +56,11 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(shape, generator=generator) * 50
     return drawn > 0 if dtype == torch.bool else drawn.to(dtype)
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """Checksum of a whole plain tensor."""
+    return int(shard_checksum(tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)])) % MODULUS
 
 
 def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -84,9 +93,79 @@ def test_checksums_of_pieces_add_up(shape, cuts, dtype):
     assert total % MODULUS == tensor_checksum(tensor)
 
 
+def mixed(index: int) -> int:
+    """The mixing of ``checksum.py`` in integers without bounds."""
+    mixed_once = index * -7046029254386353131 % MODULUS
+    return (mixed_once ^ (mixed_once >> 32)) * -4658895280553007687 % MODULUS | 1
+
+
+def by_the_formula(data: bytes) -> int:
+    """Sum of numbers of four bytes times their weights, one after the other."""
+    total = 0
+    for position in range(-(-len(data) // UNIT)):
+        block, place = divmod(position, BLOCK)
+        weight = mixed(place) + (mixed(place - 1) << 32 if place else 0)
+        assert weight % 2
+        number = int.from_bytes(data[position * UNIT : (position + 1) * UNIT], "little")
+        total += number * weight * mixed(block + BLOCKS_KEY)
+    return total % MODULUS
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, UNIT * BLOCK, UNIT * (2 * BLOCK + 3), UNIT * 3 * BLOCK + 16])
+def test_the_checksum_is_the_formulas_whatever_the_dtype(num_bytes):
+    data = torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    wanted = by_the_formula(data.numpy().tobytes())
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
+        if num_bytes % dtype.itemsize == 0:
+            assert tensor_checksum(data.view(dtype)) == wanted, dtype
+    for size in (num_bytes - 1, num_bytes - 6):  # the last number is there in part
+        if size > 0:
+            assert tensor_checksum(data[:size]) == by_the_formula(data[:size].numpy().tobytes())
+
+
+def test_words_of_two_numbers_give_the_sums_of_the_numbers():
+    numbers = values((11 * BLOCK + 1,)).view(torch.uint32)[1:]
+    assert torch.equal(blocks_by_words(numbers), blocks_by_numbers(numbers))
+
+
+def test_blocks_far_behind_the_first_have_weights_by_the_same_rule():
+    shape, start = (2 * NUM_KNOWN, BLOCK), NUM_KNOWN - 1
+    rows = values((3, BLOCK))
+    parts = [Chunk((start + index, 0), (1, BLOCK), (slice(index, index + 1),)) for index in range(3)]
+    together = Chunk((start, 0), (3, BLOCK), (slice(0, 3),))
+    total = sum(int(shard_checksum(shape, rows, [part])) for part in parts)
+    assert total % MODULUS == int(shard_checksum(shape, rows, [together])) % MODULUS
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 5])
+def test_where_a_tensor_lies_in_memory_does_not_matter(start):
+    memory = values((3 * BLOCK + start,), torch.bfloat16)
+    assert tensor_checksum(memory[start:]) == tensor_checksum(memory[start:].clone())
+    wide = memory.float()
+    assert tensor_checksum(wide[start:]) == tensor_checksum(wide[start:].clone())
+
+
+def test_two_signs_and_what_is_swapped_between_blocks_are_seen():
+    tensor = values((4 * BLOCK,))
+    truth, seen = tensor_checksum(tensor), tensor.view(torch.int32)
+    sign = -(2**31)
+    for first, second in itertools.product((0, 1, BLOCK - 2, BLOCK - 1), (2, 3, BLOCK, BLOCK + 1, 3 * BLOCK - 1)):
+        seen[first] ^= sign
+        seen[second] ^= sign
+        assert tensor_checksum(tensor) != truth, (first, second)
+        seen[first] ^= sign
+        seen[second] ^= sign
+        swapped = tensor.clone()
+        swapped[[first, second]] = swapped[[second, first]]
+        assert tensor_checksum(swapped) != truth, (first, second)
+    blocks = tensor.view(4, BLOCK)
+    assert tensor_checksum(blocks[[1, 0, 2, 3]]) != truth == tensor_checksum(blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, BLOCK + 7, 3 * BLOCK + 100])
-def test_long_tensors_are_taken_block_by_block(cut):
-    tensor = values((5, BLOCK))
+def test_long_tensors_are_taken_block_by_block(cut, dtype):
+    tensor = values((5, BLOCK), dtype)
     flat, found = tensor.flatten(), 0
     for start, stop in ((0, cut), (cut, flat.numel())):
         position = start
@@ -244,6 +323,36 @@ def test_a_sampler_of_another_dtype_gets_what_a_cast_gives(tmp_path):
         change(actor, 0.1)
         WeightSync(Here(actor), Here(sampler), transport, folder=tmp_path).publish(1)
         assert equal(actor, sampler)
+
+
+def test_versions_within_one_process_come_in_the_same_memory():
+    actor, sampler = Peer(), Peer()
+    sync = WeightSync(Here(actor), Here(sampler))
+    places = []
+    for version in (1, 2):
+        change(actor, 0.5)
+        sync.transfer(version)
+        places.append({name: tensor.data_ptr() for name, tensor in sampler.sync.receiver.staged.items()})
+        own = {parameter.data_ptr() for peer in (actor, sampler) for parameter in peer.received_module.parameters()}
+        assert not own & set(places[-1].values())
+        sync.apply(version).result()
+        assert equal(actor, sampler)
+    assert places[0] == places[1] and len(places[0]) == 4
+    sending = actor.sync.transport
+    sync.close()
+    assert not sending.kept
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_weights_that_change_while_they_wait_are_not_applied(name):
+    sampler = Peer()
+    sync = WeightSync(Here(Peer()), Here(sampler))
+    sync.publish(1)
+    sync.transfer(2)
+    sampler.sync.receiver.staged[name].view(torch.int32).view(-1)[-1] ^= 1
+    with pytest.raises(WeightSyncError, match=rf"{name} \(rank 0\) is not what was sent"):
+        sync.apply(2).result()
+    assert sampler.version == 1
 
 
 def test_a_sampler_that_is_the_actor_has_the_weights():
@@ -476,7 +585,7 @@ def test_memory_of_the_way_before_is_given_back_when_roles_are_connected_again()
     sampler.sync.transport.close = lambda: closed.append("sampler")
     sync.connect(2)
     assert closed == ["sampler"]
-    receiver.close_receiving(sampler)
+    sender.close_way(sampler)
     assert sampler.sync is None
 
 

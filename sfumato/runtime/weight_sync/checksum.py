@@ -1,10 +1,10 @@
 """Checksums of tensors that lie in shards on many ranks, which add up whatever the layout.
 
-The checksum of a tensor is the sum over its elements of (bits as an integer) x (an odd weight that depends on the
-element's position in the whole tensor), modulo 2^64. An odd weight has an inverse, so a change of any single element
-always changes the sum; several random changes cancel with a probability near 2^-64 (flips of only the highest bits
-of two elements: 2^-33). Being a sum, those of disjoint shards add
-up to that of the whole: nothing is gathered but one number per tensor and rank.
+A tensor's bytes are seen as unsigned numbers of four bytes. The checksum is the sum of (number) x (an odd weight that
+depends on the number's position in the whole tensor), modulo 2^64; a smaller element counts with the bits that it has
+of its number. An odd weight has an inverse, so a change of any single element always changes the sum; several random
+changes cancel with a probability near 2^-64 (flips of only the highest bits of two numbers: 2^-33). Being a sum, those
+of disjoint shards add up to that of the whole: nothing is gathered but one number per tensor and rank.
 """
 
 from __future__ import annotations
@@ -16,20 +16,30 @@ from math import prod
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Chunk, Shards, chunks_of, local, whole_chunk
 
-BLOCK_BITS = 15
+UNIT = 4
+"""Bytes of the numbers that are summed."""
+
+BLOCK_BITS = 12
 BLOCK = 1 << BLOCK_BITS
 """A position's weight is the product of that of its block and that of its place within the block, both odd."""
 
 BLOCKS_KEY = 1 << 40
 """Keeps the weights of blocks apart from those within them."""
 
-CHUNK = {"cpu": BLOCK, "cuda": 1 << 24}
-"""Elements at a time: int64 temporaries that fit into a CPU's cache, or fill a GPU."""
+NUM_KNOWN = 1 << 13
+"""Blocks of which the weights are kept: many tensors are short, and computing weights takes longer than their sums."""
+
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Numbers at a time: int64 temporaries that fit into a CPU's cache, or fill a GPU."""
+
+UNSIGNED = {1: torch.uint8, 2: torch.uint16}
+"""By bytes of an element; larger ones are several numbers of four bytes."""
 
 NAMED = 3
 """Tensors that an error names; the others are counted."""
@@ -49,11 +59,6 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Checksum of a whole plain tensor of any dtype, in 0 .. 2^64 - 1."""
-    return int(shard_checksum(tuple(tensor.shape), tensor, [whole_chunk(tensor.shape)])) % MODULUS
 
 
 def shard_checksum(shape: Sequence[int], shard: torch.Tensor, chunks: Iterable[Chunk]) -> torch.Tensor:
@@ -211,60 +216,137 @@ def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) -> torch.Tensor:
-    units = max(1, part.element_size() // 4)  # elements of eight bytes and more are seen as several of four
-    device = part.device
     if len(dims) == 1:
         ((_, offset, size),) = dims
-        return _run_checksum(part.reshape(size), offset * units)
+        return _run_checksum(part.reshape(size).contiguous(), offset)
+    device, size = part.device, part.element_size()
+    units = max(1, size // UNIT)  # elements of eight bytes and more are several numbers
     part = part.reshape([size for _, _, size in dims])
     strides = [prod(whole for whole, _, _ in dims[index + 1 :]) * units for index in range(len(dims))]
     inner = torch.arange(units, device=device)
-    for (_, offset, size), stride in reversed(list(zip(dims[1:], strides[1:], strict=True))):
-        inner = ((torch.arange(size, device=device) + offset) * stride)[:, None].add(inner).flatten()
-    (_, offset, count), stride = dims[0], strides[0]
+    for (_, offset, count), stride in reversed(list(zip(dims[1:], strides[1:], strict=True))):
+        inner = ((torch.arange(count, device=device) + offset) * stride)[:, None].add(inner).flatten()
+    (_, offset, count), stride, per_block = dims[0], strides[0], BLOCK * max(1, UNIT // size)
     step = max(1, CHUNK.get(device.type, CHUNK["cpu"]) // inner.numel())
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, count, step):
         rows = part[start : start + step]
         outer = torch.arange(offset + start, offset + start + len(rows), device=device) * stride
         index = outer[:, None].add(inner).flatten()
-        bits = _bits(rows).mul_(_within(device).index_select(0, index & (BLOCK - 1)))
-        first, last = (offset + start) * stride // BLOCK, (offset + start + len(rows)) * stride // BLOCK
-        blocks = _mixed(torch.arange(first, last + 1, device=device), BLOCKS_KEY)
-        total += bits.mul_(blocks.index_select(0, index.bitwise_right_shift_(BLOCK_BITS).sub_(first))).sum()
+        numbers = rows.reshape(-1).contiguous().view(UNSIGNED.get(size, torch.uint32)).to(torch.int64)
+        if size < UNIT:
+            numbers.bitwise_left_shift_((index * (8 * size)).bitwise_and_(8 * UNIT - 1))
+            index.bitwise_right_shift_(UNIT // size // 2)  # two or four elements are a number
+        numbers.mul_(_within(device).index_select(0, index & (BLOCK - 1)))
+        first, last = (offset + start) * stride // per_block, (offset + start + len(rows)) * stride // per_block
+        blocks = _of_blocks(first, last + 1 - first, device)
+        total += numbers.mul_(blocks.index_select(0, index.bitwise_right_shift_(BLOCK_BITS).sub_(first))).sum()
     return total
 
 
 def _run_checksum(run: torch.Tensor, start: int) -> torch.Tensor:
-    """Checksum of contiguous elements from a position on: by blocks, so that weights within them are computed once."""
-    device = run.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    units = max(1, run.element_size() // 4)
-    stop, within = start + run.numel() * units, _within(device)
-    step = CHUNK.get(device.type, CHUNK["cpu"])
-    position = start
-    while position < stop:
-        aligned = position % BLOCK == 0 and stop - position >= BLOCK
-        end = min(position + step, stop) // BLOCK * BLOCK if aligned else min((position // BLOCK + 1) * BLOCK, stop)
-        bits = _bits(run[(position - start) // units : (end - start) // units])
-        blocks = torch.arange(position // BLOCK, -(-end // BLOCK), device=device)
-        offset = position % BLOCK
-        bits = bits.view(len(blocks), -1).mul_(within[offset : offset + bits.numel() // len(blocks)])
-        total += bits.sum(dim=1).mul_(_mixed(blocks, BLOCKS_KEY)).sum()
-        position = end
+    """Checksum of contiguous elements from a position on."""
+    data, begin = run.view(torch.uint8), start * run.element_size()
+    end = begin + data.numel()
+    first, last = -(-begin // UNIT), end // UNIT  # of the numbers that lie in the run as wholes
+    if first > last or (first == last and begin % UNIT):  # parts of a single one
+        return _numbers_checksum(functional.pad(data, (begin % UNIT, -end % UNIT)), begin // UNIT)
+    total = _numbers_checksum(data[first * UNIT - begin : last * UNIT - begin], first)
+    if begin % UNIT:
+        total += _numbers_checksum(functional.pad(data[: first * UNIT - begin], (begin % UNIT, 0)), begin // UNIT)
+    if end % UNIT:
+        total += _numbers_checksum(functional.pad(data[last * UNIT - begin :], (0, -end % UNIT)), last)
     return total
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements as int64, those of more than four bytes as several."""
-    kind = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
-    return tensor.reshape(-1).contiguous().view(kind).to(torch.int64, copy=True)
+def _numbers_checksum(data: torch.Tensor, position: int) -> torch.Tensor:
+    """Checksum of numbers, given as bytes, from a position on: by blocks, each of which is weighted by one number."""
+    if not data.numel():
+        return torch.zeros((), dtype=torch.int64, device=data.device)
+    aligned = data if data.storage_offset() % UNIT == 0 else data.clone()
+    numbers = aligned.view(torch.uint32)
+    head = min(-position % BLOCK, len(numbers))
+    tail = (len(numbers) - head) // BLOCK * BLOCK + head
+    sums = [
+        _part_of_block(numbers[:head], position % BLOCK),
+        _whole_blocks(numbers[head:tail]),
+        _part_of_block(numbers[tail:], 0),
+    ]
+    found = torch.cat([part for part in sums if part is not None])
+    return found.mul_(_of_blocks(position // BLOCK, len(found), data.device)).sum()
+
+
+def _part_of_block(numbers: torch.Tensor, place: int) -> torch.Tensor | None:
+    """Weighted sum ``[1]`` of a part of one block; None of nothing."""
+    if not len(numbers):
+        return None
+    weights = _within(numbers.device)[place : place + len(numbers)]
+    return numbers.to(torch.int64).mul_(weights).sum(dim=0, keepdim=True)
+
+
+def _whole_blocks(numbers: torch.Tensor) -> torch.Tensor | None:
+    """Weighted sums of whole blocks; None of nothing."""
+    if not len(numbers):
+        return None
+    return blocks_by_words(numbers) if numbers.device.type == "cpu" else blocks_by_numbers(numbers)
+
+
+def blocks_by_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of blocks, on any device.
+
+    Args:
+        numbers: uint32 ``[B * BLOCK]``.
+
+    Returns:
+        int64 ``[B]``.
+    """
+    parts = numbers.split(CHUNK.get(numbers.device.type, CHUNK["cpu"]))
+    weights = _within(numbers.device)
+    return torch.cat([part.to(torch.int64).view(-1, BLOCK).mul_(weights).sum(dim=1) for part in parts])
+
+
+def blocks_by_words(numbers: torch.Tensor) -> torch.Tensor:
+    """The same on a CPU, several times as quickly.
+
+    Two numbers are seen as a word of eight bytes, so that nothing is converted, and products with matrices of words do
+    the sums: one of all words, in which the second number of each has a weight that is a multiple of 2^32, and one of
+    the words between them, in which these are the first numbers. See ``_within``.
+    """
+    memory, begin = numbers.untyped_storage(), numbers.storage_offset() * UNIT
+    end, half, count = begin + len(numbers) * UNIT, BLOCK // 2, len(numbers) // BLOCK
+    words = torch.empty(0, dtype=torch.int64).set_(memory[begin:end]).view(count, half)
+    between = torch.empty(0, dtype=torch.int64).set_(memory[begin + UNIT : end - UNIT])
+    even, odd, last = _word_weights()
+    sums = words.mv(even).add_(between.as_strided((count, half - 1), (half, 1)).mv(odd))
+    return sums.add_(numbers.view(count, BLOCK)[:, -1].to(torch.int64).mul_(last))
 
 
 @cache
 def _within(device: torch.device) -> torch.Tensor:
-    """Weights of the positions of a block."""
-    return _mixed(torch.arange(BLOCK, device=device), 0)
+    """Weights of the places of a block: what the sums over words of eight bytes give their numbers."""
+    drawn = _mixed(torch.arange(BLOCK, device=device), 0)
+    weights = drawn.clone()
+    weights[1:] += drawn[:-1] << 32
+    return weights
+
+
+def _of_blocks(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Weights of blocks from the first on."""
+    if first + count <= NUM_KNOWN:
+        return _known(device)[first : first + count]
+    return _mixed(torch.arange(first, first + count, device=device), BLOCKS_KEY)
+
+
+@cache
+def _known(device: torch.device) -> torch.Tensor:
+    return _mixed(torch.arange(NUM_KNOWN, device=device), BLOCKS_KEY)
+
+
+@cache
+def _word_weights() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Weights of the words that begin at even places, at odd ones, and of the last number, which begins no word."""
+    drawn = _mixed(torch.arange(BLOCK), 0)
+    return drawn[::2].contiguous(), drawn[1:-1:2].contiguous(), int(drawn[-1])
 
 
 def _mixed(index: torch.Tensor, key: int) -> torch.Tensor:

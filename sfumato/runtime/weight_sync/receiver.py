@@ -15,7 +15,7 @@ from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Checksums, Spec, compare, local_checksums
 from sfumato.runtime.weight_sync.places import places_of
-from sfumato.runtime.weight_sync.sender import Description, Handshake, Sent, refuse_stages
+from sfumato.runtime.weight_sync.sender import Description, Handshake, Sent, close_way, refuse_stages
 from sfumato.runtime.weight_sync.transports import receiving_side
 
 
@@ -37,8 +37,9 @@ class Receiver(Protocol):
         """Takes the trained tensors of a version, beside the calls of the role: it must not use its process group.
 
         Args:
-            tensors: names and plain tensors in the dtypes that it wants. Its shards are its own to keep; a whole tensor
-                is valid until the next one is asked for, so it is fused, quantised or copied at once.
+            tensors: names and plain tensors in the dtypes that it wants. Its shards are its own until it has applied
+                the version; a whole tensor is valid until the next one is asked for, so it is fused, quantised or
+                copied at once.
             version: of the actor.
         """
         ...
@@ -210,7 +211,7 @@ def describe(state: ReceivingState) -> Description:
 
 def open_receiving(state: ReceivingState, handshake: Handshake) -> None:
     """Makes ready to receive. In every process of the sampler, in its main thread."""
-    close_receiving(state)
+    close_way(state)
     state.sync = ReceivingEnd(state, handshake)
 
 
@@ -256,14 +257,6 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
         end.verify(sent, [checksums for _, checksums in ranks])
     state.version = sent.version
     return end.receiver.rescore(tokens) if end.receiver.rescores else None
-
-
-def close_receiving(state: ReceivingState) -> None:
-    """Closes the way from the actor, if there is one; what was received and not applied is dropped."""
-    end = getattr(state, "sync", None)
-    if isinstance(end, ReceivingEnd):
-        end.transport.close()
-        state.sync = None
 
 
 def set_version(state: ReceivingState, version: int) -> None:

@@ -102,7 +102,7 @@ def open_sending(state: SendingState, version: int, wanted: Description, setting
     Raises:
         ConfigError: when the sampler's model is another one, nothing is trained, or the transport cannot work.
     """
-    close_sending(state)
+    close_way(state)
     mesh = state.mesh
     refuse_stages(mesh, "actor")
     with state.sent_weights(version) as module:
@@ -163,7 +163,7 @@ def send(state: SendingState, version: int, everything: bool, tokens: torch.Tens
             log_probs = None if tokens is None else state.rescore(module, tokens)
             delivery = sender.transport.send(version, source)
     except BaseException:
-        close_sending(state)  # receivers that wait would do so for a long time
+        close_way(state)  # receivers that wait would do so for a long time
         raise
     return Sent(version, totals, log_probs), delivery
 
@@ -185,11 +185,11 @@ def abort_sending(state: SendingState) -> None:
         sender.transport.abort()
 
 
-def close_sending(state: SendingState) -> None:
-    """Closes the way to the sampler, if there is one."""
-    sender = getattr(state, "sync", None)
-    if isinstance(sender, Sender):
-        sender.transport.close()
+def close_way(state: Any) -> None:
+    """Closes a process's end of the way, if there is one; what was received and not applied is dropped."""
+    end = getattr(state, "sync", None)
+    if end is not None:
+        end.transport.close()
         state.sync = None
 
 

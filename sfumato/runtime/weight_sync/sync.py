@@ -218,8 +218,8 @@ class WeightSync:
         """Closes the way on both sides. A role that has gone raises what it raises."""
         if self._handshake is not None:
             self._handshake, self._sent, self._applying = None, None, None
-            self.actor.call(sender.close_sending).result()  # first: it frees receivers that still wait
-            self.sampler.call(receiver.close_receiving).result()
+            self.actor.call(sender.close_way).result()  # first: it frees receivers that still wait
+            self.sampler.call(sender.close_way).result()
 
     def _while_actor_lives(self, call: Future) -> Any:
         """The result of a call of the sampler, which may wait for the actor though that has nothing to do meanwhile."""

@@ -90,8 +90,9 @@ class Sending(Protocol):
 class Receiving(Protocol):
     """The sampler's side; one in each of its processes. What a transport has no use for does nothing."""
 
-    gives_shards: bool
-    """Whether ``take`` gives this rank's shards, to be kept; otherwise whole tensors, to be cut or copied."""
+    gives_shards: bool = False
+    """Whether ``take`` gives this rank's shards, valid until they are applied; otherwise whole tensors, to be cut or
+    copied."""
 
     def __init__(
         self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None

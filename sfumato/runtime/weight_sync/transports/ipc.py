@@ -154,8 +154,6 @@ class Sending(transports.Sending):
 class Receiving(transports.Receiving):
     """The sampler's side."""
 
-    gives_shards = False
-
     def __init__(
         self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
