@@ -34,7 +34,7 @@ class Ending:
     """How a run ended."""
 
     code: int | None
-    """Exit code; None when it was ended after its first step."""
+    """Exit code; None when it was ended after its first step, or at work that shows how long it will take."""
     log: str
     cpu_s: float
     grown_bytes: int
@@ -91,8 +91,10 @@ def run_hostile(task: ModuleType, schema: type[Section], arguments: list[str], f
             _, status, usage = os.wait4(child, 0)
             break
         time.sleep(0.02)
-    code = None if made_step else os.waitstatus_to_exitcode(status)
-    found = Ending(code, log.read_text(errors="replace"), usage.ru_utime + usage.ru_stime, most - before)
+    text = log.read_text(errors="replace")
+    is_at_work = bool(done == 0 and most - before <= LIMIT_BYTES and re.search(r"step \d+/\d+ .*eta", text))
+    code = None if made_step or is_at_work else os.waitstatus_to_exitcode(status)
+    found = Ending(code, text, usage.ru_utime + usage.ru_stime, most - before)
     shutil.rmtree(folder, ignore_errors=True)
     return found
 
@@ -104,6 +106,7 @@ def _become(folder: Path, log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # not those of pytest
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
 

@@ -18,18 +18,17 @@ def build_sampler(config: Any, mesh: Any, run: Any, **prompts: Any) -> Any:
     """Runs in the sampler's process, whose receiver it makes faulty."""
     import torch
 
-    from sfumato.runtime.weight_sync.receiver import Receiver
+    from sfumato.runtime.weight_sync.receiver import MeshReceiver
 
-    take = Receiver._take
+    load = MeshReceiver.load
 
-    def take_badly(self: Any, version: int, ticket: Any) -> Any:
-        staged = take(self, version, ticket)
+    def load_badly(self: Any, tensors: Any, version: int) -> None:
+        load(self, tensors, version)
         if version == FLIPPED_VERSION:
-            piece = next(iter(staged.values()))
-            piece.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-        return staged
+            shard = next(iter(self.staged.values()))
+            shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
-    Receiver._take = take_badly
+    MeshReceiver.load = load_badly
     return build_whole_sampler(config, mesh, run, **prompts)
 
 

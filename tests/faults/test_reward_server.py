@@ -62,11 +62,9 @@ def test_a_fault_that_passes_costs_time_and_nothing_else(faulty, fault, kind, fi
     scores = Scorer([reward]).score(SAMPLES)
     assert scores.total.tolist() == RIGHT and scores.failures == []
     times = int(fault.rpartition("-")[2])
-    counters = reward.caller().counters
-    assert counters.failures == {kind: times}
+    assert reward.caller().counters == {kind: times}
     assert scores.notes == [f"remote: attempts that {faulty.url}/{fault} did not answer: {kind} ({times})"]
     assert Scorer([reward]).score(SAMPLES).notes == [], "told once"
-    assert (counters.requests, counters.answered, counters.retries) == (3, 3, times)  # the description is one
     assert requests_seen(faulty, fault) == times + 2
 
 
@@ -113,8 +111,8 @@ def test_a_fault_that_stays_is_named_and_never_a_zero(faulty, bomb, fault, kind,
     (failure,) = scores.failures
     assert failure.startswith(f"remote: {url}") and reason in failure and failure.endswith("(4 of 4 samples)")
     counters = reward.caller().counters
-    assert set(counters.failures) == {kind} and counters.requests - counters.answered == 1
-    assert counters.failures[kind] == requests_seen(faulty, fault) == (attempts or counters.retries + 1)
+    assert set(counters) == {kind}
+    assert counters[kind] == requests_seen(faulty, fault) == (attempts or counters[kind])
     assert not bomb.exists(), "a pickle was opened"
 
 
@@ -144,7 +142,7 @@ def test_a_body_of_a_gibibyte_does_not_fill_the_memory(faulty, fault):
     finally:
         tracemalloc.stop()
     assert np.isnan(scores.total).all() and "larger than 16 MiB" in scores.failures[0]
-    assert reward.caller().counters.failures == {"too large": 3}
+    assert reward.caller().counters == {"too large": 3}
     assert peak_bytes < (2 if fault == "gibibyte" else 40) * 2**20
 
 
@@ -185,8 +183,7 @@ def test_the_other_server_takes_over_without_a_pause(faulty, monkeypatch):
         samples = noise_samples(16)
         values = reward.score(samples)
         assert values == [float(each.image.mean()) / 255 for each in samples]
-        counters = reward.caller().counters
-        assert counters.answered == counters.requests and counters.failures.total() >= 1
+        assert reward.caller().counters.total() >= 1
 
 
 def test_a_server_that_is_not_there_is_named_before_the_run_starts(monkeypatch):
@@ -199,10 +196,11 @@ def test_a_server_that_is_not_there_is_named_before_the_run_starts(monkeypatch):
 
 
 def test_private_addresses_are_refused_unless_allowed(faulty):
+    seen = requests_seen(faulty, "fine")
     for host in ("127.0.0.1", "localhost"):
         url = f"http://{host}:{faulty.port}/fine"
         reward = RemoteReward(base_urls=(url,))
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1, which is refused: set allow_private: true"):
             reward.prepare()
-        counters = reward.caller(url).counters
-        assert counters.failures == {"private address": 1} and counters.bytes_sent == 0
+        assert reward.caller(url).counters == {"private address": 1}
+    assert requests_seen(faulty, "fine") == seen

@@ -199,7 +199,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(served):
     http = remote_reward(served.url).caller()
     with pytest.raises(HttpError, match="HTTP status 413: the request is larger than max_request_mib 1"):
         http.post("/score", bytes(50 * 2**20), wire.MEDIA_TYPE, bytes)
-    assert http.counters.failures["status 413"] == 1
+    assert http.counters["status 413"] == 1
 
 
 def test_other_methods_and_paths_are_not_found(served):
@@ -264,9 +264,8 @@ def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
     restart.start()
     scores = Scorer([reward]).score(samples)
     restart.join()
-    counters = reward.caller().counters
     assert scores.total.tolist() == right and scores.failures == []
-    assert counters.failures["connection"] == counters.retries >= 1 and counters.answered == counters.requests
+    assert reward.caller().counters["connection"] >= 1
     started[0].end()
     reward = remote_reward(server.url, retry_for_s=0.2)
     scores = Scorer([reward]).score(samples)
@@ -283,7 +282,7 @@ def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tm
         reward = remote_reward(f"http://127.0.0.1:{port}")
         reward.prepare()
         server = starting.result()
-    failures = reward.caller().counters.failures
+    failures = reward.caller().counters
     assert failures["connection"] >= 1 and failures["status 503"] >= 1
     assert reward.score(noise_samples(2)) == [1.0, 1.0]
     server.end()
@@ -300,8 +299,7 @@ def test_a_full_server_asks_for_patience_and_a_slow_one_is_not_waited_for(module
             time.sleep(0.02)
         assert values.result() == [1.0] * 4
     assert (503, "full\n") in states
-    counters = patient.caller().counters
-    assert counters.failures["status 429"] >= 1 and counters.answered == counters.requests
+    assert patient.caller().counters["status 429"] >= 1
     hurried = remote_reward(server.url, request_timeout_s=0.2, retry_for_s=0.3)
     scores = Scorer([hurried]).score(noise_samples(1))
     assert np.isnan(scores.total).all() and server.url in scores.failures[0]

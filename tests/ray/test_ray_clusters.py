@@ -121,7 +121,11 @@ def test_two_nodes_of_a_cluster_that_was_there(tmp_path: Path, monkeypatch: pyte
         nodes.append(start_node(mark, tmp_path, f"--address={address}"))
         config = RuntimeConfig(backend="ray", address=address, heartbeat_s=3.0, call_timeout_s=120.0)
         with start_cluster(config, run_in(tmp_path)) as cluster:
-            role = cluster.group("sampler", functions.build, None, TRAIN, PoolConfig(processes=3))  # waits for a node
+            deadline = time.monotonic() + 60
+            while sum(node["Alive"] for node in ray.nodes()) < 2:  # what no node has room for is refused at once
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            role = cluster.group("sampler", functions.build, None, TRAIN, PoolConfig(processes=3))
             role.wait_ready()
             assert role.call(functions.sum_over_ranks, 1.0).result() == 6.0
             own = ray.get_runtime_context().get_node_id()

@@ -164,8 +164,7 @@ def raw_advantages():
 CALLS = {
     "advantages:Advantages.useful": lambda: (raw_advantages(), True),
     "advantages:RewardSumAdvantage.compute": functools.partial(advantages_of, "advantages:GroupAdvantage"),
-    **{f"advantages:{name}.compute": functools.partial(advantages_of, f"advantages:{name}")
-       for name in ("GDPO", "BestWorst")},
+    "advantages:GDPO.compute": functools.partial(advantages_of, "advantages:GDPO"),
     "flow_matching:flow_matching_loss": lambda: (latents(), latents(), latents()),
     **{f"forward_kl:{name}.penalty": lambda name=name: (of_kind(f"forward_kl:{name}"), noised(), SIGNS)
        for name in ("VelocityMSE", "SampleMSE")},
@@ -178,8 +177,7 @@ CALLS = {
     "objectives:clipped_surrogate": lambda: (normal(R), SIGNS, 0.1, 0.1, MASK),
     "objectives:ratio_sums": lambda: (normal(R), normal(R), MASK),
     "objectives:masked": lambda: (normal(R), MASK),
-    **{f"off_policy:{name}.correct": lambda name=name: (of_kind(f"off_policy:{name}"), normal(R), ROWS, MASK)
-       for name in ("NoCorrection", "Decoupled", "Rejection")},
+    "off_policy:OffPolicy.correct": lambda: (of_kind("off_policy:Rejection"), normal(R), ROWS, MASK),
     "off_policy:Correction.rows": lambda: (correction(), MASK),
     "off_policy:log_ratio_of": lambda: (normal(R), ROWS, "trajectory", MASK),
     "off_policy:Mismatch.add": mismatch_arguments,

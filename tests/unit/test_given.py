@@ -17,16 +17,16 @@ from sfumato.config.load import dump_config, load_config, merge
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.loader import IndexLoader
 from sfumato.data.prompts import PromptLoader
 from sfumato.data.rows import open_rows
 from sfumato.data.sources import open_sources
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language import check_length
+from sfumato.models.plain import check_length
 from sfumato.rewards.server.app import RewardServerConfig
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config, tiny_text_config, write_config
+from tests.token_rows import index_loader
 
 SECTIONS: dict[type[Section], dict[str, Any]] = {
     TrainTextConfig: {"data": {"train_path": "d.jsonl"}},
@@ -330,10 +330,10 @@ def test_the_same_file_twice_is_refused_by_whatever_path(tmp_path: Path) -> None
 
 
 def test_a_step_that_takes_each_row_a_thousand_times_is_refused(tmp_path: Path) -> None:
-    IndexLoader(300, 30_000, 4, 0, max_steps=1, num_epochs=1)
+    index_loader(300, 30_000, 4, steps=1)
     message = r"train\.global_batch_size would make one step of 100,000,000 samples, .* of the 300 .* 333,333 times"
     with pytest.raises(DataError, match=message):
-        IndexLoader(300, 10**8, 4, 0, max_steps=1, num_epochs=1)
+        index_loader(300, 10**8, 4, steps=1)
     with pytest.raises(DataError, match=r"rollout\.num_prompts would make one step of 5,000 samples"):
         PromptLoader(4, 5000, 4, 0)
     config = tiny_text_config(tmp_path, train={"global_batch_size": 10**8})

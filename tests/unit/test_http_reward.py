@@ -157,7 +157,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused(monkeypatch, serve, a
     http = caller(f"http://rewards.example:{server.server_address[1]}", allow_private=False)
     with pytest.raises(HttpError, match=r"rewards\.example is the private address"):
         ask(http)
-    assert server.seen == [] and http.counters.failures == {"private address": 1}
+    assert server.seen == [] and http.counters == {"private address": 1}
 
 
 def test_a_key_is_sent_to_the_server_but_not_over_http_to_the_internet(monkeypatch, serve):
@@ -210,7 +210,7 @@ def test_certificates_are_checked_against_the_name_and_not_the_address(monkeypat
     http = caller(f"https://other.example:{port}")
     with pytest.raises(HttpError, match="Hostname mismatch"):
         ask(http)
-    assert http.counters.failures == {"certificate": 1}
+    assert http.counters == {"certificate": 1}
 
 
 def test_the_load_is_spread_over_the_servers(serve):
@@ -222,18 +222,16 @@ def test_the_load_is_spread_over_the_servers(serve):
     for each in threads:
         each.join()
     assert [len(each.seen) for each in servers] == [2, 2, 2]
-    counters = http.counters
-    assert (counters.requests, counters.answered, counters.retries, counters.bytes_sent) == (6, 6, 0, 30)
-    assert counters.bytes_received == 30 and counters.seconds >= 1.2
+    assert http.counters == {}
 
 
 def test_after_an_outage_every_request_asks_each_server_once():
     http = caller("http://127.0.0.1:1", "http://127.0.0.1:2", retry_for_s=0.2)
     for number in range(6):
-        before = http.counters.failures["connection"]
+        before = http.counters["connection"]
         with pytest.raises(HttpError, match=r"127\.0\.0\.1:[12]: .*; http://127\.0\.0\.1:[12]: "):
             ask(http)
-        assert number == 0 or http.counters.failures["connection"] == before + 2
+        assert number == 0 or http.counters["connection"] == before + 2
 
 
 def test_a_body_goes_out_as_a_whole(serve):

@@ -19,9 +19,10 @@ from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.encoded import BadRows, LatentCache, OnlineEncoder, open_cache, read_pixels
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset, open_image_text
-from sfumato.data.loader import IndexBatch, IndexLoader
+from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
 from sfumato.models.diffusion.load import build_diffusion_model
+from tests.token_rows import index_loader
 
 TINY = """
 pipeline: StableDiffusion3Pipeline
@@ -426,7 +427,7 @@ def test_cached_batches_equal_online_batches_in_any_order(tmp_path, rows, cache_
         component.double()
     online = OnlineEncoder(rows, model, silent())
     cache = open_cache(tmp_path / "cache", rows, model, silent(), cache_batch)
-    loader = IndexLoader(len(rows), 6, 4, seed=1, max_steps=5, num_epochs=1)
+    loader = index_loader(len(rows), 6, 4, seed=1, steps=5)
     sizes = []
     for _, batches in loader.steps():
         for batch in batches:

@@ -176,6 +176,11 @@ RULES = [
         breaks_lines,
         "runs the suite again and again; what it makes of a line: tests/unit/test_mutants.py",
     ),
+    Rule(
+        r"python -m tests\.survey\.survey --write$",
+        None,
+        "takes minutes; tests/survey/test_survey.py runs what it does, and compares the page",
+    ),
     Rule(r"python (benchmarks/pipeline_model\.py|-m benchmarks\.weight_sync)", has_those_flags, SLOW),
     Rule(
         r"python benchmarks/rollout_update\.py --measure .*--device cuda", has_those_flags, "needs a GPU and real sizes"

@@ -54,6 +54,19 @@ def test_a_run_that_stops_early_shows_its_last_step_once():
     assert [line.split()[2] for line in lines] == ["1/1000", "7/1000"]
 
 
+def test_the_last_line_of_a_run_that_stops_early_is_that_of_its_last_step():
+    clock, stream = Clock(), Flushes()
+    with Progress(10, stream=stream, clock=clock, interval_s=60) as progress:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
+            clock.now += 2.0
+            progress.update(step, loss=loss)
+        clock.now += 30.0
+    assert stream.flushed.splitlines() == [
+        "train  step 1/10  loss 0.5000  eta 18s",
+        "train  step 3/10  loss 0.1250  eta 14s",
+    ]
+
+
 def test_a_resumed_run_counts_time_from_its_own_start():
     lines = run_plain([501], 3.0, start_step=500).flushed.splitlines()
     assert lines[0].endswith("eta 24m57s"), "499 steps of 3 s, not 3 s / 501"

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 
 import numpy as np
@@ -50,7 +51,10 @@ class Page(HTMLParser):
 
 def make_run(folder, steps=40, every=4, prompt=PROMPT):
     drop_samples_after(folder, -1)
-    with JsonLines(folder / "metrics.jsonl") as metrics, JsonLines(folder / "timings.jsonl") as timings:
+    with (
+        closing(JsonLines(folder / "metrics.jsonl")) as metrics,
+        closing(JsonLines(folder / "timings.jsonl")) as timings,
+    ):
         for step in range(steps + 1):
             record = {"step": step}
             if step:
@@ -294,7 +298,7 @@ def test_reasons_of_failed_rewards_are_counted_from_the_log():
 
 def test_colours_stand_where_better_and_worse_are_known(tmp_path):
     names = ("total", "ocr", "size", "mine", "std", "failed")
-    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
         for step in (0, 1):
             record = {f"eval/reward/{name}": 0.25 + step / 2 for name in names}
             metrics.write({"step": step, **record, "eval/reward_failed/ocr": step / 1, "eval/kl": step / 1})

@@ -60,18 +60,19 @@ def test_rows_of_a_real_model_are_independent(tmp_path: Path, guidance_scale: fl
     config = config_with(tmp_path, rollout={"guidance_scale": guidance_scale})
     found = compare_rows(model_of(config), config, ALONE)
     assert set(found.differences) == {2, 8} and max(found.differences.values()) <= ROUNDING
-    assert found.is_exact is not bool(ROUNDING)
+    assert found.is_exact is (max(found.differences.values()) == 0.0) and (found.is_exact or ROUNDING)
 
 
 def test_a_layer_whose_rows_depend_on_the_batch_is_named(tmp_path: Path) -> None:
     config = config_with(tmp_path)
     model = model_of(config)
-    depend_on_the_batch(model, "transformer_blocks.1.ff.net.2", 1e-4)
+    # the first that computes: where the CPU's own kernels make rows differ, none does before it
+    depend_on_the_batch(model, "time_text_embed.timestep_embedder.linear_1", 1e-4)
     before = torch.get_rng_state()
     found = compare_rows(model, config, ALONE)
     assert torch.equal(torch.get_rng_state(), before), "the numbers of the run are those without a probe"
     assert found.is_exact is False and found.differences[2] > 0
-    assert found.layer == "transformer_blocks.1.ff.net.2 (Linear)" and found.layer in found.message
+    assert found.layer == "time_text_embed.timestep_embedder.linear_1 (Linear)" and found.layer in found.message
     assert found.environment["row_probe"]["rows_independent_of_batch"] is False
     hooks = [each for module in model.denoiser.modules() for each in module._forward_hooks]
     assert len(hooks) == 1, "of the probe none is left"

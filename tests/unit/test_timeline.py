@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,17 +59,18 @@ def test_a_call_that_outlasts_its_step_is_credited_later_and_no_second_is_lost(t
     assert step_windows(read_events(tmp_path))[3] == (8.0, 12.0)
 
 
-def test_processes_count_from_when_they_are_seen_or_as_many_as_are_said(tmp_path: Path, clock: None) -> None:
-    timeline = Timeline(tmp_path, processes={"scorer": 4})
+def test_processes_count_from_when_they_are_seen(tmp_path: Path, clock: None) -> None:
+    timeline = Timeline(tmp_path)
     timeline.add([event("actor", 0, -9.0, -1.0), event("scorer", 2, 0.0, 2.0)])
-    assert timeline.end_step(1, now=2.0) == {"utilisation/actor": 0.0, "utilisation/scorer": 0.25}
+    assert timeline.end_step(1, now=2.0) == {"utilisation/actor": 0.0, "utilisation/scorer": 1.0}
     timeline.add([event("actor", 1, 2.0, 4.0)])
     assert timeline.end_step(2, now=4.0) == {"utilisation/actor": 0.5, "utilisation/scorer": 0.0}
 
 
 def test_credited_seconds_add_up_to_the_busy_ones(tmp_path: Path, clock: None) -> None:
     rng = random.Random(0)
-    timeline, known, credited, at = Timeline(tmp_path, processes={"actor": 2}), [], 0.0, 0.0
+    timeline, known, credited, at = Timeline(tmp_path), [], 0.0, 0.0
+    timeline.add([event("actor", rank, -2.0, -1.0) for rank in range(2)])
     for step in range(1, 40):
         now = at + rng.uniform(0.5, 3.0)
         new = [
@@ -181,7 +183,7 @@ def fill(folder: Path, steps: int = 6, samplers: int = 2, calls: int = 4) -> lis
         events.append(event("scorer", 0, start + 3, start + 3.0001, "score", step + 1))
         events.append(event("scorer", 0, start + 5, start + 6, "odd", step + 1))
         events.append(Event("run", 0, "step", start, start + 10, step))
-    with JsonLines(folder / "timeline.jsonl") as file:
+    with closing(JsonLines(folder / "timeline.jsonl")) as file:
         for each in events:
             file.write({name: value for name, value in vars(each).items() if value is not None})
     return events
@@ -249,12 +251,12 @@ def test_calls_too_short_to_be_seen_become_one_bar(tmp_path: Path) -> None:
 
 
 def test_the_report_shows_the_timeline_and_its_curves_in_a_place_of_their_own(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 1, "loss": 0.5, "staleness/mean": 0.75, "staleness/max": 1})
     page = write_report(tmp_path).read_text()
     assert page.count('data-metric="staleness/mean"') == 1 and 'class="timeline"' not in page
     fill(tmp_path, samplers=20)
-    with JsonLines(tmp_path / "timings.jsonl") as timings:
+    with closing(JsonLines(tmp_path / "timings.jsonl")) as timings:
         timings.write({"step": 1, "utilisation/actor": 0.5})
     page = write_report(tmp_path).read_text()
     section = page.split("What each role did")[1].split("<section>")[0]
@@ -266,6 +268,6 @@ def test_the_report_shows_the_timeline_and_its_curves_in_a_place_of_their_own(tm
 
 
 def test_a_report_of_a_run_without_roles_has_no_such_place(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 1, "loss": 0.5})
     assert "What each role did" not in write_report(tmp_path).read_text()
