@@ -91,7 +91,6 @@ class GroupAdvantage(RewardSumAdvantage):
     """Added to the standard deviation."""
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        """As ``RewardSumAdvantage.of_sums``."""
         scored = rewards[torch.isfinite(rewards)]
         overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
 
@@ -113,7 +112,6 @@ class LeaveOneOut(RewardSumAdvantage):
     """Advantages are clamped to [-clip, clip]."""
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        """As ``RewardSumAdvantage.of_sums``."""
         return within_groups(
             rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)), self.clip
         )
@@ -163,8 +161,7 @@ class GDPO:
             [_flat(component.masked_fill(failed, torch.nan), group_ids) for component in parts.values()]
         ).all(dim=0)
         combined[failed | flat] = 0.0
-        spreads = _spreads(rewards, group_ids, failed)
-        return _advantages(combined.clamp(-self.clip, self.clip), failed, flat, torch.zeros_like(failed), spreads)
+        return _advantages(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, flat)
 
     def _standardised(self, values: Tensor) -> Tensor:
         if len(values) == 0:
@@ -173,7 +170,7 @@ class GDPO:
 
 
 @dataclass(frozen=True)
-class BestWorst:
+class BestWorst(RewardSumAdvantage):
     """The best samples of a group against its worst; the others are left out.
 
     ±1 labels the pairs of online DPO (flow_grpo, train_sd3_dpo); ``values: group`` keeps the standardised rewards, as
@@ -196,16 +193,9 @@ class BestWorst:
         if self.top < 1 or self.bottom < 1:
             raise ValueError("top and bottom must be at least 1; for the best sample alone use type: best")
 
-    def compute(
-        self,
-        rewards: Float[Tensor, "samples"],
-        group_ids: Int64[Tensor, "samples"],
-        components: Mapping[str, Float[Tensor, "samples"]] | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> Advantages:
-        """As ``RewardSumAdvantage.compute``."""
-        whole = GroupAdvantage(clip=self.clip).compute(rewards, group_ids, components, weights)
-        sign, rewards = torch.zeros_like(whole.values), rewards.to(torch.float64)
+    def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
+        whole = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
+        sign = torch.zeros_like(whole.values)
         for members in groups_of(group_ids, whole.failed | whole.no_spread):
             top, bottom = self.top, self.bottom
             if top + bottom > len(members):
@@ -235,7 +225,7 @@ class Best(RewardSumAdvantage):
         for members in groups_of(group_ids, failed):
             values[members] = (rewards[members] == rewards[members].max()).to(values)
         left_out = (values == 0) & self.leave_out
-        return _advantages(values, failed, _flat(rewards, group_ids), left_out, _spreads(rewards, group_ids, failed))
+        return _advantages(rewards, group_ids, values, failed, _flat(rewards, group_ids), left_out)
 
 
 @dataclass(frozen=True)
@@ -246,11 +236,8 @@ class RawReward(RewardSumAdvantage):
     has_both_signs: ClassVar[bool] = False
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        """As ``RewardSumAdvantage.of_sums``."""
         failed = ~torch.isfinite(rewards)
-        values = rewards.masked_fill(failed, 0.0)
-        nobody = torch.zeros_like(failed)
-        return _advantages(values, failed, _flat(rewards, group_ids), nobody, _spreads(rewards, group_ids, failed))
+        return _advantages(rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _flat(rewards, group_ids))
 
 
 def within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor], clip: float) -> Advantages:
@@ -259,8 +246,7 @@ def within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor
     values = torch.zeros_like(rewards)
     for members in groups_of(group_ids, failed | no_spread):
         values[members] = of_group(rewards[members])
-    spreads = _spreads(rewards, group_ids, failed)
-    return _advantages(values.clamp(-clip, clip), failed, no_spread, torch.zeros_like(failed), spreads)
+    return _advantages(rewards, group_ids, values.clamp(-clip, clip), failed, no_spread)
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -296,11 +282,18 @@ def _spreads(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
 
 
 def _advantages(
-    values: Tensor, failed: Tensor, no_spread: Tensor, left_out: Tensor, spreads: list[float]
+    rewards: Tensor,
+    group_ids: Tensor,
+    values: Tensor,
+    failed: Tensor,
+    no_spread: Tensor,
+    left_out: Tensor | None = None,
 ) -> Advantages:
+    spreads = _spreads(rewards, group_ids, failed)
     metrics = {
         "advantage/group_std": sum(spreads) / max(len(spreads), 1),
         "advantage/groups_without_spread": sum(spread == 0 for spread in spreads) / max(len(spreads), 1),
         "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
     }
+    left_out = torch.zeros_like(failed) if left_out is None else left_out
     return Advantages(values.to(torch.float32), failed, no_spread, left_out, metrics)

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def in_float32(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of any shapes and dtypes as float32."""
-    return [tensor.to(torch.float32) for tensor in tensors]
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -107,26 +102,36 @@ class GaussianStep:
         return mean_over_sample((self.mean - old_mean) ** 2)
 
 
-class Dynamics(Protocol):
-    """What every class of this file with a type offers: a stochastic or deterministic denoising step."""
-
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep: ...
-
-
-@dataclass(frozen=True)
-class EulerODE:
-    """x' = x + v dt; no noise, so no log-probability."""
-
-    type: ClassVar[str] = "ode"
+class Dynamics:
+    """Base of every class of this file with a type: a stochastic or deterministic denoising step."""
 
     def step(
         self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
     ) -> GaussianStep:
-        """Arguments as in ``FlowSDE.step``; the returned step has std 0, and its log-probability is not a number."""
-        del sigma_max
-        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
+        """The step from one noise level to the next.
+
+        Args:
+            velocity: v ``[B, ...]``, any float dtype.
+            latents: x ``[B, ...]``, any float dtype.
+            sigma, sigma_next: ``[B]`` with sigma > sigma_next.
+            sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
+        """
+        v, x, sigma, sigma_next = (each.to(torch.float32) for each in (velocity, latents, sigma, sigma_next))
+        return self._step(v, x, sigma, sigma_next, sigma_max)
+
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
+        """The formula, in float32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EulerODE(Dynamics):
+    """x' = x + v dt; no noise, so no log-probability."""
+
+    type: ClassVar[str] = "ode"
+
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
+        """The returned step has std 0, and its log-probability is not a number."""
         dt = per_sample(sigma_next - sigma, x)
         zero = torch.zeros_like(sigma)
         nan = torch.full_like(zero, float("nan"))
@@ -134,7 +139,7 @@ class EulerODE:
 
 
 @dataclass(frozen=True)
-class FlowSDE:
+class FlowSDE(Dynamics):
     """Flow-GRPO's SDE: same marginals as the ODE, noise s = a sqrt(sigma / (1 - sigma))."""
 
     type: ClassVar[str] = "sde"
@@ -146,26 +151,15 @@ class FlowSDE:
         if not self.noise_level > 0:
             raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
 
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep:
-        """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt).
-
-        Args:
-            velocity: v ``[B, ...]``, any float dtype.
-            latents: x ``[B, ...]``, any float dtype.
-            sigma, sigma_next: ``[B]`` with sigma > sigma_next.
-            sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
-        """
-        sigma = sigma.to(torch.float32)
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
+        """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt)."""
         bounded = torch.where(sigma == 1, torch.full_like(sigma, sigma_max), sigma)
         s = torch.sqrt(sigma / (1 - bounded)) * self.noise_level
-        return reverse_sde_step(velocity, latents, sigma, sigma_next, s)
+        return reverse_sde_step(v, x, sigma, sigma_next, s)
 
 
-def reverse_sde_step(velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, s: Tensor) -> GaussianStep:
-    """The step of ``FlowSDE.step`` for any diffusion coefficient ``s``, float32 ``[B]``."""
-    v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
+def reverse_sde_step(v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, s: Tensor) -> GaussianStep:
+    """The step of ``FlowSDE`` for any diffusion coefficient ``s``, ``[B]``; all is float32."""
     dt = sigma_next - sigma
     s_, sigma_, dt_ = per_sample(s, x), per_sample(sigma, x), per_sample(dt, x)
     mean = x * (1 + s_**2 / (2 * sigma_) * dt_) + v * (1 + s_**2 * (1 - sigma_) / (2 * sigma_)) * dt_
@@ -173,7 +167,7 @@ def reverse_sde_step(velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_nex
 
 
 @dataclass(frozen=True)
-class WanSDE:
+class WanSDE(Dynamics):
     """Flow-SDE's step with s = sigma_max sigma (flow_grpo, wan_pipeline_with_logprob); it has no noise level.
 
     Upstream writes s = sigma_min + (sigma_max - sigma_min) sigma; its schedules end at sigma_min = 0.
@@ -181,15 +175,12 @@ class WanSDE:
 
     type: ClassVar[str] = "wan"
 
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep:
-        """mean and S as in ``FlowSDE.step``, with the arguments of it."""
-        return reverse_sde_step(velocity, latents, sigma, sigma_next, sigma.to(torch.float32) * sigma_max)
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
+        return reverse_sde_step(v, x, sigma, sigma_next, sigma * sigma_max)
 
 
 @dataclass(frozen=True)
-class DanceSDE:
+class DanceSDE(Dynamics):
     """DanceGRPO's SDE: the same noise eta at every step."""
 
     type: ClassVar[str] = "dance"
@@ -201,15 +192,8 @@ class DanceSDE:
         if not self.noise_level > 0:
             raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
 
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep:
-        """mean = x + v dt + eta^2 dt (x - (1 - sigma) x0) / (2 sigma^2), S = eta sqrt(-dt), x0 = x - sigma v.
-
-        Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
-        """
-        del sigma_max
-        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
+        """mean = x + v dt + eta^2 dt (x - (1 - sigma) x0) / (2 sigma^2), S = eta sqrt(-dt), x0 = x - sigma v."""
         dt = sigma_next - sigma
         sigma_, dt_ = per_sample(sigma, x), per_sample(dt, x)
         x0 = x - sigma_ * v
@@ -218,7 +202,7 @@ class DanceSDE:
 
 
 @dataclass(frozen=True)
-class DDIM:
+class DDIM(Dynamics):
     """DDIM with noise, as DiffusionNFT's solver writes it for flows; DDPO samples with eta 1."""
 
     type: ClassVar[str] = "ddim"
@@ -230,16 +214,12 @@ class DDIM:
         if not 0 < self.eta <= 1:
             raise ValueError("eta must be above 0 and at most 1: at 0 there is no log-probability; use type: ode")
 
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep:
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = (1 - sigma') x0 + sqrt(sigma'^2 - rho^2) x1, S = rho.
 
         rho = eta sigma' sqrt(1 - sigma'^2 (1 - sigma)^2 / (sigma^2 (1 - sigma')^2)), x0 = x - sigma v and
-        x1 = x + (1 - sigma) v. Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
+        x1 = x + (1 - sigma) v.
         """
-        del sigma_max
-        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
         shrunk = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
         rho = self.eta * sigma_next * torch.sqrt(1 - shrunk**2)
         sigma_, next_ = per_sample(sigma, x), per_sample(sigma_next, x)
@@ -249,7 +229,7 @@ class DDIM:
 
 
 @dataclass(frozen=True)
-class CPS:
+class CPS(Dynamics):
     """Coefficient-preserving sampling; its log-probability is the bare -(x' - mean)^2, as flow_grpo has it."""
 
     type: ClassVar[str] = "cps"
@@ -263,15 +243,11 @@ class CPS:
                 "noise_level must be above 0 and at most 1: at 0 there is no log-probability; use type: ode"
             )
 
-    def step(
-        self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
-    ) -> GaussianStep:
+    def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x0 (1 - sigma') + x1 sqrt(sigma'^2 - s^2), S = s = sigma' sin(a pi / 2).
 
-        x0 = x - sigma v and x1 = x + (1 - sigma) v. Arguments as in ``FlowSDE.step``; ``sigma_max`` is not needed.
+        x0 = x - sigma v and x1 = x + (1 - sigma) v.
         """
-        del sigma_max
-        v, x, sigma, sigma_next = in_float32(velocity, latents, sigma, sigma_next)
         s = sigma_next * math.sin(self.noise_level * math.pi / 2)
         sigma_ = per_sample(sigma, x)
         x0, x1 = x - sigma_ * v, x + v * (1 - sigma_)

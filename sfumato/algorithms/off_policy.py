@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -48,8 +48,8 @@ class Correction:
         return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
 
 
-class OffPolicy(Protocol):
-    """What every correction offers."""
+class OffPolicy:
+    """Base of every correction."""
 
     type: ClassVar[str]
     uses_proximal: ClassVar[bool]
@@ -71,30 +71,28 @@ class OffPolicy(Protocol):
             mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
                 trajectory. None is all.
         """
-        ...
+        return self._correct(lambda level: log_ratio_of(log_ratio, sample_of_row, level, mask))
+
+    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+        """From log-ratios ``[R]`` at any level, as ``log_ratio_of`` gives them."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class NoCorrection:
+class NoCorrection(OffPolicy):
     """The ratio is taken to the policy that made the sample, and the clip range bounds the distance to that one."""
 
     type: ClassVar[str] = "none"
     uses_proximal: ClassVar[bool] = False
 
-    def correct(
-        self,
-        log_ratio: Float[Tensor, "rows"],
-        sample_of_row: Int64[Tensor, "rows"],
-        mask: Bool[Tensor, "rows"] | None = None,
-    ) -> Correction:
-        """As ``OffPolicy.correct``; all weights are 1."""
-        nobody = torch.zeros_like(log_ratio, dtype=torch.bool)
-        ones = torch.ones_like(log_ratio, dtype=torch.float32).detach()
-        return Correction(ones, log_ratio_of(log_ratio, sample_of_row, "step", mask), nobody, nobody)
+    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+        log_weights = at("step")
+        nobody = torch.zeros_like(log_weights, dtype=torch.bool)
+        return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, nobody, nobody)
 
 
 @dataclass(frozen=True)
-class Decoupled:
+class Decoupled(OffPolicy):
     """Decoupled PPO (arXiv 2110.00641, 2505.24298): min(proximal / behaviour, cap) times the loss of new / proximal.
 
     What is clipped is the distance to the policy at the start of the update, whatever made the sample. Truncated
@@ -112,20 +110,14 @@ class Decoupled:
     def __post_init__(self) -> None:
         _check_cap(self.cap)
 
-    def correct(
-        self,
-        log_ratio: Float[Tensor, "rows"],
-        sample_of_row: Int64[Tensor, "rows"],
-        mask: Bool[Tensor, "rows"] | None = None,
-    ) -> Correction:
-        """As ``OffPolicy.correct``."""
-        log_weights = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
+    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+        log_weights = at(self.level)
         weights, truncated = _truncated(log_weights, self.cap)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
 
 
 @dataclass(frozen=True)
-class Rejection:
+class Rejection(OffPolicy):
     """As ``decoupled``, but rows with proximal / behaviour outside of bounds teach nothing."""
 
     type: ClassVar[str] = "rejection"
@@ -151,20 +143,14 @@ class Rejection:
                 "a sample that the policy itself has made"
             )
 
-    def correct(
-        self,
-        log_ratio: Float[Tensor, "rows"],
-        sample_of_row: Int64[Tensor, "rows"],
-        mask: Bool[Tensor, "rows"] | None = None,
-    ) -> Correction:
-        """As ``OffPolicy.correct``."""
-        bounded = log_ratio_of(log_ratio, sample_of_row, self.level, mask)
+    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+        bounded = at(self.level)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
         if self.weight_level is None:
             log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
         else:
-            log_weights = log_ratio_of(log_ratio, sample_of_row, self.weight_level, mask)
+            log_weights = at(self.weight_level)
         weights, truncated = _truncated(log_weights, self.cap)
         return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
@@ -254,22 +240,18 @@ class Mismatch:
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
-            found = torch.stack(
-                [
-                    torch.ones_like(rows).sum(),
-                    -rows.sum(),
-                    (torch.expm1(rows) - rows).sum(),
-                    weights.sum(),
-                    weights.square().sum(),
-                    correction.weights.double().sum(),
-                    correction.truncated.double().sum(),
-                    correction.rejected.double().sum(),
-                ]
-            ).tolist()
-            if kl is not None:
-                self.sums["kl"] = self.sums.get("kl", 0.0) + float(kl.double().sum())
-            names = ("rows", "k1", "k3", "w", "w2", "weight", "truncated", "rejected")
-            for name, value in zip(names, found, strict=True):
+            found = {
+                "rows": torch.ones_like(rows).sum(),
+                "k1": -rows.sum(),
+                "k3": (torch.expm1(rows) - rows).sum(),
+                "w": weights.sum(),
+                "w2": weights.square().sum(),
+                "weight": correction.weights.double().sum(),
+                "truncated": correction.truncated.double().sum(),
+                "rejected": correction.rejected.double().sum(),
+            }
+            found |= {} if kl is None else {"kl": kl.double().sum()}
+            for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
                 self.sums[name] = self.sums.get(name, 0.0) + value
             if len(log_ratio):
                 self.largest = max(self.largest, float(log_ratio.abs().max()))

@@ -87,12 +87,32 @@ class SamplerGrid:
         return sigmas.to("cpu", torch.float32)[torch.tensor(steps)[chosen]]
 
 
+class _Density:
+    """Base of levels from a density, whatever the sampler's schedule is."""
+
+    of_schedule: ClassVar[bool] = False
+    num: int
+
+    def num_levels(self, num_steps: int) -> int:
+        """As ``Timesteps.num_levels``: any schedule does."""
+        del num_steps
+        return self.num
+
+    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
+        """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
+        del sigmas
+        return self._levels(_strata(self.num, seed, iteration, ids))
+
+    def _levels(self, strata: Tensor) -> Tensor:
+        """Of uniform numbers, float64 ``[B, L]``."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class UniformTimesteps:
+class UniformTimesteps(_Density):
     """Levels uniform in [low, high), then shifted; of several, one in each equal piece of the range."""
 
     type: ClassVar[str] = "uniform"
-    of_schedule: ClassVar[bool] = False
 
     num: int = 1
     """Levels per sample."""
@@ -107,24 +127,15 @@ class UniformTimesteps:
         if self.num < 1 or not 0 <= self.low < self.high <= 1 or not self.shift > 0:
             raise ValueError("num must be at least 1, 0 <= low < high <= 1, and shift above 0")
 
-    def num_levels(self, num_steps: int) -> int:
-        """As ``Timesteps.num_levels``: any schedule does."""
-        del num_steps
-        return self.num
-
-    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
-        """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
-        del sigmas
-        uniform = self.low + (self.high - self.low) * _strata(self.num, seed, iteration, ids)
-        return draw_sigma(uniform, "uniform", 0.0, 1.0, self.shift)
+    def _levels(self, strata: Tensor) -> Tensor:
+        return draw_sigma(self.low + (self.high - self.low) * strata, "uniform", 0.0, 1.0, self.shift)
 
 
 @dataclass(frozen=True)
-class LogitNormalTimesteps:
+class LogitNormalTimesteps(_Density):
     """Levels sigmoid(normal), then shifted (arXiv 2403.03206); of several, one in each equally likely piece."""
 
     type: ClassVar[str] = "logit_normal"
-    of_schedule: ClassVar[bool] = False
 
     num: int = 1
     """Levels per sample."""
@@ -139,15 +150,8 @@ class LogitNormalTimesteps:
         if self.num < 1 or not self.std > 0 or not self.shift > 0:
             raise ValueError("num must be at least 1, std and shift above 0")
 
-    def num_levels(self, num_steps: int) -> int:
-        """As ``Timesteps.num_levels``: any schedule does."""
-        del num_steps
-        return self.num
-
-    def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
-        """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
-        del sigmas
-        return draw_sigma(_strata(self.num, seed, iteration, ids), "logit_normal", self.mean, self.std, self.shift)
+    def _levels(self, strata: Tensor) -> Tensor:
+        return draw_sigma(strata, "logit_normal", self.mean, self.std, self.shift)
 
 
 def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:

@@ -85,20 +85,16 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
                 "file system that all nodes share"
             )
     root, final = building.parent, building.with_suffix("")
-    path = building / MANIFEST
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
-    path.write_text(text, encoding="utf-8")
-    flush(path)
-    for folder in (building, *(inner for inner in building.rglob("*") if inner.is_dir())):
-        flush(folder)
+    (building / MANIFEST).write_text(text, encoding="utf-8")
+    for path in (building / MANIFEST, building, *(inner for inner in building.rglob("*") if inner.is_dir())):
+        flush(path)
+    stale = root / f"{final.name}.old.tmp"
+    shutil.rmtree(stale, ignore_errors=True)
     if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
-        stale = root / f"{final.name}.old.tmp"
-        shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
-        building.rename(final)
-        shutil.rmtree(stale, ignore_errors=True)
-    else:
-        building.rename(final)
+    building.rename(final)
+    shutil.rmtree(stale, ignore_errors=True)
     flush(root)
     return final
 
@@ -115,8 +111,13 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
 
 def read_values(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds besides tensors; empty when it cannot be read, which verifying it will say."""
+    return read_mapping(folder / VALUES)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty when it is missing, damaged or no mapping."""
     try:
-        found = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -237,7 +238,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         write: fills an empty folder.
     """
     restore_folder(folder)
-    building, old = _building(folder), _old(folder)
+    building, old = _beside(folder)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
@@ -261,14 +262,12 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 def restore_folder(folder: Path) -> None:
     """Puts back what a process that was killed between the two renames of ``replace_folder`` left."""
-    building, old = _building(folder), _old(folder)
+    building, old = _beside(folder)
     if not old.exists():
         return
-    if folder.exists():  # killed after the second rename
-        shutil.rmtree(old, ignore_errors=True)
-    else:
+    if not folder.exists():  # killed before the second rename
         os.replace(building if building.exists() else old, folder)  # what was being written was complete by then
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def exchange(left: Path, right: Path) -> bool:
@@ -291,9 +290,6 @@ def exchange(left: Path, right: Path) -> bool:
     raise OSError(number, os.strerror(number), str(left), None, str(right))
 
 
-def _building(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.being_written")
-
-
-def _old(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.being_replaced")
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Where its successor is written, and where it waits for its end."""
+    return folder.with_name(f".{folder.name}.being_written"), folder.with_name(f".{folder.name}.being_replaced")

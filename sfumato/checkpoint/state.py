@@ -114,8 +114,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     """
     shards = Shards(state.model, mesh)
     random_tensors, random_values = random_state(mesh.device)
-    optimizer_parts, numbers = optimizer_state(state.optimizer, shards)
-    parts = optimizer_parts
+    parts, numbers = optimizer_state(state.optimizer, shards)
     for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
         parts |= section.parts()
     return parts, {
@@ -124,7 +123,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
         "ema_updates": None if state.ema is None else state.ema.num_updates,
         "policy_updates": {name: policy.num_updates for name, policy in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
-        "optimizer": {key: number for stage in mesh.gather(numbers, over="pp") for key, number in stage.items()},
+        "optimizer": mesh.merge(numbers, over="pp"),
         "random": random_values,
         "data": {} if state.loader is None else state.loader.state(),
         IDENTITY: state.identity,
@@ -187,9 +186,7 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> boo
     shards = Shards(module, mesh)
     averaged = any(key.startswith("ema/") for key in stored.tensors)
     name = "ema" if averaged else "model"
-    section = SavedTensors(
-        name, {key: local(parameter.detach()) for key, parameter in shards.parameters.items()}, shards
-    )
+    section = _parameters(name, shards)
     there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare_tensors(stored, there, section.specs(), model_name(module))
     stored.read(section.parts())
@@ -212,28 +209,25 @@ def model_name(module: nn.Module) -> str:
     return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
+def _parameters(name: str, shards: Shards) -> SavedTensors:
+    return SavedTensors(name, {key: local(parameter.detach()) for key, parameter in shards.parameters.items()}, shards)
+
+
 def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
     """All tensors but the optimiser's and the random generators'."""
-    found = [
-        SavedTensors(
-            "model", {name: local(parameter.detach()) for name, parameter in shards.parameters.items()}, shards
-        )
-    ]
+    found = [_parameters("model", shards)]
     if state.ema is not None:
         found.append(SavedTensors("ema", state.ema.averages, shards))
     found += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
     if state.reference is not None:
-        frozen = Shards(state.reference, mesh, all_parameters(state.reference))
-        weights = {name: local(parameter.detach()) for name, parameter in frozen.parameters.items()}
-        found.append(SavedTensors("reference", weights, frozen))
+        found.append(_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
     if state.balancer is not None:
         found.append(SavedTensors("balancer", state.balancer.state_dict()))
     return found
 
 
 def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCheckpoint, mesh: Mesh) -> None:
-    mine = {key: spec for section in sections for key, spec in section.specs().items()}
-    wanted = {key: spec for stage in mesh.gather(mine, over="pp") for key, spec in stage.items()}
+    wanted = mesh.merge({key: spec for section in sections for key, spec in section.specs().items()}, over="pp")
     elsewhere = {"optimizer", "random", DISPENSABLE} - {section.name for section in sections}
     there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in elsewhere}
     for section, what in OPTIONAL.items():
@@ -334,11 +328,7 @@ def new_optimizer_state(
     fields: dict[nn.Parameter, dict[str, Any]] = {}
     parts: TensorParts = {}
     chunks = cache(lambda name: chunks_of(shards, name))
-    on_device = {
-        id(parameter): g.get("fused") or g.get("capturable")
-        for g in optimizer.param_groups
-        for parameter in g["params"]
-    }
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for key in stored.optimizer_keys():
         name, field_name = key.rsplit("/", 1)
         if name not in shards.parameters:
@@ -354,7 +344,8 @@ def new_optimizer_state(
             elif shape and not _is_whole(shards, name):
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:
-                is_step = field_name == "step" and not on_device.get(id(parameter))
+                group = groups[parameter]
+                is_step = field_name == "step" and not (group.get("fused") or group.get("capturable"))
                 value = torch.empty(shape, dtype=dtype, device="cpu" if is_step else parameter.device)
                 parts |= whole_part(f"optimizer/{key}", value)
         fields.setdefault(parameter, {})[field_name] = value

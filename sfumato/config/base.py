@@ -54,13 +54,13 @@ class Section(BaseModel):
 NOT_FINITE = "Input should be a finite number"
 
 
-def _not_finite(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Numbers that are not finite, with their places."""
-    if isinstance(value, float) and not math.isfinite(value):
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything inside that is neither a mapping nor a list, with its place."""
+    if not isinstance(value, (dict, list)):
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inside:
-        yield from _not_finite(item, (*place, key))
+        yield from leaves(item, (*place, key))
 
 
 @functools.cache
@@ -160,7 +160,8 @@ class Variant:
         unknown = [
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
         ]
-        odd = dict(_not_finite(given))
+        numbers = {loc: number for loc, number in leaves(given) if isinstance(number, float)}
+        odd = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
         unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
         try:
             built = TypeAdapter(cls).validate_json(

@@ -39,12 +39,8 @@ class DiffusionRolloutConfig(RolloutConfig):
         return self.height, self.width, self.num_frames
 
     @model_validator(mode="after")
-    def _size_fits(self) -> DiffusionRolloutConfig:
+    def _size_and_guidance_fit(self) -> DiffusionRolloutConfig:
         check_size("rollout", *self.size)
-        return self
-
-    @model_validator(mode="after")
-    def _guidance_fits(self) -> DiffusionRolloutConfig:
         if self.guidance_scale_2 is not None and self.guidance_scale == 1.0:
             raise ValueError("rollout.guidance_scale_2 means nothing when rollout.guidance_scale is 1: remove it")
         return self
@@ -103,7 +99,7 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
     @property
     def needed(self) -> frozenset[str]:
         """Policies that the objective compares with: of old, ema, reference."""
-        return frozenset()
+        return getattr(self.objective, "needs", frozenset())
 
     @property
     def compared(self) -> frozenset[str]:
@@ -135,13 +131,16 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
         """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
         self.rows_per_sample(num_steps)
 
-    def _check_effect(self, name: str, is_given: bool, kept: dict[str, Any], why: str) -> None:
-        if is_given and name not in kept:
-            remedy = "remove it" if name == "reference" else "set it to null"
-            raise ValueError(
-                f"algorithm.{name} has no effect: neither objective {self.objective.type} nor algorithm.kl "
-                f"compares with that policy{why}: {remedy}"
-            )
+    def _check_effect(self, given: list[str], why: str = "") -> None:
+        """Raises ValueError when the reference moves, or another decay is given, though nothing compares with it."""
+        moves = self.reference.type != "constant" or self.reference.value != 1
+        for name in [*given, "reference"] if moves else given:
+            if name not in self.other_policies:
+                remedy = "remove it" if name == "reference" else "set it to null"
+                raise ValueError(
+                    f"algorithm.{name} has no effect: neither objective {self.objective.type} nor algorithm.kl "
+                    f"compares with that policy{why}: {remedy}"
+                )
 
 
 class DiffusionEvalConfig(EvalConfig):
@@ -197,16 +196,12 @@ class DiffusionRLConfig(RLConfig):
         return {"algorithm": reason, **{f"algorithm.{part}": reason for part in named}}
 
     @model_validator(mode="after")
-    def _guidance_is_there(self) -> DiffusionRLConfig:
+    def _suits_the_rollout(self) -> DiffusionRLConfig:
         if self.train.cfg_parallel_size > 1 and self.rollout.guidance_scale == 1.0:
             raise ValueError(
                 "train.cfg_parallel_size shares the two branches of classifier-free guidance, but with "
                 "rollout.guidance_scale 1 there is one, and both ranks would compute the same: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_take_videos(self) -> DiffusionRLConfig:
         for reward in self.reward.rewards if self.rollout.num_frames > 1 else ():
             reward.check_video()
         return self
@@ -257,8 +252,7 @@ class TrajectoryAlgorithmConfig(DiffusionAlgorithmConfig):
             raise ValueError(
                 "algorithm.dynamics: type ode has no log-probabilities, which the objective needs; use sde or cps"
             )
-        moves = self.reference.type != "constant" or self.reference.value != 1
-        self._check_effect("reference", moves, self.other_policies, "")
+        self._check_effect([])
         return self
 
     def check_schedule(self, num_steps: int) -> None:
@@ -314,10 +308,8 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
 
     @model_validator(mode="after")
     def _advantage_fits(self) -> ForwardAlgorithmConfig:
-        takes, has = (
-            getattr(part, attribute, None)
-            for part, attribute in ((self.objective, "takes_both_signs"), (self.advantage, "has_both_signs"))
-        )
+        takes = getattr(self.objective, "takes_both_signs", None)
+        has = getattr(self.advantage, "has_both_signs", None)
         if None not in (takes, has) and takes != has:
             what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
             raise ValueError(
@@ -329,20 +321,13 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> ForwardAlgorithmConfig:
-        kept = self.other_policies
-        for policy, decay in kept.items():
+        for policy, decay in self.other_policies.items():
             if decay is None:
                 why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
                 raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
-        moves = self.reference.type != "constant" or self.reference.value != 1
-        for name, is_given in (("old", self.old is not None), ("ema", self.ema is not None), ("reference", moves)):
-            self._check_effect(name, is_given, kept, f", and algorithm.sample_with is {self.sample_with}")
+        given = [name for name in ("old", "ema") if getattr(self, name) is not None]
+        self._check_effect(given, f", and algorithm.sample_with is {self.sample_with}")
         return self
-
-    @property
-    def needed(self) -> frozenset[str]:
-        """Policies that the objective compares with: of old, ema, reference."""
-        return self.objective.needs
 
     @property
     def other_policies(self) -> dict[str, Any]:

@@ -62,16 +62,12 @@ class DitTrainConfig(EpochTrainConfig):
     """The optimiser, the batch, the run folder and the checkpoints."""
 
     @model_validator(mode="after")
-    def _has_no_guidance(self) -> DitTrainConfig:
+    def _processes_fit(self) -> DitTrainConfig:
         if self.cfg_parallel_size > 1:
             raise ValueError(
                 "train.cfg_parallel_size shares the two branches of classifier-free guidance, which training has not: "
                 "both ranks would compute the same; leave it out (it is for tasks/rl_diffusion.py)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batch_fits(self) -> DitTrainConfig:
         num_ranks = max(world_size() // self.ranks_per_sample, 1)
         per_pass = self.micro_batch_size * num_ranks
         if self.global_batch_size is not None and self.global_batch_size % per_pass:
@@ -116,33 +112,20 @@ class TrainAutoencoderConfig(Section):
     """Weight of the KL term (mean over latent elements) that keeps latents near a standard normal distribution."""
 
     @model_validator(mode="after")
-    def _is_trained(self) -> TrainAutoencoderConfig:
+    def _suits_autoencoders(self) -> TrainAutoencoderConfig:
         if self.model.offload_idle:
             raise ValueError("model.offload_idle would put the autoencoder aside, which is trained here: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _data_parallel(self) -> TrainAutoencoderConfig:
         if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
             raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")
         if self.data.num_frames > 1:
             raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
-        return self
-
-    @model_validator(mode="after")
-    def _has_effect(self) -> TrainAutoencoderConfig:
-        refuse_needless(self.model, "model", ("lora", "keep_encoders"), f"here, {WHOLE}: remove it")
-        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir"), f"here, {WHOLE}: remove it")
+        why = "here, where the autoencoder alone is trained on images, whole and in float32 in each process: remove it"
+        refuse_needless(self.model, "model", ("lora", "keep_encoders"), why)
+        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir"), why)
         names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate", "compile"]
-        names += [
-            "activation_checkpointing",
-            *(name for name in DitTrainConfig.model_fields if name.startswith("enable_")),
-        ]
-        refuse_needless(self.train, "train", names, f"here, {WHOLE}: remove it")
+        names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
+        refuse_needless(self.train, "train", names, why)
         return self
-
-
-WHOLE = "where the autoencoder alone is trained on images, whole and in float32 in each process"
 
 
 class DitDpoConfig(Section):

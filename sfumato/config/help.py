@@ -12,7 +12,6 @@ import typing
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from sfumato.config.base import Section, Variant, find_variants
 
@@ -32,10 +31,10 @@ def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]
     """A section's own fields, then the sections inside it. ``presets`` holds what the default recipe sets."""
     lines = []
     for name, field in sorted(
-        schema.model_fields.items(), key=lambda pair: _inner_section(pair[1].annotation) is not None
+        schema.model_fields.items(), key=lambda pair: inner_section(pair[1].annotation) is not None
     ):
         path = f"{prefix}{name}"
-        inner = _inner_section(field.annotation)
+        inner = inner_section(field.annotation)
         variant = next((marker for marker in _metadata(field) if isinstance(marker, Variant)), None)
         if inner is not None:
             lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
@@ -69,14 +68,10 @@ def attribute_docs(cls: type) -> dict[str, str]:
         except (OSError, TypeError):  # a class made without source, such as in a console, has no field texts
             continue
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for field, text in itertools.pairwise(body):
-            is_text = (
-                isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            )
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                docs[field.target.id] = " ".join(text.value.value.split())
+        for pair in itertools.pairwise(body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
 
 
@@ -89,8 +84,6 @@ def _default(field: Any, variant: Variant | None) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "required"
     if variant is not None and dataclasses.is_dataclass(value):
         return str(variant.dump(value))
     return "null" if value is None else str(value)
@@ -98,16 +91,15 @@ def _default(field: Any, variant: Variant | None) -> str:
 
 def _metadata(field: Any) -> list[Any]:
     """Annotations of a field and of the items of a list field."""
-    found = list(field.metadata)
-    for arg in typing.get_args(field.annotation):
-        found += list(getattr(arg, "__metadata__", ()))
-    return found
+    items = typing.get_args(field.annotation)
+    return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]
 
 
-def _inner_section(annotation: Any) -> type[BaseModel] | None:
+def inner_section(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for arg in typing.get_args(annotation) if (found := _inner_section(arg))), None)
+    return next((found for arg in typing.get_args(annotation) if (found := inner_section(arg))), None)
 
 
 def _type_name(annotation: Any, variant: Variant | None) -> str:

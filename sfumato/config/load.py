@@ -9,16 +9,15 @@ import difflib
 import json
 import re
 import sys
-import typing
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sfumato.config.base import Section
-from sfumato.config.help import format_help
+from sfumato.config.base import Section, leaves
+from sfumato.config.help import format_help, inner_section
 from sfumato.config.paths import file_problem
 from sfumato.errors import ConfigError
 
@@ -114,7 +113,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 LONGEST_SHOWN, LONGEST_MESSAGE, MOST_SHOWN = 80, 1200, 20
 """Characters of a given value that a message repeats, characters of a mistake, and mistakes."""
 
-TOO_LARGE = "a whole number must fit into 64 bits"
+TOO_LARGE = "a whole number must fit into 64 bits"  # torch, numpy and files have no room for it
 
 DEEPEST = 20
 """Dots in the name of an override."""
@@ -124,14 +123,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a YAML file that holds a mapping. Raises ConfigError that names the file and the line."""
     path = Path(path)
     problem = file_problem(path, MAX_BYTES)
-    if problem not in (None, "does not exist"):
+    if problem == "does not exist":
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"configuration file not found: {path}{hint}")
+    if problem is not None:
         raise ConfigError(f"configuration file {path} {problem}")
     try:
         loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
-    except FileNotFoundError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"configuration file not found: {path}{hint}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read configuration file {path}: {error}") from error
     if loaded is None:
@@ -225,7 +224,8 @@ def load_config(
     overrides = overrides or {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
-    if huge := dict(_huge_numbers(merged)):
+    numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
+    if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
         raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])
     try:
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
@@ -250,15 +250,6 @@ def _all_of(lines: list[str]) -> ConfigError:
     lines = list(dict.fromkeys(lines))
     more = [f"and {len(lines) - MOST_SHOWN} more mistakes"] if len(lines) > MOST_SHOWN else []
     return ConfigError("\n".join([*lines[:MOST_SHOWN], *more]))
-
-
-def _huge_numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Whole numbers that torch, numpy and files have no room for, with their places."""
-    if isinstance(value, int) and not -(2**63) < value < 2**63:
-        yield place, value
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inside:
-        yield from _huge_numbers(item, (*place, key))
 
 
 def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:
@@ -295,11 +286,8 @@ def _describe(
     location = tuple(error["loc"])
     context = error.get("ctx", {})
     if error["type"] == "variant":
-        subs = [
-            _describe_one({**sub, "loc": location + tuple(sub["loc"])}, context["names"], path, overrides)
-            for sub in context["errors"]
-        ]
-        return "\n".join(subs)
+        subs = [{**sub, "loc": location + tuple(sub["loc"])} for sub in context["errors"]]
+        return "\n".join(_describe_one(sub, context["names"], path, overrides) for sub in subs)
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
         hint = suggest(context["value"], context["known"])
@@ -354,12 +342,5 @@ def _field_names(schema: Any, location: tuple[Any, ...]) -> list[str]:
         if isinstance(part, int) or schema is None:
             continue
         field = getattr(schema, "model_fields", {}).get(part)
-        schema = None if field is None else _section_of(field.annotation)
+        schema = None if field is None else inner_section(field.annotation)
     return list(getattr(schema, "model_fields", {}))
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in typing.get_args(annotation) if (found := _section_of(arg))), None)

@@ -63,14 +63,10 @@ class ParallelConfig(Section):
     """torch.compile of each block."""
 
     @model_validator(mode="after")
-    def _meta_fits(self) -> ParallelConfig:
-        if self.init_device == "meta" and self.data_parallel_mode == "fsdp1":
-            raise ValueError("train.init_device meta and train.data_parallel_mode fsdp1 do not go together; take fsdp2")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_have_effect(self) -> ParallelConfig:
+    def _modes_fit(self) -> ParallelConfig:
         mode = self.data_parallel_mode
+        if self.init_device == "meta" and mode == "fsdp1":
+            raise ValueError("train.init_device meta and train.data_parallel_mode fsdp1 do not go together; take fsdp2")
         sharded = ["enable_reshard_after_forward", "enable_fsdp_offload", "enable_forward_prefetch"]
         if mode != "fsdp2":
             names = [*(sharded if mode == "ddp" else []), "enable_reduce_every_micro_batch"]

@@ -14,57 +14,49 @@ _GLOBAL = {"type": "group", "std": "global", "clip": 5.0}
 _GROUP = {"type": "group", "std": "group", "clip": 5.0}
 _DANCE = {"type": "group", "std": "group", "clip": 5.0, "ddof": 1, "eps": 1e-8}
 _FINAL = {"solver": {"type": "euler"}, "sample_with": "policy", "kl": _NO_KL}
+_CLIPPED = {"advantage": _GLOBAL, "objective": {"type": "clipped_ratio", "clip_range": 1e-4}, "kl": _NO_KL}
 
 TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
     # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3: 10 steps, guidance 4.5, groups of 24.
     # coef 0.01 for PickScore, 0.02 for CLIPScore
     "flow_grpo": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 0.7},
         "window": {"type": "all"},
-        "advantage": _GLOBAL,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
         "kl": {"type": "flow_grpo", "coef": 0.04},
     },
     # Flow-GRPO-Fast: flow_grpo README and config/grpo.py, pickscore_sd3_fast family: a short window, no KL.
     # With guidance 4.5 it is reported to collapse (flow_grpo issues 182, 192, 224); guidance 1 is stable
     "flow_grpo_fast": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 0.7},
         "window": {"type": "random", "size": 3, "range": [0, 5]},
-        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
-        "kl": _NO_KL,
     },
     # Flow-CPS, arXiv 2509.05952; flow_grpo config/grpo.py, geneval_sd3_fast_nocfg: 10 steps, guidance 1
     "flow_cps": {
+        **_CLIPPED,
         "dynamics": {"type": "cps", "noise_level": 0.8},
         "window": {"type": "random", "size": 3, "range": [0, 5]},
-        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
-        "kl": _NO_KL,
     },
     # flow_grpo config/grpo.py, pickscore_flux and counting_flux_kontext: 6 steps, guidance 3.5 (Kontext 2.5)
     "flow_grpo_flux": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 0.9},
         "window": {"type": "all"},
-        "advantage": _GLOBAL,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # flow_grpo config/grpo.py, pickscore_qwenimage: 10 steps, guidance 4, groups of 16
     "flow_grpo_qwen_image": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 1.2},
         "window": {"type": "random", "size": 2, "range": [0, 5]},
-        "advantage": _GLOBAL,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # flow_grpo config/grpo.py, counting_qwenimage_edit; _fast has noise 1.5 and a random window of 4 in [0, 5]
     "flow_grpo_qwen_image_edit": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 1.0},
         "window": {"type": "all"},
-        "advantage": _GLOBAL,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # flow_grpo config/grpo.py, general_ocr_wan2_1: 20 steps, guidance 4.5, groups of 4, 240 x 416 x 33 frames, lr 1e-4
     "flow_grpo_wan": {
@@ -76,20 +68,18 @@ TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
     },
     # flow_grpo config/grpo.py, geneval_flux_fast: 6 steps, guidance 3.5
     "flow_cps_flux": {
+        **_CLIPPED,
         "dynamics": {"type": "cps", "noise_level": 0.8},
         "window": {"type": "random", "size": 3, "range": [0, 3]},
-        "advantage": _GLOBAL,
         "objective": {"type": "clipped_ratio", "clip_range": 1e-5},
-        "kl": _NO_KL,
     },
     # MixGRPO, arXiv 2507.21802; fastvideo/utils/grpo_states.py, for FLUX: 25 steps, of which [0, 23] are slid over,
     # groups of 12, lr 1e-5
     "mix_grpo": {
+        **_CLIPPED,
         "dynamics": {"type": "sde", "noise_level": 0.7},
         "window": {"type": "sliding", "size": 4, "iters_per_group": 25, "stride": 1, "roll_back": True},
         "advantage": _DANCE,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # GRPO-Guard, arXiv 2510.22319; flow_grpo config/grpo_guard.py, general_ocr_sd3_rationorm: guidance 4.5, lr 1e-4;
     # clip_range 4e-6 for PickScore
@@ -103,19 +93,17 @@ TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
     # DanceGRPO, arXiv 2505.07818; train_grpo_flux.py: 720 x 720, 16 steps, shift 3, groups of 12 from one latent
     # (rollout.same_latent), lr 1e-5. 60 % of the steps are trained; here the others are deterministic, too
     "dance_grpo": {
+        **_CLIPPED,
         "dynamics": {"type": "dance", "noise_level": 0.3},
         "window": {"type": "subset", "size": 9},
         "advantage": _DANCE,
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # DanceGRPO for HunyuanVideo: 480 x 480 x 53 frames, 16 steps, shift 5, groups of 24
     "dance_grpo_hunyuan_video": {
+        **_CLIPPED,
         "dynamics": {"type": "dance", "noise_level": 0.25},
         "window": {"type": "subset", "size": 9},
         "advantage": {"type": "best_worst", "top": 4, "bottom": 4, "values": "group", "clip": 5.0},
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # Flow-DPPO, arXiv 2606.11025; its threshold with Flow-GRPO's other parts for SD3.5-M
     "dppo": {
@@ -137,11 +125,10 @@ TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
     # config/base.py and dgx.py: LoRA, lr 1e-4, or all weights, lr 3e-5. Its statistics of each prompt are those of its
     # last 16 samples; here those of the iteration's, so take groups of 16
     "ddpo": {
+        **_CLIPPED,
         "dynamics": {"type": "ddim", "eta": 1.0},
         "window": {"type": "all"},
         "advantage": {"type": "group", "std": "group", "clip": 10.0, "eps": 1e-6},
-        "objective": {"type": "clipped_ratio", "clip_range": 1e-4},
-        "kl": _NO_KL,
     },
     # DPOK, arXiv 2305.16381, for Stable Diffusion 1.5; google-research dpok/train_online_pg.py and README: 50 steps of
     # DDIM with eta 1, guidance 7.5, LoRA rank 4, lr 1e-5, max_grad_norm 0.1. Weights 10 of the reward (less a learned

@@ -86,7 +86,7 @@ class RuntimeConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> RuntimeConfig:
         if self.backend == "in_process":
-            names = (
+            names = {
                 "address",
                 "pools",
                 "weight_sync",
@@ -94,10 +94,10 @@ class RuntimeConfig(Section):
                 "heartbeat_s",
                 "call_timeout_s",
                 "max_restarts",
-            )
-            given = [name for name in names if name in self.given]
-            if given:
-                raise ValueError(f"runtime.{given[0]} is for roles on Ray: set runtime.backend to ray, or remove it")
+            }
+            for name in self.given:
+                if name in names:
+                    raise ValueError(f"runtime.{name} is for roles on Ray: set runtime.backend to ray, or remove it")
         elif world_size() > 1:
             raise ValueError(
                 "runtime.backend ray starts its processes itself: start the task once, not with torchrun, and give "

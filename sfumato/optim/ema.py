@@ -7,7 +7,7 @@ what is trained and follows flow_grpo's schedule, so that published settings mea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -56,27 +56,18 @@ class Ema:
         """Inside, the module has the averaged weights."""
         weights = self._weights()
         kept = {name: weight.clone() for name, weight in weights.items()}
-        self._copy(self.averages, weights)
+        for name, average in self.averages.items():
+            weights[name].copy_(average)
         try:
             yield
         finally:
-            self._copy(kept, self._weights())
+            for name, weight in self._weights().items():
+                weight.copy_(kept[name])
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: local(parameter.detach()) for name, parameter in trainable_parameters(self.module).items()}
 
-    @staticmethod
-    @torch.no_grad()
-    def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-        for name, value in source.items():
-            target[name].copy_(value)
 
-
-@contextmanager
-def averaged_weights(ema: Ema | None) -> Iterator[None]:
+def averaged_weights(ema: Ema | None) -> AbstractContextManager[None]:
     """Averaged weights inside where there is an average, else the weights as they are."""
-    if ema is None:
-        yield
-        return
-    with ema.applied():
-        yield
+    return nullcontext() if ema is None else ema.applied()

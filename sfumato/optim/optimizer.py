@@ -24,6 +24,13 @@ from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 NAMED = 5
 """Parameters that an error names."""
 
+DECAYS = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "wsd": lambda progress: 1 - math.sqrt(progress),
+}
+"""What is left of the way from ``lr_min`` to ``lr``, from 1 to 0, at a progress from 0 to 1."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -59,13 +66,13 @@ def build_optimizer(
     """
     parameters = trainable_parameters(module)
     hidden = hidden_matrices(module) & parameters.keys() if config.optimizer == "muon" else set()
-    taken = match_groups(list(parameters), config)
+    taken = {name: _entry_of(name, config) for name in parameters}
     _check_choices(module, config, taken, hidden, mesh)
 
     shapes = whole_shapes(module)
     grouped: dict[ParameterGroup, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        group = _group_of(parameter, len(shapes[name]) < 2, name in hidden, taken.get(name), config)
+        group = _group_of(parameter, len(shapes[name]) < 2, name in hidden, taken[name], config)
         grouped.setdefault(group, []).append(parameter)
     order = sorted(grouped, key=lambda group: (group.is_scaled, group.is_vector))
     groups = [
@@ -85,15 +92,9 @@ def build_optimizer(
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def match_groups(names: list[str], config: TrainConfig) -> dict[str, int]:
-    """Which entry of ``train.param_groups`` each parameter follows: the first whose expression its name contains."""
-    found = {}
-    for name in names:
-        matching = (index for index, entry in enumerate(config.param_groups) if re.search(entry.match, name))
-        index = next(matching, None)
-        if index is not None:
-            found[name] = index
-    return found
+def _entry_of(name: str, config: TrainConfig) -> int | None:
+    """Which entry of ``train.param_groups`` a parameter follows: the first whose expression its name contains."""
+    return next((index for index, entry in enumerate(config.param_groups) if re.search(entry.match, name)), None)
 
 
 def saved_shard(value: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ def _group_of(
 
 
 def _check_choices(
-    module: nn.Module, config: TrainConfig, taken: dict[str, int], hidden: set[str], mesh: Mesh | None
+    module: nn.Module, config: TrainConfig, taken: dict[str, int | None], hidden: set[str], mesh: Mesh | None
 ) -> None:
     """Whether every entry of param_groups, and Muon, has something to do, in this or in another pipeline stage."""
     used, has_hidden = set(taken.values()), bool(hidden)
@@ -130,7 +131,7 @@ def _check_choices(
         used, has_hidden = set().union(*(used_here for used_here, _ in stages)), any(has_here for _, has_here in stages)
     for index, entry in enumerate(config.param_groups):
         if index not in used:
-            names = list(trainable_parameters(module))
+            names = list(taken)
             matching = [name for name in names if re.search(entry.match, name)]
             why = f"entries before it take all {len(matching)} that it matches" if matching else "it matches none"
             raise ConfigError(
@@ -183,17 +184,7 @@ def lr_at(step: int, total_steps: int, config: TrainConfig) -> float:
         return config.lr
     begin = max(config.lr_warmup_steps, round(total_steps * (1 - config.lr_decay_ratio)))
     progress = min(max((step - begin) / max(total_steps - begin, 1), 0.0), 1.0)
-    return config.lr_min + (config.lr - config.lr_min) * decay_factor(config.lr_decay_style, progress)
-
-
-def decay_factor(style: str, progress: float) -> float:
-    """What is left of the way from ``lr_min`` to ``lr``, from 1 to 0, at a progress from 0 to 1."""
-    if style == "linear":
-        return 1 - progress
-    if style == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    assert style == "wsd", style
-    return 1 - math.sqrt(progress)
+    return config.lr_min + (config.lr - config.lr_min) * DECAYS[config.lr_decay_style](progress)
 
 
 def say_unfinished_warmup(config: dict[str, Any], total_steps: int, say: Callable[[str], None]) -> None:

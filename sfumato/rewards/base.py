@@ -28,9 +28,9 @@ def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[...
     cached, lock = functools.cache(function), lock or threading.RLock()
 
     @functools.wraps(function)
-    def load(*args: Any) -> Result:
+    def load(*args: Any, **settings: Any) -> Result:
         with lock:  # functools.cache alone would load twice when two threads ask at once
-            return cached(*args)
+            return cached(*args, **settings)
 
     return load
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Reward, load_once
@@ -77,7 +77,13 @@ class HttpReward(Reward):
                     f"reward {self.label!r} takes its key from the environment variable {self.api_key_env}, which is "
                     "not set or holds no key: export it before the run"
                 )
-        return _caller(base_urls or self.base_urls, key, self.retry_for_s, self.request_timeout_s, self.allow_private)
+        return _caller(
+            base_urls or self.base_urls,
+            api_key=key,
+            retry_for_s=self.retry_for_s,
+            request_timeout_s=self.request_timeout_s,
+            allow_private=self.allow_private,
+        )
 
     def take_notes(self) -> list[str]:
         """Requests that were tried again, or given up, since this was last asked."""
@@ -101,13 +107,5 @@ class HttpReward(Reward):
 
 
 @load_once
-def _caller(
-    base_urls: tuple[str, ...], key: str, retry_for_s: float, request_timeout_s: float, allow_private: bool
-) -> HttpCaller:
-    return HttpCaller(
-        base_urls,
-        api_key=key,
-        retry_for_s=retry_for_s,
-        request_timeout_s=request_timeout_s,
-        allow_private=allow_private,
-    )
+def _caller(base_urls: tuple[str, ...], **settings: Any) -> HttpCaller:
+    return HttpCaller(base_urls, **settings)

@@ -62,11 +62,10 @@ def number_after(text: str, marker: str, low: float, high: float) -> float:
     Raises:
         UnreadableError: there is none, or it is not from ``low`` to ``high``.
     """
-    wanted = f"no '{marker}:' with a number from {low:g} to {high:g}"
     marks = list(re.finditer(rf"\b{re.escape(marker)}{_DECORATION}:{_OPENING}", text, re.IGNORECASE))
     found = _NUMBER.match(text, marks[-1].end()) if marks else None
     if found is None or not low <= float(found.group(1)) <= high or float(found.group(2) or high) != high:
-        raise UnreadableError(wanted)
+        raise UnreadableError(f"no '{marker}:' with a number from {low:g} to {high:g}")
     return float(found.group(1))
 
 

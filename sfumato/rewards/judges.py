@@ -54,13 +54,11 @@ class RubricReward(Judge):
         is_path = self.rubric.endswith((".txt", ".md")) and "\n" not in self.rubric
         if is_path and not Path(self.rubric).is_file():
             raise ConfigError(f"rubric of reward {self.label!r}: no file {self.rubric}")
-        return _read(self.rubric) if is_path else self.rubric
+        return _read(Path(self.rubric)) if is_path else self.rubric
 
 
-@functools.cache
-def _read(path: str) -> str:
-    """A file as it was when it was first asked for, whoever edits it during the run."""
-    return read_file(Path(path))
+_read = functools.cache(read_file)
+"""A file as it was when it was first asked for, whoever edits it during the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,25 +65,45 @@ class Symmetry(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Colour(Reward):
+class _WordReward(Reward):
+    """Base of rewards that follow one of some words: that of their own field, else the first in the prompt."""
+
+    field: ClassVar[str]
+    known: ClassVar[Collection[str]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (word := getattr(self, self.field)) and word not in self.known:
+            raise ConfigError(
+                f"{self.field} of reward {self.label!r} must be one of {', '.join(self.known)}, or empty, not {word!r}"
+            )
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the prompt should have such a word and does not."""
+        self._word(prompt)
+
+    def _word(self, prompt: str) -> str:
+        words = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.known)
+        found = getattr(self, self.field) or next(words, "")
+        if not found:
+            raise DataError(f"reward {self.label!r} finds none of {', '.join(self.known)} in prompt {prompt!r}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour(_WordReward):
     """Nearness of the pixels to a colour, on average, from 0 to 1 (all of that colour)."""
 
     type: ClassVar[str] = "colour"
+    field: ClassVar[str] = "colour"
+    known: ClassVar[Collection[str]] = COLOURS
 
     colour: str = ""
     """Name of the colour, such as red; empty: the first name of a colour in the prompt."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_word("colour", self.colour, COLOURS, self.label)
-
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raises DataError when the prompt should name a colour and does not."""
-        _word(self.colour, prompt, COLOURS, self.label)
-
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean(distance to the colour) / (255 √3)`` for each image. Raises DataError as ``check_row`` does."""
-        targets = [COLOURS[_word(self.colour, sample.prompt, COLOURS, self.label)] for sample in samples]
+        targets = [COLOURS[self._word(sample.prompt)] for sample in samples]
         distances = [
             np.linalg.norm(sample.image.astype(np.float64) - target, axis=-1).mean()
             for sample, target in zip(samples, targets, strict=True)
@@ -92,25 +112,19 @@ class Colour(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Reward):
+class Placement(_WordReward):
     """Share of what is drawn that lies in one half of the image, from 0 to 1; 0.5 for an empty image."""
 
     type: ClassVar[str] = "placement"
+    field: ClassVar[str] = "side"
+    known: ClassVar[Collection[str]] = SIDES
 
     side: str = ""
     """The half: left, right, top or bottom; empty: the first of these words in the prompt."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_word("side", self.side, SIDES, self.label)
-
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raises DataError when the prompt should name a side and does not."""
-        _word(self.side, prompt, SIDES, self.label)
-
     def score(self, samples: list[Sample]) -> list[float]:
         """``Σ ink in the half / Σ ink``; ink is the distance of a pixel to the median colour of the border."""
-        sides = [_word(self.side, sample.prompt, SIDES, self.label) for sample in samples]
+        sides = [self._word(sample.prompt) for sample in samples]
         return [_share_of_ink(sample.image, side) for sample, side in zip(samples, sides, strict=True)]
 
 
@@ -130,19 +144,6 @@ def _share_of_ink(image: np.ndarray, side: str) -> float:
     middle = along[half] / 2 if len(along) % 2 else 0.0  # the line in the middle belongs to both halves
     total = along.sum()
     return float((along[:half].sum() + middle) / total) if total else 0.5
-
-
-def _check_word(field: str, word: str, known: Collection[str], label: str) -> None:
-    if word and word not in known:
-        raise ConfigError(f"{field} of reward {label!r} must be one of {', '.join(known)}, or empty, not {word!r}")
-
-
-def _word(given: str, prompt: str, known: Collection[str], label: str) -> str:
-    """The word that is given, else the first known one of the prompt."""
-    found = given or next((word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in known), "")
-    if not found:
-        raise DataError(f"reward {label!r} finds none of {', '.join(known)} in prompt {prompt!r}")
-    return found
 
 
 JPEG_QUALITY = 95

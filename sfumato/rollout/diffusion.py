@@ -196,14 +196,10 @@ def decode_samples(
         "" if sampled and decoded else PICTURE_NOT_FINITE if sampled else LATENTS_NOT_FINITE
         for sampled, decoded in zip(has_latents.tolist(), has_picture.tolist(), strict=True)
     ]
-    return list(zip(to_images(pixels), wrong, strict=True))
+    images = pixels.movedim(-3, -1).contiguous().cpu().numpy()  # [B, H, W, 3], or [B, F, H, W, 3]
+    return list(zip(images, wrong, strict=True))
 
 
 def blanked(tensor: torch.Tensor, is_whole: torch.Tensor) -> torch.Tensor:
     """``[B, ...]`` with zeros in the rows that are not whole, bool ``[B]``."""
     return torch.where(is_whole.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
-
-
-def to_images(pixels: torch.Tensor) -> list[np.ndarray]:
-    """uint8 pixels ``[B, 3, H, W]`` as arrays ``[H, W, 3]``, and ``[B, F, 3, H, W]`` as ``[F, H, W, 3]``."""
-    return list(pixels.movedim(-3, -1).contiguous().cpu().numpy())

@@ -102,16 +102,12 @@ def root_mean_square(velocity: torch.Tensor) -> torch.Tensor:
 
 
 class VelocityNorms:
-    """Watches sampling: the root mean square of each sample's velocities over all denoising steps.
+    """Watches sampling of ``num_steps`` steps: the root mean square of each sample's velocities over all of them.
 
     From the same latents and prompts, its growth since before training is the policy's, and no reference is needed.
     """
 
     def __init__(self, num_steps: int) -> None:
-        """
-        Args:
-            num_steps: denoising steps of each sample.
-        """
         self._num_steps = num_steps
         self._squares: list[torch.Tensor] = []
 

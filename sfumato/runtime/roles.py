@@ -15,6 +15,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from sfumato.errors import PreemptedError, RewardError, RoleLostError, WeightSyncError
@@ -143,7 +144,7 @@ class Label:
 
 
 class Record:
-    """What roles of this process did, for the timeline."""
+    """What roles did, for the timeline."""
 
     def __init__(self) -> None:
         self.label = Label()
@@ -151,25 +152,10 @@ class Record:
         self._events: list[Event] = []
         self._lock = threading.Lock()
 
-    def run(
-        self,
-        role: str,
-        rank: int,
-        state: Any,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        label: Label,
-        kind: str = OTHER,
-    ) -> Any:
-        """Runs a call, with the values of handles, and notes it."""
-        started = time.time()
-        try:
-            return function(state, *values_of(args))
-        finally:
-            ended = max(started, time.time())  # a wall clock may be set back
-            event = Event(role, rank, kind, started, ended, label.step, label.version)
-            with self._lock:
-                self._events.append(event)
+    def add(self, event: Event) -> None:
+        """Notes what one of them did."""
+        with self._lock:
+            self._events.append(event)
 
     def take(self) -> list[Event]:
         """What was noted since the last call."""
@@ -187,13 +173,22 @@ class LocalRole:
         self.state, self.name = state, name
         self.data_ranks, self.num_data_ranks = range(data_rank, data_rank + 1), num_data_ranks
         self._record = record or Record()
+        self._own: Any = SimpleNamespace(rank=data_rank)
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function now."""
-        rank, label = self.data_ranks.start, self._record.label
-        return _done(self._record.run(self.name, rank, self.state, function, args, label, kind))
+        return _done(self._run(function, args, self._record.label, kind))
 
     call_concurrently = submit = call
+
+    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label, kind: str) -> Any:
+        """Runs a call, with the values of handles, and notes it."""
+        started = time.time()
+        try:
+            return function(self.state, *values_of(args))
+        finally:
+            ended = max(started, time.time())  # a wall clock may be set back
+            self._record.add(Event(self.name, self._own.rank, kind, started, ended, label.step, label.version))
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
@@ -240,9 +235,6 @@ class ThreadRole(LocalRole):
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Queues the function; an error rises in the future's ``result``."""
         return ThreadCall(self._executor.submit(self._run, function, args, self._record.label, kind))
-
-    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label, kind: str) -> Any:
-        return self._record.run(self.name, self._own.rank, self.state, function, args, label, kind)
 
     call = call_concurrently = submit
 

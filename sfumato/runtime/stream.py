@@ -173,11 +173,6 @@ class RolloutStream:
         except Exception as error:
             self._problem = error
 
-    def _raise_what_was_heard(self) -> None:
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
-
     # What is in flight, and what is delivered
 
     def _collect(self, step: int) -> StreamBatch:
@@ -187,7 +182,9 @@ class RolloutStream:
             if not self.weights.is_samplers_turn:
                 self._begin_turn(step)
             self._advance()
-            self._raise_what_was_heard()
+            if self._problem is not None:
+                problem, self._problem = self._problem, None
+                raise problem
             iteration = self.in_flight.iterations[0] if self._next_step > step else None
             if iteration is not None and iteration.is_complete:
                 if self._has_arrived(iteration):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -320,18 +321,12 @@ def _bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
 
 def _version_labels(bars: Sequence[Bar], width: float) -> list[tuple[float, int]]:
     """Where to write the version of calls of ``generate``: once for calls in a row that share it."""
-    groups: list[list[Bar]] = []
-    for bar in bars:
-        if groups and groups[-1][0][:2] == bar[:2]:
-            groups[-1].append(bar)
-        else:
-            groups.append([bar])
     labels = []
-    for group in groups:
-        kind, version, start, _ = group[0]
+    for (kind, version), bars_of_version in itertools.groupby(bars, key=lambda bar: bar[:2]):
         if kind != "generate" or version is None:
             continue
-        end, widest = group[-1][3], max(group, key=lambda bar: bar[3] - bar[2])
+        group = list(bars_of_version)
+        start, end, widest = group[0][2], group[-1][3], max(group, key=lambda bar: bar[3] - bar[2])
         filled = sum(bar[3] - bar[2] for bar in group) > 0.9 * (end - start)
         left, right = (start, end) if filled else widest[2:]  # never on the gap between two bars
         if right - left >= _LEAST_LABEL * width:

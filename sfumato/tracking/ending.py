@@ -94,7 +94,7 @@ def keep_stacks() -> None:
 
 
 def name_log(log: Path) -> None:
-    """Tells the launcher where the run's log is, so that the last words stand there, too."""
+    """Tells the launcher where the run's log is, so that what the ranks say at their end stands there, too."""
     folder = os.environ.get("SFUMATO_ENDS")
     if folder is not None:
         (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")

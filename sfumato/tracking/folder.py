@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sfumato.checkpoint.envelope import flush, list_checkpoints, read_run_id
+from sfumato.checkpoint.envelope import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.config.base import Section
 from sfumato.config.load import dump_config, flatten, read_yaml
 from sfumato.errors import ConfigError, FolderError
@@ -116,11 +116,7 @@ def look_at(folder: Path) -> Standing | None:
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """What ``environment.json`` of a run folder says; empty when there is none or it is damaged."""
-    try:
-        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_mapping(folder / ENVIRONMENT)
 
 
 class RunFolder:

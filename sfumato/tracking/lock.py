@@ -162,7 +162,7 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
         FolderError: when a living run holds the folder, or it cannot be written.
     """
     try:
-        made = _make(folder)
+        made = make_with_parents(folder)
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be made: {error.strerror}") from error
     owner = Owner(
@@ -321,7 +321,7 @@ def _now_of(folder: Path) -> float:
         path.unlink()
 
 
-def _make(folder: Path) -> list[Path]:
+def make_with_parents(folder: Path) -> list[Path]:
     """Makes a folder with its parents; those that were not there, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -348,8 +348,6 @@ def _born(pid: int) -> str:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ class Meter:
         self.mesh, self.peak_flops = mesh, peak_flops
         self.num_devices = mesh.size
         """Devices that work on what is counted."""
-        self._amounts: dict[str, float] = {}
+        self._amounts: defaultdict[str, float] = defaultdict(float)
         self._peaks: dict[str, float] = {}
 
     def count(self, **amounts: float | Mapping[str, float]) -> None:
@@ -88,11 +90,8 @@ class Meter:
                 raise TypeError(f"{name!r} cannot be counted; known: {', '.join(COUNTED)}")
             parts = amount if isinstance(amount, Mapping) else {}
             for phase, part in parts.items():
-                self._add(f"{name}/{phase}", part)
-            self._add(name, sum(parts.values()) if parts else amount)
-
-    def _add(self, name: str, amount: float) -> None:
-        self._amounts[name] = self._amounts.get(name, 0.0) + float(amount)
+                self._amounts[f"{name}/{phase}"] += float(part)
+            self._amounts[name] += float(sum(parts.values()) if parts else amount)
 
     def rates(self, seconds: float, timings: Mapping[str, float] | None = None) -> dict[str, float]:
         """Rates over all ranks since the last call, by metric name; a collective where something was counted.
@@ -101,7 +100,7 @@ class Meter:
             seconds: that training took.
             timings: ``time/<part>_s`` of the parts by which something was counted.
         """
-        amounts, self._amounts = self._amounts, {}
+        amounts, self._amounts = self._amounts, defaultdict(float)
         if not amounts:
             return {}
         amounts = self._over_ranks(amounts)
@@ -113,11 +112,10 @@ class Meter:
             rates["throughput/mfu"] = per_second["flops"] / (self.num_devices * self.peak_flops)
         for phase in (name.partition("/")[2] for name in amounts if "/" in name):
             took = max((timings or {}).get(f"time/{phase}_s", 0.0), 1e-9)
-            rates[f"throughput/{phase}_flops_per_s"] = amounts[f"flops/{phase}"] / took
+            flops_per_s = amounts[f"flops/{phase}"] / took
+            rates[f"throughput/{phase}_flops_per_s"] = flops_per_s
             if self.peak_flops is not None:
-                rates[f"throughput/{phase}_mfu"] = (
-                    amounts[f"flops/{phase}"] / took / (self.num_devices * self.peak_flops)
-                )
+                rates[f"throughput/{phase}_mfu"] = flops_per_s / (self.num_devices * self.peak_flops)
             if amounts.get("images"):
                 rates[f"time/{phase}_per_image_s"] = took / amounts["images"]
         return rates
@@ -162,10 +160,8 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
     if found is None:
         return None
     bf16, tf32, fp32 = found
-    if mixed_precision != "bf16" and torch.get_float32_matmul_precision() == "highest":
-        peak: float | None = fp32
-    else:
-        peak = bf16 if mixed_precision == "bf16" else tf32
+    in_fp32 = fp32 if torch.get_float32_matmul_precision() == "highest" else tf32
+    peak = bf16 if mixed_precision == "bf16" else in_fp32
     return None if peak is None else peak * 1e12
 
 
@@ -179,9 +175,8 @@ def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
 def memory_in_use() -> dict[str, float]:
     """Memory of this process in MiB, now and at its peak so far; of its GPU now and at its peak since the last call."""
     found = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-    pages = Path("/proc/self/statm")
-    if pages.exists():
-        found["memory/process_mib"] = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as pages:
+        found["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     if torch.cuda.is_available():
         found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         found["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20

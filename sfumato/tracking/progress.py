@@ -46,7 +46,8 @@ class Progress:
         self._last_step, self._last_time = start_step, clock()
         self._seconds_per_step: deque[float] = deque(maxlen=30)
         self._shown_at: float | None = None
-        self._pending: str | None = None
+        self._pending: dict[str, float] | None = None
+        """Values of the last step, when its line has not been written."""
         self._bar = _build_bar(self._stream) if enabled and self._stream.isatty() else None
         if self._bar is not None:
             self._bar.start()
@@ -61,20 +62,17 @@ class Progress:
             self._seconds_per_step.append((now - self._last_time) / (step - self._last_step))
         self._last_step, self._last_time = step, now
         is_last = step >= self.total_steps
-        values = "  ".join(f"{name} {format_value(value)}" for name, value in shown_values.items())
-        eta = "" if is_last or self.eta_s is None else f"eta {format_duration(self.eta_s)}"
         if self._bar is not None:
+            values, eta = self._described(shown_values)
             self._bar.update(self._task, completed=step, values=values, eta=eta)
             if is_last or self._is_due(now, 0.1):  # no background thread draws: it would not survive a fork
                 self._bar.refresh()
                 self._shown_at = now
             return
-        line = "  ".join(part for part in (self.label, f"step {step}/{self.total_steps}", values, eta) if part)
+        self._pending = shown_values
         if is_last or self._is_due(now, self.interval_s):
-            self._write(line)
-            self._shown_at, self._pending = now, None
-        else:
-            self._pending = line
+            self._write_pending()
+            self._shown_at = now
 
     @property
     def eta_s(self) -> float | None:
@@ -99,7 +97,7 @@ class Progress:
             self._bar.stop()
             self._bar = None
         elif self._pending is not None:
-            self._write(self._pending)
+            self._write_pending()
         self._pending, self.enabled = None, False
 
     def __enter__(self) -> Progress:
@@ -110,6 +108,18 @@ class Progress:
 
     def _is_due(self, now: float, interval_s: float) -> bool:
         return self._shown_at is None or now - self._shown_at >= interval_s
+
+    def _described(self, shown_values: dict[str, float]) -> tuple[str, str]:
+        """The values of the last step, and the time that is left after it, as text."""
+        values = "  ".join(f"{name} {format_value(value)}" for name, value in shown_values.items())
+        left = None if self._last_step >= self.total_steps else self.eta_s
+        return values, "" if left is None else f"eta {format_duration(left)}"
+
+    def _write_pending(self) -> None:
+        values, eta = self._described(self._pending or {})
+        parts = (self.label, f"step {self._last_step}/{self.total_steps}", values, eta)
+        self._write("  ".join(part for part in parts if part))
+        self._pending = None
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")

@@ -346,36 +346,27 @@ class Run:
         Raises:
             CheckpointError: when its last checkpoint, or lines of its metrics, could not be written.
         """
-        self._settle()
+        problem = str(self._owed or "") or self.sync()
+        if problem := self.mesh.first(problem, among="world"):
+            raise CheckpointError(problem)
         if self.folder is not None:
             self.folder.finish()
         self.close()
 
-    def _settle(self) -> None:
-        problem = str(self._owed or "") or self.sync()
-        if problem := self.mesh.first(problem, among="world"):
-            raise CheckpointError(problem)
-
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
+        was_open, self.is_open = self.is_open, False
         try:
-            self._close_logs()
+            if was_open:
+                if self._profiler is not None:
+                    self._profiler.close()
+                self._progress.close()
+            if was_open and self._enabled:
+                for log in (self._metrics, self._times, self._timeline, self._trackers):
+                    log.close()
         finally:
             if self.folder is not None:
                 self.folder.lock.release()
-
-    def _close_logs(self) -> None:
-        if not self.is_open:
-            return
-        self.is_open = False
-        if self._profiler is not None:
-            self._profiler.close()
-        self._progress.close()
-        if self._enabled:
-            self._metrics.close()
-            self._times.close()
-            self._timeline.close()
-            self._trackers.close()
 
 
 def start_run(config: Section, mesh: Mesh, label: str) -> Run:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 from sfumato.tracking.trackers import read_jsonl, strict_json
 
@@ -168,11 +168,7 @@ def _still(frames: np.ndarray) -> np.ndarray:
 
 def _read_frames(path: Path) -> np.ndarray:
     with Image.open(path, formats=FORMATS) as opened:
-        frames = []
-        for index in range(getattr(opened, "n_frames", 1)):
-            opened.seek(index)
-            frames.append(np.asarray(opened.convert("RGB")))
-    return np.stack(frames)
+        return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)])
 
 
 def write_picture(content: np.ndarray, path: Path) -> None:
@@ -269,17 +265,15 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
         if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
             scale = min(max_pixels / max(size), 1.0)
             size = (max(round(size[0] * scale), 1), max(round(size[1] * scale), 1))
-            content, mime = _smaller_copy(opened, size, num_frames), "jpeg" if num_frames == 1 else "webp"
+            content, mime = _smaller_copy(opened, size), "jpeg" if num_frames == 1 else "webp"
     return f"data:image/{mime};base64,{base64.b64encode(content).decode('ascii')}", *size
 
 
-def _smaller_copy(image: Image.Image, size: tuple[int, int], num_frames: int) -> bytes:
-    frames = []
-    for index in range(num_frames):
-        image.seek(index)
-        frames.append(image.convert("RGB").resize(size, Image.Resampling.LANCZOS))
+def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
+    every = ImageSequence.Iterator(image)
+    frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in every]
     buffer = io.BytesIO()
-    if num_frames == 1:
+    if len(frames) == 1:
         frames[0].save(buffer, "JPEG", quality=90)
         return buffer.getvalue()
     step = 1

@@ -49,17 +49,15 @@ class WandbTracker(_LoggedRun):
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         wandb = _import("wandb")
         known = _known_id(output_dir / "wandb", resumed)
-        self._image, self._run = (
-            wandb.Image,
-            wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                name=os.environ.get("WANDB_NAME", _name(output_dir)),
-                dir=str(output_dir),
-                id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
-                resume="allow" if known else "never",
-                config=dict(config),
-                settings=wandb.Settings(console="off", silent=True),
-            ),
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", _name(output_dir)),
+            dir=str(output_dir),
+            id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
+            resume="allow" if known else "never",
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
         )
 
 
@@ -70,17 +68,15 @@ class SwanlabTracker(_LoggedRun):
         swanlab = _import("swanlab")
         folder = output_dir / "swanlab"
         known = _known_id(folder, resumed)
-        self._image, self._run = (
-            swanlab.Image,
-            swanlab.init(
-                project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-                name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
-                log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
-                id=known or _keep_id(folder, secrets.token_hex(8)),
-                resume="allow" if known else "never",
-                mode=os.environ.get("SWANLAB_MODE"),
-                config=dict(config),
-            ),
+        self._image = swanlab.Image
+        self._run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
+            name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
+            log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
+            id=known or _keep_id(folder, secrets.token_hex(8)),
+            resume="allow" if known else "never",
+            mode=os.environ.get("SWANLAB_MODE"),
+            config=dict(config),
         )
 
 
@@ -134,17 +130,15 @@ class TrackioTracker(_LoggedRun):
         known = _known_id(output_dir / "trackio", resumed)
         # its runs are told apart by their names, and many folders are called alike
         fresh = f"{_name(output_dir)}-{secrets.token_hex(3)}"
-        self._image, self._run = (
-            trackio.Image,
-            trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=known or _keep_id(output_dir / "trackio", fresh),
-                config=dict(config),
-                resume="allow" if known else "never",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            ),
+        self._image = trackio.Image
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=known or _keep_id(output_dir / "trackio", fresh),
+            config=dict(config),
+            resume="allow" if known else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.lock import make_with_parents
 
 SEE_S = 5.0
 """Seconds after which what another machine has written must be there: network file systems remember what was not."""
@@ -30,8 +31,7 @@ class Token:
             OSError: it cannot be written.
         """
         self.folder, self.name = folder, f"{PREFIX}{secrets.token_hex(8)}"
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        self._made = make_with_parents(folder)
         (folder / self.name).write_text(socket.gethostname(), encoding="utf-8")
 
     def refusal(self, answers: Mapping[str, Answer]) -> str:
@@ -52,7 +52,7 @@ class Token:
         """Removes what was written; with ``undo`` the folder, too, if it was made here."""
         for path in self.folder.glob(f"{self.name}*"):
             path.unlink(missing_ok=True)
-        for folder in self._made if undo else ():
+        for folder in reversed(self._made) if undo else ():
             folder.rmdir()
 
 

@@ -6,10 +6,11 @@ Imports nothing heavy: a report is made without torch.
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -54,8 +55,6 @@ _FILE_NAME = "timeline.jsonl"
 _REMEMBERED = 200  # events of a process that a late one is compared with, so that no second counts twice
 _TAIL_BYTES = 8 * 2**20  # what a report reads of the file, however long the run has been
 
-Intervals = Iterable[tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class Event:
@@ -91,19 +90,16 @@ class Timeline:
         self,
         folder: Path,
         keep_until_step: int | None = None,
-        processes: Mapping[str, int] | None = None,
         report: Report | None = None,
     ) -> None:
         """
         Args:
             folder: of the run.
             keep_until_step: as of ``JsonLines``: a resumed run drops the events of the steps that it repeats.
-            processes: of each role; those of a role that is left out are the ranks that were seen so far.
             report: as of ``JsonLines``.
         """
         self._report = report
         self.path, self._keep_until_step = Path(folder) / _FILE_NAME, keep_until_step
-        self._processes = dict(processes or {})
         self._lock = threading.Lock()
         self._file: JsonLines | None = None
         self._new: list[Event] = []
@@ -129,8 +125,8 @@ class Timeline:
             now: its end in wall-clock seconds; None is now.
 
         Returns:
-            ``utilisation/<role>``: seconds that the role's processes worked, over processes x seconds of the step.
-            Nothing before the first event.
+            ``utilisation/<role>``: seconds that the role's processes worked, over processes x seconds of the step;
+            processes are those that were seen so far. Nothing before the first event.
         """
         with self._lock:
             now = time.time() if now is None else now
@@ -139,12 +135,10 @@ class Timeline:
             if now <= start or (self._file is None and not new):
                 return {}
             self._write(Event(RUN, 0, STEP, start, now, step))
-            busy = self._busy(new, now - start)
-            totals: dict[str, float] = {}
-            for (role, _), seconds in busy.items():
-                totals[role] = totals.get(role, 0.0) + seconds
-            counts = {role: max(self._processes.get(role, 0), _ranks(busy, role)) for role in totals}
-            return {f"utilisation/{role}": totals[role] / (counts[role] * (now - start)) for role in sorted(totals)}
+            by_role: dict[str, list[float]] = {}
+            for (role, _), seconds in self._busy(new, now - start).items():
+                by_role.setdefault(role, []).append(seconds)
+            return {f"utilisation/{role}": statistics.fmean(by_role[role]) / (now - start) for role in sorted(by_role)}
 
     def close(self) -> None:
         """Closes the file."""
@@ -181,11 +175,7 @@ class Timeline:
         self._file.write({name: value for name, value in record.items() if value is not None})
 
 
-def _ranks(busy: Iterable[tuple[str, int]], role: str) -> int:
-    return sum(owner == role for owner, _ in busy)
-
-
-def union_seconds(intervals: Intervals) -> float:
+def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds that at least one of the intervals (start, end) covers."""
     total, covered_to = 0.0, float("-inf")
     for start, end in sorted(intervals):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sfumato.checkpoint.envelope import flush
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.services import SERVICES, missing
 
@@ -49,14 +50,21 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        for name, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(name, float(value), step)
+        """One event with all values: an event for each costs more than a small step may."""
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if value is not None
+        ]
+        if values:
+            self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
@@ -220,11 +228,7 @@ class JsonLines:
         try:
             self._write_waiting()
             os.fsync(self._file.fileno())
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            flush(self.path.parent)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
@@ -238,12 +242,6 @@ class JsonLines:
     def num_waiting(self) -> int:
         """Lines that could not be written yet."""
         return len(self._waiting)
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -273,7 +271,7 @@ def finite(points: Mapping[int, float | None]) -> dict[int, float]:
 
 def strict_json(value: Any) -> str:
     """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null."""
-    return json.dumps(_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=False)
+    return _STRICT.encode(_plain(value))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -310,8 +308,16 @@ def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return parsed
 
 
+_STRICT = json.JSONEncoder(sort_keys=True, allow_nan=False, ensure_ascii=False)
+
+
 def _plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python numbers, at any depth; non-finite floats as None."""
+    kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if kind is str or kind is int:
+        return value
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -351,11 +357,11 @@ class Sparing:
         self._silent.discard(path)
 
     @contextmanager
-    def spare(self, path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
+    def spare(self, path: Path) -> Iterator[None]:
         """Inside, what cannot be written is reported and not raised."""
         try:
             yield
-        except errors as error:
+        except OSError as error:
             self.report(path, error)
         else:
             self.report(path, None)

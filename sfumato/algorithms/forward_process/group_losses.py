@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from sfumato.algorithms.dynamics import mean_over_sample
-from sfumato.algorithms.forward_process.noised import NoisedSamples, distance, reward_probability
+from sfumato.algorithms.forward_process.noised import (
+    ForwardProcessObjective,
+    NoisedSamples,
+    distance,
+    reward_probability,
+)
 from sfumato.algorithms.objectives import RowLosses, check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
 
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CRD:
+class CRD(ForwardProcessObjective):
     """clip (beta (r - mean r) - (q - mean q))^2 / beta, r = mean((v_old - u)^2 / w_old) - mean((v - u)^2 / w).
 
     q = clamp(A / 2 clip + 1/2, 0, 1); w = mean |v - u| without gradient; the means over r carry none either. They are
@@ -29,7 +34,6 @@ class CRD:
     type: ClassVar[str] = "crd"
     needs: ClassVar[frozenset[str]] = frozenset({"old"})
     whole_groups: ClassVar[bool] = True
-    shared_noise: ClassVar[bool] = False
 
     beta: float = 1.0
     """Scale of the implicit reward."""
@@ -53,7 +57,6 @@ class CRD:
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        """As ``ForwardProcessObjective.loss``."""
         q = reward_probability(advantages, self.advantage_clip)
         r = self.implicit_reward(batch)
         cells = batch.cells() if self.centre == "group" else batch.levels
@@ -91,7 +94,7 @@ def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DGPO:
+class DGPO(ForwardProcessObjective):
     """w A e with e = mean((v - u)^2) and w = sigmoid(sum over the group of A beta (e - e_ref) / K), without gradient.
 
     K is the number of the group's rows at a noise level. As Flow-Factory computes it. A row whose exp(e_old - e) has
@@ -116,12 +119,11 @@ class DGPO:
             check_clip_ranges(self.clip_range, self.clip_range_high)
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         """The reference; the old policy where there is a clip range."""
         return frozenset({"reference"} if self.clip_range is None else {"reference", "old"})
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        """As ``ForwardProcessObjective.loss``."""
         error = batch.error(batch.velocity)
         cells = batch.cells()
         with torch.no_grad():
@@ -142,7 +144,7 @@ class DGPO:
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(ForwardProcessObjective):
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]), e = mean((v - u)^2), for a winner w and a loser l.
 
     Winners are the rows of a group and level with an advantage above 0, losers those below; each is paired with all

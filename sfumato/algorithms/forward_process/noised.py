@@ -80,17 +80,14 @@ class NoisedSamples:
 
 
 class ForwardProcessObjective(Protocol):
-    """What an objective offers. It draws nothing: noise and levels come with the batch."""
+    """Base of every objective. It draws nothing: noise and levels come with the batch."""
 
-    whole_groups: ClassVar[bool]
+    whole_groups: ClassVar[bool] = False
     """All rows of a group and level must be in one batch."""
-    shared_noise: ClassVar[bool]
+    shared_noise: ClassVar[bool] = False
     """Rows of a group and level must have the same noise and the same sigma."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
-        ...
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 
 from sfumato.algorithms.dynamics import mean_over_sample
-from sfumato.algorithms.forward_process.noised import AdvantageMode, NoisedSamples, distance, reward_probability
+from sfumato.algorithms.forward_process.noised import (
+    AdvantageMode,
+    ForwardProcessObjective,
+    NoisedSamples,
+    distance,
+    reward_probability,
+)
 from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_surrogate
 
 if TYPE_CHECKING:
@@ -17,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NFT:
+class NFT(ForwardProcessObjective):
     """clip [r mean((x0+ - x0)^2 / w+) + (1 - r) mean((x0- - x0)^2 / w-)] / beta (DiffusionNFT, train_nft_sd3).
 
     v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0± = x_sigma - sigma v±,
@@ -26,8 +32,6 @@ class NFT:
 
     type: ClassVar[str] = "nft"
     needs: ClassVar[frozenset[str]] = frozenset({"old"})
-    whole_groups: ClassVar[bool] = False
-    shared_noise: ClassVar[bool] = False
 
     beta: float = 1.0
     """Step from the old policy to the implicit ones. Published: 1 for GenEval and PickScore, 0.1 for OCR."""
@@ -41,7 +45,6 @@ class NFT:
             raise ValueError("beta and advantage_clip must be above 0")
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        """As ``ForwardProcessObjective.loss``."""
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
         old, beta = batch.velocity_of("old"), self.beta
         positive = self._error(batch, beta * batch.velocity + (1 - beta) * old)
@@ -65,7 +68,7 @@ _TINY = 1e-10
 
 
 @dataclass(frozen=True)
-class AWM:
+class AWM(ForwardProcessObjective):
     """The clipped surrogate of r = exp(log p - log p_old), log p = -weighting(mean((v - u)^2), sigma).
 
     Without the old policy's velocity the policy is taken as the old one, so that r is 1 and only its gradient counts,
@@ -73,8 +76,6 @@ class AWM:
     """
 
     type: ClassVar[str] = "awm"
-    whole_groups: ClassVar[bool] = False
-    shared_noise: ClassVar[bool] = False
 
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     """Weighted error, of l at sigma t: l; l t; l t^2; (sqrt(l) - 1e-5) t; l^p t / p, both shifted to be smooth at 0."""
@@ -95,7 +96,7 @@ class AWM:
             raise ValueError("power and advantage_clip must be above 0, and ema_coef not below 0")
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
         """The old policy; the averaged one where it has a factor."""
         return frozenset({"old", "ema"} if self.ema_coef > 0 else {"old"})
 
@@ -109,7 +110,6 @@ class AWM:
         return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t**2}[self.weighting]
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        """As ``ForwardProcessObjective.loss``."""
         new = self.log_prob(batch, batch.velocity)
         old = new.detach() if batch.old_velocity is None else self.log_prob(batch, batch.velocity_of("old"))
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
@@ -124,13 +124,10 @@ class AWM:
 
 
 @dataclass(frozen=True)
-class RewardWeighted:
+class RewardWeighted(ForwardProcessObjective):
     """A mean((v - u)^2), or exp(A / temperature) for A (arXiv 2302.12192; flow_grpo, train_sd3_sft, rwr)."""
 
     type: ClassVar[str] = "rwr"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    whole_groups: ClassVar[bool] = False
-    shared_noise: ClassVar[bool] = False
 
     temperature: float | None = None
     """null weights by the advantages themselves, which must not be negative; meant for advantage type raw."""
@@ -156,16 +153,12 @@ class RewardWeighted:
 
 
 @dataclass(frozen=True)
-class BestOfN:
+class BestOfN(ForwardProcessObjective):
     """mean((v - u)^2) of rows with an advantage above 0, for advantage type best (flow_grpo, train_sd3_sft)."""
 
     type: ClassVar[str] = "sft"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    whole_groups: ClassVar[bool] = False
-    shared_noise: ClassVar[bool] = False
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        """As ``ForwardProcessObjective.loss``."""
         return _weighted(batch, (advantages > 0).to(batch.x0))
 
 

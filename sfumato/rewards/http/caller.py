@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sfumato.rewards.http.connection import (
     AttemptError,
@@ -35,26 +35,6 @@ class HttpError(RuntimeError):
     """No server gave an answer; the message names each and what it did last."""
 
 
-@dataclass
-class HttpCounters:
-    """What happened since the start; the sums of all threads."""
-
-    requests: int = 0
-    """Requests that were asked for, each with as many attempts as it needed."""
-    answered: int = 0
-    """Requests that ended with an answer; the others ended with an HttpError."""
-    retries: int = 0
-    """Attempts after a request's first."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Attempts without an answer, by kind: connection, timeout, truncated, status 429, bad answer, ..."""
-    bytes_sent: int = 0
-    """Bodies of all attempts."""
-    bytes_received: int = 0
-    """Bodies of all answers."""
-    seconds: float = 0.0
-    """Time in attempts, pauses not included."""
-
-
 class _Server:
     """One of the servers, and how it did lately. Guarded by the caller's lock."""
 
@@ -74,7 +54,11 @@ class _Server:
 class _Request:
     """One request on its way through its attempts."""
 
-    parse: Callable[[bytes], object]
+    method: str
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    parse: Callable[[bytes], Any]
     deadline: float
     started: float = field(default_factory=time.monotonic)
     first_failure: float | None = None
@@ -103,7 +87,6 @@ class HttpCaller:
         retry_for_s: how long an outage is waited out, in seconds.
         request_timeout_s: seconds that one attempt may take from the connection to the last byte.
         allow_private: also connect to this machine and to private networks.
-        max_response_bytes: size of an answer.
 
     Raises:
         ConfigError: one of ``base_urls`` is no address.
@@ -117,36 +100,31 @@ class HttpCaller:
         retry_for_s: float,
         request_timeout_s: float,
         allow_private: bool = False,
-        max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
         self._servers = [_Server(url) for url in base_urls]
         self._key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
-        self._allow_private, self._max_response_bytes = allow_private, max_response_bytes
+        self._allow_private = allow_private
         has_tls = any(server.base.scheme == "https" for server in self._servers)
         self._tls = ssl.create_default_context() if has_tls else None
         self._lock = threading.Lock()
         self._turns = itertools.count(1)
         self._failing_since: float | None = None
         self._jitter = random.Random()  # a generator of its own: training must not notice retries
-        self.counters = HttpCounters()
+        self.counters: Counter[str] = Counter()
+        """Attempts without an answer, by kind: connection, timeout, truncated, status 429, bad answer, ..."""
         self._told: Counter[str] = Counter()
 
     def take_failures(self) -> Counter[str]:
         """Attempts that failed since this was last asked, by kind."""
         with self._lock:
-            failures = self.counters.failures - self._told
-            self._told = self.counters.failures.copy()
+            failures = self.counters - self._told
+            self._told = self.counters.copy()
         return failures
 
     def post(
-        self,
-        path: str,
-        body: bytes,
-        content_type: str,
-        parse: Callable[[bytes], AnswerT],
-        deadline: float | None = None,
+        self, path: str, body: bytes, content_type: str, parse: Callable[[bytes], AnswerT], deadline: float = math.inf
     ) -> AnswerT:
         """Sends a body and returns what ``parse`` makes of the answer.
 
@@ -155,62 +133,42 @@ class HttpCaller:
             body: sent as it is.
             content_type: its media type.
             parse: turns the answer's bytes into a result; raises BadAnswerError if they make no sense.
-            deadline: value of ``time.monotonic()`` at which to give up; None: only the outage's end counts.
+            deadline: value of ``time.monotonic()`` at which to give up; infinity: only the outage's end counts.
 
         Raises:
             HttpError: no server gave an answer.
         """
-        return self._request("POST", path, body, {"Content-Type": content_type}, parse, deadline)
+        return self._answer(_Request("POST", path, body, {"Content-Type": content_type}, parse, deadline))
 
-    def get(self, path: str, parse: Callable[[bytes], AnswerT], deadline: float | None = None) -> AnswerT:
+    def get(self, path: str, parse: Callable[[bytes], AnswerT], deadline: float = math.inf) -> AnswerT:
         """Like ``post``, without a body."""
-        return self._request("GET", path, b"", {}, parse, deadline)
+        return self._answer(_Request("GET", path, b"", {}, parse, deadline))
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: dict[str, str],
-        parse: Callable[[bytes], AnswerT],
-        deadline: float | None,
-    ) -> AnswerT:
-        request = _Request(parse, deadline if deadline is not None else math.inf)
-        self._count(requests=1)
+    def _answer(self, request: _Request) -> Any:
         while True:
             server = self._take_server(request)
             try:
-                answer = self._attempt(server, request, method, path, body, headers)
+                return self._attempt(server, request)
             except AttemptError as error:
                 self._note_failure(server, request, error)
-            else:
-                self._count(answered=1)
-                return answer
             finally:
                 with self._lock:
                     server.outstanding -= 1
 
-    def _attempt(
-        self, server: _Server, request: _Request, method: str, path: str, body: bytes, headers: dict[str, str]
-    ) -> AnswerT:
-        started = time.monotonic()
+    def _attempt(self, server: _Server, request: _Request) -> Any:
         limits = Limits(
-            deadline=min(started + self._request_timeout_s, request.deadline),
-            max_response_bytes=self._max_response_bytes,
+            deadline=min(time.monotonic() + self._request_timeout_s, request.deadline),
+            max_response_bytes=MAX_RESPONSE_BYTES,
             allow_private=self._allow_private,
         )
         tls = self._tls if server.base.scheme == "https" else None
-        self._count(bytes_sent=len(body), retries=int(request.tries.total() > 0))
         request.tries[server] += 1
+        headers = {**self._headers, **request.headers}
+        data = exchange(server.base, request.method, request.path, request.body, headers, limits, tls)
         try:
-            data = exchange(server.base, method, path, body, {**self._headers, **headers}, limits, tls)
-            self._count(bytes_received=len(data))
-            try:
-                answer = request.parse(data)
-            except BadAnswerError as error:
-                raise BadAnswerError(f"{server.base.text}: {error}") from error
-        finally:
-            self._count(seconds=time.monotonic() - started)
+            answer = request.parse(data)
+        except BadAnswerError as error:
+            raise BadAnswerError(f"{server.base.text}: {error}") from error
         with self._lock:
             server.failures = 0
             self._failing_since = None
@@ -268,7 +226,7 @@ class HttpCaller:
         said = str(error)  # which may quote what a server that should not has sent back
         request.last[server] = said.replace(self._key, "***") if self._key else said
         with self._lock:
-            self.counters.failures[error.kind] += 1
+            self.counters[error.kind] += 1
             now = time.monotonic()
             request.not_before[server] = now + self._delay_s(request.tries[server])
             if isinstance(error, RefusedError):
@@ -287,8 +245,3 @@ class HttpCaller:
 
     def _delay_s(self, num_failures: int) -> float:
         return min(FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 10), MAX_DELAY_S) * self._jitter.uniform(0.5, 1.0)
-
-    def _count(self, **amounts: float) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self.counters, name, getattr(self.counters, name) + amount)

@@ -35,11 +35,6 @@ class BaseUrl:
     path: str
     """The path that all requests begin with, without slash at the end; mostly empty."""
 
-    @property
-    def authority(self) -> str:
-        """What the ``Host`` header says."""
-        return urllib.parse.urlsplit(self.text).netloc
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -148,7 +143,8 @@ def exchange(
         with _connect(base, limits, tls, has_key="Authorization" in headers) as opened:
             connection = http.client.HTTPConnection(base.host, base.port)
             connection.sock = _TimedSocket(opened, limits.deadline)  # type: ignore[assignment]
-            fixed = {"Host": base.authority, "Accept-Encoding": "identity", "Connection": "close"}
+            host = urllib.parse.urlsplit(base.text).netloc
+            fixed = {"Host": host, "Accept-Encoding": "identity", "Connection": "close"}
             response = _send(connection, method, base.path + path, body, {**headers, **fixed})
             with response:
                 _check_status(response, base, path)

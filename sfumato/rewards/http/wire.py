@@ -161,13 +161,9 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
         values: one per sample; NaN where there is a reason.
         reasons: why a sample has no value; "" where it has one.
     """
-    pairs = [
-        (None, reason[:_MAX_REASON]) if reason else (float(value), None)
-        for value, reason in zip(values, reasons, strict=True)
-    ]
-    return _msgpack().packb(
-        {"version": VERSION, "values": [value for value, _ in pairs], "failures": [reason for _, reason in pairs]}
-    )
+    known = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
+    failures = [reason[:_MAX_REASON] or None for reason in reasons]
+    return _msgpack().packb({"version": VERSION, "values": known, "failures": failures})
 
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:

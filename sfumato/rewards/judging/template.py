@@ -91,10 +91,8 @@ class JudgeTemplate:
         return [part for part in parts if part.get("text") != ""]
 
 
-@functools.cache
-def load_template(source: str, required: tuple[str, ...], known: tuple[str, ...]) -> JudgeTemplate:
-    """The template of these arguments, read once per process. Raises ConfigError as ``JudgeTemplate`` does."""
-    return JudgeTemplate(source, required, known)
+load_template = functools.cache(JudgeTemplate)
+"""The template of these arguments, read once per process."""
 
 
 def read_file(path: Path) -> str:

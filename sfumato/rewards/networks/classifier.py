@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.networks.folder import (
-    DTYPES,
-    check_folder,
-    load_model,
-    load_once,
-    load_tokenizer,
-    pick_device,
-    read_json,
-)
+from sfumato.rewards.networks.folder import check_folder, load_model, load_tokenizer, loader_of, read_json
 
 
 class Classifier:
@@ -70,7 +62,4 @@ class Classifier:
         return logits.float().squeeze(-1)
 
 
-@load_once
-def load_classifier(folder: str, device: str, dtype: str) -> Classifier:
-    """The classifier of a folder, one per process and setting."""
-    return Classifier(Path(folder), pick_device(device), DTYPES[dtype])
+load_classifier = loader_of(Classifier)

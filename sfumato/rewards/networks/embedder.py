@@ -14,7 +14,6 @@ from PIL import Image
 from torch import nn
 
 from sfumato.rewards.networks.folder import (
-    DTYPES,
     assign_tensors,
     check_folder,
     check_model_type,
@@ -23,7 +22,7 @@ from sfumato.rewards.networks.folder import (
     load_model,
     load_once,
     load_tokenizer,
-    pick_device,
+    loader_of,
 )
 
 IMAGE_MODELS = ("clip", "siglip", "dinov2")
@@ -69,10 +68,8 @@ class Embedder:
         return (self.images(images) * self.texts(texts)).sum(dim=-1)
 
 
-@load_once
-def load_embedder(folder: str, device: str, dtype: str) -> Embedder:
-    """The embedder of a folder, one per process and setting, whichever rewards use it."""
-    return Embedder(Path(folder), pick_device(device), DTYPES[dtype])
+load_embedder = loader_of(Embedder)
+"""One for all rewards that use it."""
 
 
 @load_once
@@ -106,9 +103,7 @@ class ScoreHead(nn.Module):
 
 def build_score_head(tensors: Mapping[str, torch.Tensor], num_features: int, folder: Path) -> ScoreHead:
     """A float32 head with these weights, frozen. Raises ConfigError when they are not those of such a head."""
-    head = ScoreHead(num_features)
-    assign_tensors(head, {name: tensor.float() for name, tensor in tensors.items()}, folder)
-    return head.eval().requires_grad_(False)
+    return assign_tensors(ScoreHead(num_features), {name: tensor.float() for name, tensor in tensors.items()}, folder)
 
 
 HEAD_FILE = "aesthetic.safetensors"
@@ -120,11 +115,7 @@ class AestheticNetwork:
 
     embedder: Embedder
     head: ScoreHead
-
-    @property
-    def lock(self) -> threading.Lock:
-        """That of the embedder."""
-        return self.embedder.lock
+    lock: threading.Lock
 
 
 @load_once
@@ -135,4 +126,4 @@ def load_aesthetic(folder: str, device: str, dtype: str) -> AestheticNetwork:
     embedder = load_embedder(folder, device, dtype)
     tensors = dict(iterate_tensors(Path(folder), HEAD_FILE))
     head = build_score_head(tensors, embedder.model.config.projection_dim, Path(folder))
-    return AestheticNetwork(embedder, head.to(embedder.device))
+    return AestheticNetwork(embedder, head.to(embedder.device), embedder.lock)

@@ -6,9 +6,9 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 load_once = functools.partial(base.load_once, lock=threading.RLock())
 """Models are loaded one after the other, whichever rewards ask for them."""
+
+NetworkT = TypeVar("NetworkT")
 
 
 def pick_device(name: str) -> torch.device:
@@ -39,6 +41,11 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ConfigError(f"device {name}: torch finds {num_gpus} GPUs; take auto or cpu")
     return device
+
+
+def loader_of(network: Callable[[Path, torch.device, torch.dtype], NetworkT]) -> Callable[[str, str, str], NetworkT]:
+    """The function that makes the network of a folder, a device and a type: one per process and setting."""
+    return load_once(lambda folder, device, dtype: network(Path(folder), pick_device(device), DTYPES[dtype]))
 
 
 def check_folder(folder: Path, *names: str) -> None:
@@ -139,8 +146,8 @@ def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor
         raise ConfigError(f"{folder / name} is no readable safetensors file: {error}") from error
 
 
-def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Gives a module exactly these weights. Raises ConfigError when names or shapes differ, or one is NaN."""
+def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
+    """The module with exactly these weights, frozen. Raises ConfigError when names or shapes differ, or one is NaN."""
     own = {name: tensor.shape for name, tensor in module.state_dict().items()}
     _refuse_keys(
         folder,
@@ -152,6 +159,7 @@ def assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], folde
     )
     module.load_state_dict(tensors, assign=True)
     refuse_not_finite(module, folder)
+    return module.eval().requires_grad_(False)
 
 
 def _refuse_keys(folder: Path, kinds: dict[str, Any]) -> None:

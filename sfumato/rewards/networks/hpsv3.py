@@ -16,15 +16,13 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.folder import (
-    DTYPES,
     assign_tensors,
     check_folder,
     check_model_type,
     iterate_tensors,
     load_image_processor,
-    load_once,
     load_tokenizer,
-    pick_device,
+    loader_of,
 )
 
 REWARD_TOKEN = "<|Reward|>"
@@ -80,10 +78,7 @@ class HpsV3Network:
         )
 
 
-@load_once
-def load_hpsv3(folder: str, device: str, dtype: str) -> HpsV3Network:
-    """The network of a folder, one per process and setting."""
-    return HpsV3Network(Path(folder), pick_device(device), DTYPES[dtype])
+load_hpsv3 = loader_of(HpsV3Network)
 
 
 def resize(image: np.ndarray) -> Image.Image:
@@ -132,10 +127,9 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
                 f"{len(embeddings)}: take the tokenizer of Qwen2-VL-7B-Instruct"
             )
     model = build_on_meta(lambda: AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype))
-    assign_tensors(model, body, folder)
+    model = assign_tensors(model, body, folder).to(device)
     width = config.text_config.hidden_size
     rate = nn.Sequential(
         nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     )
-    assign_tensors(rate, head, folder)
-    return model.eval().requires_grad_(False).to(device), rate.eval().requires_grad_(False)
+    return model, assign_tensors(rate, head, folder)

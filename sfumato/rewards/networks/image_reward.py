@@ -16,13 +16,11 @@ from PIL import Image
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.embedder import build_score_head
 from sfumato.rewards.networks.folder import (
-    DTYPES,
     assign_tensors,
     check_folder,
     iterate_tensors,
-    load_once,
     load_tokenizer,
-    pick_device,
+    loader_of,
     read_json,
 )
 
@@ -77,10 +75,7 @@ class ImageRewardNetwork:
         return (self.head(features.float()) - MEAN) / STD
 
 
-@load_once
-def load_image_reward(folder: str, device: str, dtype: str) -> ImageRewardNetwork:
-    """The network of a folder, one per process and setting."""
-    return ImageRewardNetwork(Path(folder), pick_device(device), DTYPES[dtype])
+load_image_reward = loader_of(ImageRewardNetwork)
 
 
 def prepare_pixels(image: np.ndarray, size: int) -> torch.Tensor:
@@ -139,8 +134,7 @@ def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
         layer_norm_eps=1e-6,
     )
     module = build_on_meta(lambda: BlipVisionModel._from_config(config, attn_implementation="eager"))
-    assign_tensors(module, tensors, folder)
-    return module.eval().requires_grad_(False)
+    return assign_tensors(module, tensors, folder)
 
 
 def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> Any:
@@ -157,5 +151,4 @@ def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> A
     config = BlipTextConfig(**known, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
     config._attn_implementation = "eager"
     module = build_on_meta(lambda: BlipTextModel(config, add_pooling_layer=False))
-    assign_tensors(module, tensors, folder)
-    return module.eval().requires_grad_(False)
+    return assign_tensors(module, tensors, folder)

@@ -16,6 +16,8 @@ LEAST_STD = 1e-6
 """Smallest standard deviation that is divided by; values that are all equal become 0."""
 
 Normalise = Literal["none", "group", "batch"] | tuple[float, float]
+Values = Mapping[str, np.ndarray]
+Rows = Sequence[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,7 @@ class Combination(ABC):
         """Raises ConfigError when something is missing."""
 
     @abstractmethod
-    def combine(
-        self, values: Mapping[str, np.ndarray], weights: Mapping[str, float], metadata: Sequence[dict[str, Any]] | None
-    ) -> np.ndarray:
+    def combine(self, values: Values, weights: Mapping[str, float], metadata: Rows) -> np.ndarray:
         """Totals of B samples, each a function of that sample's values alone.
 
         Args:
@@ -79,9 +79,7 @@ class WeightedSum(Combination):
 
     type: ClassVar[str] = "weighted_sum"
 
-    def combine(
-        self, values: Mapping[str, np.ndarray], weights: Mapping[str, float], metadata: Sequence[dict[str, Any]] | None
-    ) -> np.ndarray:
+    def combine(self, values: Values, weights: Mapping[str, float], metadata: Rows) -> np.ndarray:
         """``Σ weight · value`` in the order of the rewards, [B]."""
         del metadata
         total = np.zeros(len(next(iter(values.values()))))
@@ -96,9 +94,7 @@ class Minimum(Combination):
 
     type: ClassVar[str] = "minimum"
 
-    def combine(
-        self, values: Mapping[str, np.ndarray], weights: Mapping[str, float], metadata: Sequence[dict[str, Any]] | None
-    ) -> np.ndarray:
+    def combine(self, values: Values, weights: Mapping[str, float], metadata: Rows) -> np.ndarray:
         """``min(weight · value)``, [B]."""
         del metadata
         return np.min([weights[label] * reward_values for label, reward_values in values.items()], axis=0)
@@ -119,9 +115,7 @@ class FunctionCombination(Combination):
         """Imports the function. Raises ConfigError when there is none."""
         import_function(self.path)
 
-    def combine(
-        self, values: Mapping[str, np.ndarray], weights: Mapping[str, float], metadata: Sequence[dict[str, Any]] | None
-    ) -> np.ndarray:
+    def combine(self, values: Values, weights: Mapping[str, float], metadata: Rows) -> np.ndarray:
         """What the function returns, [B]; weights are its own business.
 
         Raises:

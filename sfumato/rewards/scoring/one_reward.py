@@ -18,7 +18,7 @@ import numpy as np
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
-from sfumato.rewards.scoring.workers import call_in_process
+from sfumato.rewards.scoring.workers import pool_of
 
 
 def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
@@ -42,7 +42,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
         if given_up:
             outcome = Outcome(failed(given_up, len(batch)))
         else:
-            outcome = call_in_process(reward, batch) if reward.process else _call_in_thread(reward, batch)
+            outcome = pool_of(reward).call(batch) if reward.process else _call_in_thread(reward, batch)
             lost_in_a_row = lost_in_a_row + 1 if outcome.is_lost else 0
             given_up = outcome.values[0][1] if lost_in_a_row == most_lost else ""
         rest = iter(outcome.values)

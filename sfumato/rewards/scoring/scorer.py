@@ -18,7 +18,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rewards.scoring.workers import close_workers, start_worker
+from sfumato.rewards.scoring.workers import close_workers, pool_of
 
 
 class Scorer:
@@ -73,7 +73,7 @@ class Scorer:
         self.combination.prepare()
         for reward in self.rewards:
             if reward.process:
-                start_worker(reward)
+                pool_of(reward).start()
             else:
                 reward.prepare()
 

@@ -258,16 +258,6 @@ _pools: dict[bytes, WorkerPool] = {}
 _pools_lock = threading.Lock()
 
 
-def call_in_process(reward: Reward, samples: list[Sample]) -> Outcome:
-    """A call of ``score`` in a process. Raises what is a UserError."""
-    return _pool_of(reward).call(samples)
-
-
-def start_worker(reward: Reward) -> None:
-    """Loads a reward in a process, so that what is missing is found now. Raises UserError that says what it is."""
-    _pool_of(reward).start()
-
-
 def close_workers() -> None:
     """Ends all processes; a later call starts new ones."""
     with _pools_lock:
@@ -276,7 +266,8 @@ def close_workers() -> None:
         pool.close()
 
 
-def _pool_of(reward: Reward) -> WorkerPool:
+def pool_of(reward: Reward) -> WorkerPool:
+    """The processes of equal rewards. Raises ConfigError when the reward cannot be pickled."""
     try:
         pickled = pickle.dumps(reward)
     except Exception as error:

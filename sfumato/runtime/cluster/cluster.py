@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sfumato.config.parallel import ParallelConfig
@@ -46,10 +45,13 @@ class Cluster(Driver):
     """Ray, the roles on it, and the driver (``roles.Driver``) that waits for them. Use ``start_cluster``."""
 
     def __init__(self, config: RuntimeConfig, run: Any, *, is_own: bool) -> None:
+        import ray
+
         self.config, self.run = config, run
         self.loop = DriverLoop(run, config)
         super().__init__(self.loop.record)
-        self.store_bytes = _store_bytes()
+        self.store_bytes = int(ray.cluster_resources().get("object_store_memory", 0.0))
+        """Shared memory of all machines together; what does not fit goes to their disks."""
         self._reserver = Reserver(config, run, is_own)
         self._places: dict[str, Places] = {}
         if is_own:
@@ -61,9 +63,7 @@ class Cluster(Driver):
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def reserve(self, *, groups: Mapping[str, PoolConfig], pools: Mapping[str, PoolConfig]) -> None:
@@ -200,13 +200,13 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
     if ray.is_initialized():
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
+    variables = {**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
-            with _environment({**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}):
+            with _environment(variables):
                 _start_here(run, num_cpus=num_cpus, object_store_memory=store, **options)
         else:
-            variables = {**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}
             try:
                 ray.init(address=address, runtime_env={"env_vars": variables}, **options)
             except (ConnectionError, ValueError, RuntimeError) as error:
@@ -316,13 +316,6 @@ def _own_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _store_bytes() -> int:
-    """Shared memory of all machines together; what does not fit goes to their disks."""
-    import ray
-
-    return int(ray.cluster_resources().get("object_store_memory", 0.0))
 
 
 def _ray_children() -> dict[int, str]:

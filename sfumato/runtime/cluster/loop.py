@@ -33,28 +33,11 @@ SILENT_S = 10.0
 STACKS_S = 5.0
 """Seconds in which processes must tell their stacks."""
 
-
 CRASH = "Fatal Python error:"
 
 
 class RemoteError(Exception):
     """The traceback of an exception in the process where it was raised; stands as its cause."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return "\n" + self.text
-
-
-class RemoteRecord(Record):
-    """What processes did, as their replies tell."""
-
-    def add(self, event: Event) -> None:
-        """Takes what one of them did."""
-        with self._lock:
-            self._events.append(event)
 
 
 @dataclass
@@ -82,7 +65,7 @@ class DriverLoop:
         self.run, self.config = run, config
         self.roles: list[Any] = []
         """Each a ``RayRole``, which adds itself."""
-        self.record = RemoteRecord()
+        self.record = Record()
         """What the processes did, as far as the driver has heard."""
         self.driver_bytes: dict[str, int] = {}
         """Bytes that the driver pickled into calls and unpickled from results, by role."""
@@ -408,7 +391,7 @@ def _raised(packed: Packed, process: RoleProcess, function: str) -> BaseExceptio
     """The exception of the function, which names where it was raised."""
     error, text = unpack(packed)
     where = f"in role {process.role}, rank {process.rank} ({process.where()}), {function}"
-    error.__cause__ = RemoteError(f"{where}:\n{text}")
+    error.__cause__ = RemoteError(f"\n{where}:\n{text}")
     error.add_note(where)
     return error
 

@@ -226,19 +226,12 @@ class Reserver:
         for (name, (pool, is_group)), ids in zip(wanted.items(), nodes, strict=True):
             need = {"CPU": pool.cpus, "GPU": pool.gpus}
             bundle = {key: value for key, value in need.items() if value} or {"CPU": 1 / UNIT}
-            teams = [ids] if is_group else [[node_id] for node_id in ids]
-            slots[name] = [
-                Slot(group, index, node_id)
-                for team in teams
-                for group in [
-                    ray.util.placement_group(
-                        [bundle] * len(team),
-                        strategy="PACK",
-                        bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in team],
-                    )
-                ]
-                for index, node_id in enumerate(team)
-            ]
+            slots[name] = []
+            for team in [ids] if is_group else [[node_id] for node_id in ids]:
+                where = [{"ray.io/node-id": node_id} for node_id in team]
+                bundles = [bundle] * len(team)
+                group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=where)
+                slots[name] += [Slot(group, index, node_id) for index, node_id in enumerate(team)]
         groups = {slot.group.id: slot.group for some in slots.values() for slot in some}
         deadline = time.monotonic() + RESERVE_S
         while not all(group.wait(timeout_seconds=LOOK_S) for group in groups.values()):

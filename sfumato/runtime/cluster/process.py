@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.placement import Places
-from sfumato.runtime.cluster.worker import Identity, RoleWorker, on_state
+from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
 from sfumato.runtime.roles import OTHER
 
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
@@ -42,21 +42,18 @@ class Shipped:
     pickled: bytes
 
 
-class Functions:
+class Functions(weakref.WeakKeyDictionary[Any, Shipped]):
     """Pickles of functions, each made once."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, Shipped] = weakref.WeakKeyDictionary()
 
     def ship(self, function: Callable[..., Any], *, of_worker: bool = False) -> Shipped:
         """The function as it is sent: of the role's state, or of the worker itself."""
-        if function not in self._known:
+        if function not in self:
             from ray import cloudpickle
 
-            pickled = cloudpickle.dumps(function if of_worker else on_state(function))
+            pickled = cloudpickle.dumps(function if of_worker else OnState(function))
             name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "call")
-            self._known[function] = Shipped(name, hashlib.sha256(pickled).hexdigest(), pickled)
-        return self._known[function]
+            self[function] = Shipped(name, hashlib.sha256(pickled).hexdigest(), pickled)
+        return self[function]
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,8 @@ class RayFuture:
 
     def __post_init__(self) -> None:
         self.issued, self.label = time.monotonic(), self.loop.record.label
-        self._settled = False
+        self.settled = False
+        """As ``done``, without looking for news."""
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -275,16 +273,11 @@ class RayFuture:
         """All handles among the arguments."""
         return [handle for part in self.parts for handle in part.arguments.handles]
 
-    @property
-    def has_arguments(self) -> bool:
-        """Whether every value among the arguments is there, or will never be."""
-        return all(handle.future.settled for handle in self.handles)
-
     def done(self) -> bool:
         """Whether the result is there, or the error."""
-        if not self._settled:
+        if not self.settled:
             self.loop.turn(0.0)
-        return self._settled
+        return self.settled
 
     def result(self) -> Any:
         """Waits for all processes.
@@ -298,15 +291,10 @@ class RayFuture:
             raise self.error
         return next((part.value for part in self.parts if part.ships), None)
 
-    @property
-    def settled(self) -> bool:
-        """As ``done``, without looking for news."""
-        return self._settled
-
     def settle(self, error: BaseException | None = None) -> None:
         """Ends the call; later news of it are ignored."""
-        if not self._settled:
-            self._settled, self.error = True, error
+        if not self.settled:
+            self.settled, self.error = True, error
             for part in self.parts:
                 # values that nobody else refers to are freed now, not when Python looks for cycles of references
                 part.arguments, part.keeps = _NOTHING, []
@@ -323,7 +311,7 @@ class RayFuture:
         running = [part for part in self.parts if part.reference is not None and part.running_s is not None]
         queued = [part for part in self.parts if part.reference is not None and part.running_s is None]
         texts = []
-        if not queued and not running and not self._settled:
+        if not queued and not running and not self.settled:
             texts.append("it waits for its arguments")
         if running:
             longest = max(part.running_s or 0.0 for part in running)
@@ -333,17 +321,16 @@ class RayFuture:
         return "; ".join(texts)
 
 
+@dataclass(eq=False)
 class RayHandle:
-    """A value that stayed in the memory of the machine where it was made."""
+    """A value that stayed in the memory of the machine where it was made. Use ``map_remote`` of a role."""
 
-    def __init__(self) -> None:
-        """Use ``map_remote`` of a role."""
-        self.future: RayFuture = None  # type: ignore[assignment]  # the call that gets it sets it
-        self.reference: Any = None
-        self.seconds = 0.0
-        """Seconds that the call took, once done."""
-        self.nbytes = 0
-        """Bytes, once done."""
+    future: RayFuture = None  # type: ignore[assignment]  # the call that gets it sets it
+    reference: Any = None
+    seconds: float = 0.0
+    """Seconds that the call took, once done."""
+    nbytes: int = 0
+    """Bytes, once done."""
 
     def done(self) -> bool:
         """Whether the value is there, or its call has failed."""

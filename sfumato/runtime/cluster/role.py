@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import sfumato
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.loop import DriverLoop
@@ -23,7 +20,7 @@ from sfumato.runtime.cluster.process import (
     RolePlan,
     RoleProcess,
 )
-from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
+from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store, versions
 from sfumato.runtime.roles import OTHER
 from sfumato.tracking.shared_folder import Token
 
@@ -122,18 +119,17 @@ class RayRole:
         self.plan.places.free()
 
     def flush(self) -> None:
-        """Sends, in order, the calls whose arguments are there; one whose arguments are not holds up later ones."""
+        """Sends, in order, the calls whose arguments are there, or will never be.
+
+        Where processes work together, one whose arguments are not there holds up later ones.
+        """
         blocked: set[ConcurrencyGroup] = set()
         for future in list(self._held):
-            if future.group not in blocked and future.has_arguments:
+            if future.group not in blocked and all(handle.future.settled for handle in future.handles):
                 self._held.remove(future)
                 self._send(future)
-            else:
-                blocked |= self._blocks(future)
-
-    def _blocks(self, future: RayFuture) -> set[ConcurrencyGroup]:
-        """Concurrency groups in which no later call may overtake this one."""
-        return {future.group}
+            elif self.works_together:
+                blocked.add(future.group)
 
     def new_lines(self, said: list[str]) -> list[str]:
         """Those of what a process said that are to be shown: while the role starts, each line once."""
@@ -199,8 +195,7 @@ class RayRole:
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        own = {"python": platform.python_version(), "sfumato": sfumato.__version__}
-        own |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+        own = versions()
         for part in who.parts:
             part.process.identity = part.value
             other = part.value.versions
@@ -314,12 +309,7 @@ class RayGroup(RayRole):
 
     def wait_ready(self) -> None:
         """As ``RayRole.wait_ready``; processes that are lost while their state is being built are replaced."""
-        try:
-            super().wait_ready()
-        except RoleLostError as lost:
-            if lost.role != self.name:
-                raise
-            self.loop.run.say(str(lost))
+        if not self._is_ready():
             self.restart()
 
     def restart(self) -> None:
@@ -328,19 +318,20 @@ class RayGroup(RayRole):
         Raises:
             RoleLostError: ``runtime.max_restarts`` is used up.
         """
-        while not self._is_replaced():
-            pass
+        most, ranks, is_ready = self.loop.config.max_restarts, range(len(self.processes)), False
+        while not is_ready:
+            if self.num_restarts >= most:
+                before = f"; it was: {self._failure}" if self._failure is not None else ""
+                raise RoleLostError(self.name, ranks, f"replaced {most} times already (runtime.max_restarts){before}")
+            self.num_restarts += 1
+            self.loop.run.say(f"role {self.name}: its processes are replaced ({self.num_restarts} of {most})")
+            self.fail(RoleLostError(self.name, ranks, "being replaced"))
+            self._failure = None
+            self._start(ranks)
+            is_ready = self._is_ready()
 
-    def _is_replaced(self) -> bool:
-        most, ranks = self.loop.config.max_restarts, range(len(self.processes))
-        if self.num_restarts >= most:
-            before = f"; it was: {self._failure}" if self._failure is not None else ""
-            raise RoleLostError(self.name, ranks, f"replaced {most} times already (runtime.max_restarts){before}")
-        self.num_restarts += 1
-        self.loop.run.say(f"role {self.name}: its processes are replaced ({self.num_restarts} of {most})")
-        self.fail(RoleLostError(self.name, ranks, "being replaced"))
-        self._failure = None
-        self._start(ranks)
+    def _is_ready(self) -> bool:
+        """Waits for it; that processes were lost meanwhile is said."""
         try:
             super().wait_ready()
         except RoleLostError as lost:
@@ -392,10 +383,6 @@ class RayPool(RayRole):
         for future, _ in unfinished:
             if future.is_start:
                 future.settle(error)
-
-    def _blocks(self, future: RayFuture) -> set[ConcurrencyGroup]:
-        del future
-        return set()
 
     def _send_part(self, future: RayFuture, part: Part) -> None:
         if future.moves:

@@ -199,7 +199,7 @@ class RoleWorker:
                 self._has_functions.notify_all()
             self._has_functions.wait_for(lambda: digest in self._functions)
             found = self._functions[digest]
-        if isinstance(found, _OnState):
+        if isinstance(found, OnState):
             self.is_built.wait()
         return found
 
@@ -219,13 +219,10 @@ class RoleWorker:
         return "\n".join(parts)
 
 
-def on_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the state, as one of the worker."""
-    return _OnState(function)
-
-
 @dataclass(frozen=True)
-class _OnState:
+class OnState:
+    """A function of the state, as one of the worker."""
+
     function: Callable[..., Any]
 
     def __call__(self, worker: RoleWorker, *args: Any) -> Any:
@@ -236,10 +233,6 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
     """Who and where the process is; with a token, whether it sees it in the run folder."""
     import ray
 
-    import sfumato
-
-    versions = {"python": platform.python_version(), "sfumato": sfumato.__version__}
-    versions |= {name: importlib.metadata.version(name) for name in ("ray", "torch")}
     born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
     stderr, folder = os.readlink("/proc/self/fd/2"), None
@@ -247,7 +240,15 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
         from sfumato.tracking.shared_folder import answer
 
         folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
-    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions, folder)
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions(), folder)
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all machines."""
+    import sfumato
+
+    found = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **found}
 
 
 def arrive(worker: RoleWorker) -> None:
