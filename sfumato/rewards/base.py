@@ -52,6 +52,12 @@ class Sample:
     """Samples of the same prompt in the same step share this number."""
     text: str | None = None
     """What a language model answered; None for an image."""
+    messages: list[dict[str, Any]] | None = None
+    """The whole conversation with ``role`` and ``content``, tools included, where there were several turns."""
+    num_tokens: int = 0
+    """Tokens of the answer that the policy drew; 0 for an image."""
+    is_truncated: bool = False
+    """Whether the answer ended at the limit of its length."""
     damage: str = ""
     """Why it is not to be scored, such as a picture that was not finite before it was rounded; rewards never see it."""
 
