@@ -60,13 +60,30 @@ class Rollout(TensorRows, ABC):
 
     @property
     @abstractmethod
-    def rows_per_sample(self) -> int:
-        """Decisions of each sample that are learned from: the R rows of an update are B x these, sample by sample."""
+    def num_rows(self) -> list[int]:
+        """Decisions of each of the B samples that are learned from: the R rows of an update, sample by sample."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """How much of a pass each of the B samples takes up, such as its tokens; all take 1 where they are alike."""
+        return [1] * len(self)
 
     @property
     def sample_ids(self) -> list[int]:
         """B numbers, unique within the iteration."""
         return [request.sample_id for request in self.requests]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of one optimiser step."""
+
+    num_rows: float
+    """Rows of all ranks that it learns from."""
+    num_samples: float
+    """Samples of all ranks that it learns from."""
+    parts: list[torch.Tensor]
+    """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
 
 
 Part = tuple[Sequence[Rollout], Sequence[list[Sample]], Sequence[int]]

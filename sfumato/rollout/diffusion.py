@@ -65,9 +65,9 @@ class DiffusionRollout(Rollout):
     """The group of each row of ``conditioning``."""
 
     @property
-    def rows_per_sample(self) -> int:
+    def num_rows(self) -> list[int]:
         """Trained steps or noise levels of each sample."""
-        return self.kept.rows_per_sample
+        return [self.kept.rows_per_sample] * len(self)
 
     @property
     def row_conditioning(self) -> Conditioning:

@@ -54,9 +54,14 @@ class TextRollout(Rollout):
     of them share the sample's reward."""
 
     @property
-    def rows_per_sample(self) -> list[int]:
-        """Decisions of each sample."""
+    def num_rows(self) -> list[int]:
+        """Tokens of each sample that the policy drew."""
         return [sum(sequence.num_drawn for sequence in own) for own in self.sequences]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [sum(len(sequence.token_ids) for sequence in own) for own in self.sequences]
 
 
 def single_turn(

@@ -18,6 +18,7 @@ from sfumato.algorithms.rows import by_row
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.batch import Passes
 from sfumato.rollout.diffusion import DiffusionRollout, Kept, start_latents
 
 
@@ -146,7 +147,7 @@ def replay_trajectories(
 def with_proximal_means(
     model: DiffusionModel,
     batch: DiffusionRollout,
-    passes: Sequence[tuple[float, list[torch.Tensor]]],
+    passes: Sequence[Passes],
     config: TrajectoryRLConfig,
     mesh: Mesh,
     step: int,
@@ -163,7 +164,7 @@ def with_proximal_means(
     is_same = config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
     if not config.algorithm.off_policy.uses_proximal or is_same:
         return batch  # a sampler of its own may be cut otherwise, or compute otherwise
-    later = [rows for _, parts in passes[1:] for rows in parts]  # in the first step the policy is the proximal one
+    later = [rows for each in passes[1:] for rows in each.parts]  # in the first step the policy is the proximal one
     means = proximal_means(model, batch, later, config.algorithm.dynamics, config.rollout.guidance_scale)
     return replace(batch, kept=replace(batch.kept, proximal_means=means))
 

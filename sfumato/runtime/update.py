@@ -16,10 +16,11 @@ import torch
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.config.rl import RLConfig
+from sfumato.data.packing import pack
 from sfumato.parallel.gradients import check_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.batch import Part, SampleRequest, join
+from sfumato.rollout.batch import Part, Passes, Rollout, SampleRequest, join
 from sfumato.runtime.states import Actor
 
 
@@ -33,6 +34,8 @@ class MicroBatch:
     """float32 ``[R]`` on the model's device."""
     rows_in_step: float
     """Rows of the optimiser step, over all ranks and micro-batches."""
+    samples_in_step: float
+    """The same of its samples."""
     is_counted: bool
     """False for a pass on a rank that has no samples left, which computes because the others do and adds nothing."""
     is_first: bool
@@ -43,7 +46,7 @@ class MicroBatch:
     @property
     def sample_of_row(self) -> torch.Tensor:
         """int64 ``[R]``: which of the B samples a row is of."""
-        return torch.arange(len(self.samples)).repeat_interleave(self.samples.rows_per_sample)
+        return torch.arange(len(self.samples)).repeat_interleave(torch.tensor(self.samples.num_rows))
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """This micro-batch's part of the mean over all rows of the optimiser step, from losses ``[R]``.
@@ -79,27 +82,26 @@ class Update:
         self._rows = 0.0
         useful = self._advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
         actor.begin_update()
-        self.passes = optimizer_passes(
-            self.batch.requests, useful, self.batch.rows_per_sample, config, actor.mesh, step
-        )
-        """The optimiser steps: of each the number of rows over all ranks, and the samples in this rank's passes."""
+        self.passes = optimizer_passes(self.batch, useful, config, actor.mesh, step)
+        """The optimiser steps of the iteration."""
 
     def optimizer_steps(self) -> Iterator[Iterator[MicroBatch]]:
         """The micro-batches of each optimiser step, which is to be taken when they are through."""
-        for rows_in_step, parts in self.passes:
-            self._rows += rows_in_step
-            yield self._micro_batches(rows_in_step, parts)
+        for passes in self.passes:
+            self._rows += passes.num_rows
+            yield self._micro_batches(passes)
 
-    def _micro_batches(self, rows_in_step: float, parts: Sequence[torch.Tensor]) -> Iterator[MicroBatch]:
-        for number, rows in enumerate(accumulate(self.actor.model.trained, parts)):
+    def _micro_batches(self, passes: Passes) -> Iterator[MicroBatch]:
+        for number, rows in enumerate(accumulate(self.actor.model.trained, passes.parts)):
             is_counted = len(rows) > 0
             index = rows if is_counted else torch.zeros(1, dtype=torch.long)
             samples = self.batch.rows(index)
-            advantages = (self._advantages.values[index] * is_counted).repeat_interleave(samples.rows_per_sample)
+            advantages = self._advantages.values[index] * is_counted
             yield MicroBatch(
                 samples,
-                advantages.to(self.actor.mesh.device),
-                rows_in_step,
+                advantages.repeat_interleave(torch.tensor(samples.num_rows)).to(self.actor.mesh.device),
+                passes.num_rows,
+                passes.num_samples,
                 is_counted,
                 is_first=is_counted and number == 0 and not self.grad_norms,
                 where=f"step {self.step + 1}, rank {self.actor.mesh.rank}, samples {samples.sample_ids}",
@@ -123,22 +125,21 @@ class Update:
 
 
 def optimizer_passes(
-    requests: Sequence[SampleRequest],
-    useful: torch.Tensor,
-    rows_per_sample: int,
-    config: RLConfig,
-    mesh: Mesh,
-    iteration: int,
-) -> list[tuple[float, list[torch.Tensor]]]:
-    """The optimiser steps of an iteration: rows of all ranks that each learns from, and this rank's micro-batches.
+    batch: Rollout, useful: torch.Tensor, config: RLConfig, mesh: Mesh, iteration: int
+) -> list[Passes]:
+    """The optimiser steps of an iteration. Those for which no rank has anything to learn from are left out.
 
-    Steps for which no rank has anything to learn from are left out. Args are those of ``optimizer_batches``.
+    Args:
+        batch: this rank's B samples.
+        useful, config, iteration: as in ``optimizer_batches``.
+        mesh: of the ranks that take part.
     """
-    passes = []
-    for units in optimizer_batches(requests, useful, config, iteration):
-        num_rows = mesh.sum(sum(len(unit) for unit in units) * rows_per_sample)
-        if num_rows > 0:
-            passes.append((num_rows, micro_batches(units, config, mesh)))
+    num_rows, passes = torch.tensor(batch.num_rows), []
+    for units in optimizer_batches(batch.requests, useful, config, iteration):
+        rows = mesh.sum(sum(int(num_rows[unit].sum()) for unit in units))
+        if rows > 0:
+            samples = mesh.sum(sum(len(unit) for unit in units))
+            passes.append(Passes(rows, samples, micro_batches(units, config, mesh, batch.lengths)))
     return passes
 
 
@@ -168,10 +169,25 @@ def optimizer_batches(
         yield [torch.tensor(unit, dtype=torch.long) for unit in rows if unit]
 
 
-def micro_batches(units: Sequence[torch.Tensor], config: RLConfig, mesh: Mesh) -> list[torch.Tensor]:
-    """Rows of each micro-batch, as even as possible. All ranks get equally many, some perhaps empty."""
+def micro_batches(
+    units: Sequence[torch.Tensor], config: RLConfig, mesh: Mesh, lengths: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """Rows of each micro-batch, as even as possible. All ranks get equally many, some perhaps empty.
+
+    Args:
+        units: rows that stay together.
+        config: how many samples, or where it says so tokens, fit into one.
+        mesh: of the ranks that take part.
+        lengths: of all of the rank's samples, where they are not alike.
+    """
+    empty = torch.zeros(0, dtype=torch.long)
+    capacity = getattr(config.train, "max_tokens_per_micro_batch", None)
+    if capacity is not None:
+        sizes = [sum(lengths[row] for row in unit.tolist()) for unit in units]
+        num_passes = int(mesh.max(len(pack(sizes, sizes, capacity, 1)[0])))
+        (bins,) = pack(sizes, sizes, capacity, 1, minimum=num_passes)
+        return [torch.cat([empty, *(units[index] for index in members)]) for members in bins]
     unit_size = config.algorithm.samples_per_group(config.rollout.n) if config.algorithm.whole_groups else 1
     num_passes = int(mesh.max(math.ceil(len(units) / (config.train.micro_batch_size // unit_size))))
-    empty = torch.zeros(0, dtype=torch.long)
     parts = torch.arange(len(units)).tensor_split(num_passes)
     return [torch.cat([empty, *(units[index] for index in part.tolist())]) for part in parts]

@@ -48,8 +48,8 @@ class Sequences(Rollout):
     """float32 ``[B, T]``: the log-probabilities of what was drawn."""
 
     @property
-    def rows_per_sample(self) -> int:
-        return self.log_probs.shape[1]
+    def num_rows(self) -> list[int]:
+        return [self.log_probs.shape[1]] * len(self)
 
 
 class IntegerModel:
