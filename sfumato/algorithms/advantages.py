@@ -83,12 +83,12 @@ class GroupAdvantage(RewardSumAdvantage):
 
     std: Literal["group", "global", "none"] = "group"
     """Standard deviation of the group, of all rewards of the step, or none (Dr. GRPO)."""
-    clip: float = 5.0
-    """Advantages are clamped to [-clip, clip]."""
+    clip: float | None = 5.0
+    """Advantages are clamped to [-clip, clip]; null clamps none."""
     ddof: Literal[0, 1] = 0
-    """Divisor N - ddof of the variance: 0 as in flow_grpo, 1 as in DanceGRPO and verl-omni."""
+    """Divisor N - ddof of the variance: 0 as in flow_grpo, 1 as in DanceGRPO and in all frameworks for text."""
     eps: float = 1e-4
-    """Added to the standard deviation."""
+    """Added to the standard deviation: 1e-4 in flow_grpo and TRL, 1e-5 in AReaL, 1e-6 in verl, slime and ROLL."""
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         scored = rewards[torch.isfinite(rewards)]
@@ -108,8 +108,8 @@ class LeaveOneOut(RewardSumAdvantage):
     type: ClassVar[str] = "rloo"
     has_both_signs: ClassVar[bool] = True
 
-    clip: float = 5.0
-    """Advantages are clamped to [-clip, clip]."""
+    clip: float | None = 5.0
+    """Advantages are clamped to [-clip, clip]; null clamps none."""
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         return within_groups(
@@ -240,13 +240,16 @@ class RawReward(RewardSumAdvantage):
         return _advantages(rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _flat(rewards, group_ids))
 
 
-def within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor], clip: float) -> Advantages:
-    """Applies ``of_group`` to the scored rewards of every group that has spread."""
+def within_groups(
+    rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor], clip: float | None
+) -> Advantages:
+    """Applies ``of_group`` to the scored rewards of every group that has spread; a sample alone in its group has 0."""
     failed, no_spread = ~torch.isfinite(rewards), _flat(rewards, group_ids)
     values = torch.zeros_like(rewards)
     for members in groups_of(group_ids, failed | no_spread):
         values[members] = of_group(rewards[members])
-    return _advantages(rewards, group_ids, values.clamp(-clip, clip), failed, no_spread)
+    values = values if clip is None else values.clamp(-clip, clip)
+    return _advantages(rewards, group_ids, values, failed, no_spread)
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -20,12 +20,16 @@ import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
+from sfumato.algorithms.sequences import Sequences
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Float64, Int64
     from torch import Tensor
 
-Level = Literal["step", "trajectory", "trajectory_mean"]
+Level = Literal["step", "trajectory", "trajectory_mean", "token", "sequence", "sequence_mean"]
+"""Of a row by itself; of all rows of its trajectory, their product; or their geometric mean. A row is a denoising step or
+a token: ``token``, ``sequence`` and ``sequence_mean`` are other words for ``step``, ``trajectory``,
+``trajectory_mean``."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Correction:
     log_weights: Float64[Tensor, "rows"]
     """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
     truncated: Bool[Tensor, "rows"]
-    """bool ``[R]``: whose weight is the cap instead of the ratio."""
+    """bool ``[R]``: whose weight is the cap, or the floor, instead of the ratio."""
     rejected: Bool[Tensor, "rows"]
     """bool ``[R]``: left out."""
 
@@ -58,7 +62,7 @@ class OffPolicy:
     def correct(
         self,
         log_ratio: Float[Tensor, "rows"],
-        sample_of_row: Int64[Tensor, "rows"],
+        sample_of_row: Int64[Tensor, "rows"] | Sequences,
         mask: Bool[Tensor, "rows"] | None = None,
     ) -> Correction:
         """Weights of R rows.
@@ -67,7 +71,8 @@ class OffPolicy:
             log_ratio: ``[R]``, exactly 0 where both policies are one. What is not a number stays one, so that the loss
                 shows it.
             sample_of_row: int64 ``[R]``, any numbers: rows of one trajectory share theirs. All rows of a trajectory
-                must be there, except for level ``step``.
+                must be there, except for level ``step``. Where ranks share trajectories it is ``Sequences``, which
+                sums over them.
             mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
                 trajectory. None is all.
         """
@@ -103,16 +108,23 @@ class Decoupled(OffPolicy):
     uses_proximal: ClassVar[bool] = True
 
     level: Level = "step"
-    """Ratio of each step, of a whole trajectory (the product over its steps), or their geometric mean over it."""
+    """Ratio of each step, of a whole trajectory (the product over its steps), or their geometric mean over it. Of text
+    the words are token, sequence and sequence_mean."""
     cap: float | None = 2.0
     """Largest weight; null truncates none."""
+    floor: float = 0.0
+    """Smallest weight: 0.5 in OpenRLHF; 0 raises none."""
 
     def __post_init__(self) -> None:
         _check_cap(self.cap)
+        if not 0 <= self.floor <= 1:
+            raise ValueError(
+                f"floor {self.floor} must lie between 0 and 1, the weight of a sample that the policy itself has made"
+            )
 
     def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
         log_weights = at(self.level)
-        weights, truncated = _truncated(log_weights, self.cap)
+        weights, truncated = _truncated(log_weights, self.cap, self.floor)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
 
 
@@ -157,7 +169,7 @@ class Rejection(OffPolicy):
 
 def log_ratio_of(
     log_ratio: Float[Tensor, "rows"],
-    sample_of_row: Int64[Tensor, "rows"],
+    sample_of_row: Int64[Tensor, "rows"] | Sequences,
     level: Level,
     mask: Bool[Tensor, "rows"] | None = None,
 ) -> Float64[Tensor, "rows"]:
@@ -165,7 +177,7 @@ def log_ratio_of(
 
     Args:
         log_ratio: ``[R]``.
-        sample_of_row: int64 ``[R]``.
+        sample_of_row: int64 ``[R]``, or ``Sequences`` where ranks share trajectories.
         level: which.
         mask: bool ``[R]``: rows that count; None is all.
 
@@ -175,27 +187,24 @@ def log_ratio_of(
     Raises:
         ValueError: when the shapes differ.
     """
-    if log_ratio.ndim != 1 or log_ratio.shape != sample_of_row.shape:
-        shapes = f"{tuple(log_ratio.shape)} and {tuple(sample_of_row.shape)}"
+    of_row = sample_of_row.of_row if isinstance(sample_of_row, Sequences) else sample_of_row
+    if log_ratio.ndim != 1 or log_ratio.shape != of_row.shape:
+        shapes = f"{tuple(log_ratio.shape)} and {tuple(of_row.shape)}"
         raise ValueError(f"log_ratio and sample_of_row must both be [R], and are {shapes}")
     values = log_ratio.detach().double()
     if mask is not None:
         values = torch.where(mask, values, 0.0)
-    if level == "step":
+    if level in ("step", "token"):
         return values
-    names, place = torch.unique(sample_of_row.to(values.device), return_inverse=True)
-    sums = values.new_zeros(len(names)).index_put((place,), values, accumulate=True)  # sorted on GPUs: same bits
-    if level == "trajectory_mean":
-        rows = place if mask is None else place[mask]
-        sums = sums / torch.bincount(rows, minlength=len(names)).clamp(min=1)
-    return sums[place]
+    sequences = sample_of_row if isinstance(sample_of_row, Sequences) else Sequences.named(of_row)
+    is_mean = level in ("trajectory_mean", "sequence_mean")
+    return sequences.spread(sequences.means(values, mask) if is_mean else sequences.sums(values, mask))
 
 
-def _truncated(log_weights: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+def _truncated(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Weights float32 ``[R]`` and whether they were cut."""
-    weights = log_weights.exp()
-    truncated = weights > (math.inf if cap is None else cap)
-    return weights.clamp(max=cap).float() if cap is not None else weights.float(), truncated
+    weights, highest = log_weights.exp(), math.inf if cap is None else cap
+    return weights.clamp(floor, highest).float(), (weights > highest) | (weights < floor)
 
 
 def _check_cap(cap: float | None) -> None:

@@ -344,7 +344,7 @@ def test_variants_are_found_and_strict():
         with pytest.raises(ValidationError, match=r"either side of 1|at least 1"):
             TypeAdapter(known[wrong.pop("type")]).validate_python(wrong)
     with pytest.raises(ValidationError):
-        TypeAdapter(Decoupled).validate_python({"level": "token"})
+        TypeAdapter(Decoupled).validate_python({"level": "word"})
 
 
 # On a model

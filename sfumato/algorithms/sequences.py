@@ -1,0 +1,88 @@
+"""Rows that belong together: the decisions of a sequence, such as the tokens of an answer, in flattened rows.
+
+Shapes: R rows, N sequences. A sequence may have no row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int64
+    from torch import Tensor
+
+Reduce = Callable[["Tensor"], "Tensor"]
+"""Sums a tensor over ranks. Where gradients are to pass it must be differentiable."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """The sum over ranks where there is one."""
+    return values
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which of R rows are of which of N sequences."""
+
+    of_row: Int64[Tensor, "rows"]
+    """int64 ``[R]``: the number of each row's sequence, from 0 to ``count`` - 1."""
+    count: int
+    """N."""
+    reduce: Reduce = alone
+    """Sums a tensor ``[N]`` over the ranks that hold parts of the same sequences, which number them alike and call
+    this together (context parallelism). Differentiable; the tensor itself where sequences are whole."""
+
+    @classmethod
+    def named(cls, names: Int64[Tensor, "rows"], reduce: Reduce = alone) -> Sequences:
+        """Of any numbers, int64 ``[R]``, that rows of a sequence share. Ranks that share sequences need all of them."""
+        known, of_row = torch.unique(names, return_inverse=True)
+        return cls(of_row, len(known), reduce)
+
+    @classmethod
+    def of_lengths(cls, lengths: Int64[Tensor, "sequences"], reduce: Reduce = alone) -> Sequences:
+        """N sequences of int64 ``[N]`` rows each, one after the other."""
+        return cls(torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths), len(lengths), reduce)
+
+    def sums(
+        self, values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> Float[Tensor, "sequences"]:
+        """The sum over each sequence's rows, with gradients; added up in float64.
+
+        Args:
+            values: ``[R]``.
+            mask: bool ``[R]``: rows that count; what stands elsewhere, NaN included, reaches neither sum nor gradient.
+
+        Returns:
+            ``[N]``, in the dtype of ``values``; 0 without rows.
+
+        Raises:
+            ValueError: when the shapes differ.
+        """
+        if values.ndim != 1 or values.shape != self.of_row.shape:
+            shapes = f"{tuple(values.shape)} and {tuple(self.of_row.shape)}"
+            raise ValueError(f"values and the numbers of their sequences must both be [R], and are {shapes}")
+        wide = values.double()
+        if mask is not None:
+            wide = torch.where(mask, wide, torch.zeros_like(wide))
+        # index_put sorts on GPUs: the same bits each time
+        sums = wide.new_zeros(self.count).index_put((self.of_row.to(values.device),), wide, accumulate=True)
+        return self.reduce(sums).to(values.dtype)
+
+    def counts(self, mask: Bool[Tensor, "rows"]) -> Float[Tensor, "sequences"]:
+        """Rows of each sequence that count, float64 ``[N]``, over all ranks that share it."""
+        return self.sums(mask.double())
+
+    def means(
+        self, values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None = None
+    ) -> Float[Tensor, "sequences"]:
+        """The mean over each sequence's rows that count, ``[N]``; 0 without such rows. Arguments as of ``sums``."""
+        counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        return self.sums(values, mask) / self.counts(counted).clamp(min=1).to(values.dtype)
+
+    def spread(self, values: Float[Tensor, "sequences"]) -> Float[Tensor, "rows"]:
+        """``[R]``: the value ``[N]`` of each row's sequence."""
+        return values[self.of_row.to(values.device)]

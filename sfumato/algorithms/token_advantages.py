@@ -1,0 +1,382 @@
+"""From the advantages or rewards of samples to advantages of their tokens.
+
+What a configuration chooses here takes what ``algorithms.advantages`` made of a step's rewards (with ``type: raw`` the
+rewards themselves) and gives every token a number:
+
+========== ============ ================================================================
+this       of samples   together
+========== ============ ================================================================
+``sample`` ``group``    GRPO, Dr. GRPO
+``sample`` ``rloo``     RLOO
+``sample`` ``group``    REINFORCE++-baseline, with ``std: none`` and ``whiten`` true
+``returns`` ``raw``     REINFORCE++
+``gae``    ``raw``      PPO with a critic
+========== ============ ================================================================
+
+Rows of a sequence stand in order and are whole, on one rank. Rows outside the mask (prompts, answers of tools) are
+passed over, as if the sequence were without them, and have an advantage of 0.
+
+Shapes: R rows, each a token; N sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from sfumato.algorithms.objectives import RowLosses, masked
+from sfumato.algorithms.sequences import Reduce, Sequences, alone
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """What ``compute`` of every part of this file returns, in the dtype that it was given."""
+
+    values: Float[Tensor, "rows"]
+    """``[R]``; 0 outside the mask."""
+    returns: Float[Tensor, "rows"]
+    """``[R]``: what a critic learns, before whitening; 0 outside the mask."""
+
+
+class TokenAdvantage:
+    """Base of the parts."""
+
+    type: ClassVar[str]
+    takes_rewards: ClassVar[bool]
+    """Takes rewards (``advantage.type: raw``) and penalties; else advantages of samples, which penalties went into."""
+    needs_values: ClassVar[bool] = False
+    """Needs a critic's values."""
+
+    def compute(
+        self,
+        of_samples: Float[Tensor, "sequences"],
+        sequences: Sequences,
+        mask: Bool[Tensor, "rows"],
+        penalties: Float[Tensor, "rows"] | None = None,
+        values: Float[Tensor, "rows"] | None = None,
+        reduce: Reduce = alone,
+    ) -> TokenAdvantages:
+        """Advantages of the tokens of a step.
+
+        Args:
+            of_samples: ``[N]``: the advantage or the reward of the sample that each sequence is of.
+            sequences: of the rows.
+            mask: bool ``[R]``: tokens that the policy drew and that are learned from.
+            penalties: ``[R]``: taken from each token's reward, such as ``coef`` times an estimate of the KL.
+            values: ``[R]`` of a critic.
+            reduce: sums a tensor over the ranks that have the other sequences of the step, for whitening.
+
+        Raises:
+            ValueError: when values are missing, penalties come too late, rows are out of order, or shapes differ.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SampleAdvantage(TokenAdvantage):
+    """Each token has its sample's advantage; whitened with group baselines it is REINFORCE++-baseline."""
+
+    type: ClassVar[str] = "sample"
+    takes_rewards: ClassVar[bool] = False
+
+    whiten: bool = False
+    """Standardise over all tokens of the step."""
+    whiten_ddof: int = 1
+    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
+
+    def compute(
+        self,
+        of_samples: Float[Tensor, "sequences"],
+        sequences: Sequences,
+        mask: Bool[Tensor, "rows"],
+        penalties: Float[Tensor, "rows"] | None = None,
+        values: Float[Tensor, "rows"] | None = None,
+        reduce: Reduce = alone,
+    ) -> TokenAdvantages:
+        """As ``TokenAdvantage.compute``."""
+        del values
+        if penalties is not None:
+            raise ValueError("penalties belong into the samples' rewards before their advantages: see penalised")
+        each = masked(sequences.spread(of_samples), mask)
+        return TokenAdvantages(whitened(each, mask, reduce, self.whiten_ddof) if self.whiten else each, each)
+
+
+@dataclass(frozen=True)
+class Returns(TokenAdvantage):
+    """The discounted sum of the rewards from a token on, whitened over the step: REINFORCE++ (arXiv 2501.03262)."""
+
+    type: ClassVar[str] = "returns"
+    takes_rewards: ClassVar[bool] = True
+
+    gamma: float = 1.0
+    """Discount of each token's reward for the one before."""
+    whiten: bool = True
+    """Standardise over all tokens of the step."""
+    whiten_ddof: int = 1
+    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
+
+    def __post_init__(self) -> None:
+        _check_share("gamma", self.gamma)
+
+    def compute(
+        self,
+        of_samples: Float[Tensor, "sequences"],
+        sequences: Sequences,
+        mask: Bool[Tensor, "rows"],
+        penalties: Float[Tensor, "rows"] | None = None,
+        values: Float[Tensor, "rows"] | None = None,
+        reduce: Reduce = alone,
+    ) -> TokenAdvantages:
+        """As ``TokenAdvantage.compute``."""
+        del values
+        rewards = token_rewards(of_samples, sequences, mask, penalties)
+        found = discounted_returns(rewards, sequences, mask, self.gamma)
+        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, found)
+
+
+@dataclass(frozen=True)
+class GAE(TokenAdvantage):
+    """Generalised advantage estimation from a critic's values (arXiv 1506.02438, eq. 16), whitened over the step."""
+
+    type: ClassVar[str] = "gae"
+    takes_rewards: ClassVar[bool] = True
+    needs_values: ClassVar[bool] = True
+
+    gamma: float = 1.0
+    """Discount of each token's reward and value for the one before."""
+    lam: float = 1.0
+    """Lambda: 1 compares whole returns with the value, 0 single steps; 0.95 in ROLL."""
+    whiten: bool = True
+    """Standardise over all tokens of the step."""
+    whiten_ddof: int = 1
+    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
+
+    def __post_init__(self) -> None:
+        _check_share("gamma", self.gamma)
+        _check_share("lam", self.lam)
+
+    def compute(
+        self,
+        of_samples: Float[Tensor, "sequences"],
+        sequences: Sequences,
+        mask: Bool[Tensor, "rows"],
+        penalties: Float[Tensor, "rows"] | None = None,
+        values: Float[Tensor, "rows"] | None = None,
+        reduce: Reduce = alone,
+    ) -> TokenAdvantages:
+        """As ``TokenAdvantage.compute``."""
+        if values is None:
+            raise ValueError("gae needs a critic's values")
+        rewards = token_rewards(of_samples, sequences, mask, penalties)
+        found = gae(rewards, values, sequences, mask, self.gamma, self.lam)
+        returns = masked(found + values, mask)
+        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, returns)
+
+
+def token_rewards(
+    rewards: Float[Tensor, "sequences"],
+    sequences: Sequences,
+    mask: Bool[Tensor, "rows"],
+    penalties: Float[Tensor, "rows"] | None = None,
+) -> Float[Tensor, "rows"]:
+    """-penalty at each masked-in row, plus the reward at the last one of each sequence.
+
+    Args:
+        rewards: ``[N]``; that of a sequence without masked-in rows is lost.
+        sequences: of the rows.
+        mask: bool ``[R]``.
+        penalties: ``[R]``; None is 0.
+
+    Returns:
+        ``[R]``; 0 outside the mask.
+    """
+    found = torch.zeros(len(mask), dtype=rewards.dtype, device=mask.device)
+    if penalties is not None:
+        found = found - masked(penalties, mask).to(found)
+    rows, last = _kept(sequences, mask)
+    ends = rows[last]
+    return found.index_put((ends,), rewards[sequences.of_row.to(mask.device)[ends]], accumulate=True)
+
+
+def penalised(
+    rewards: Float[Tensor, "sequences"],
+    penalties: Float[Tensor, "rows"],
+    sequences: Sequences,
+    mask: Bool[Tensor, "rows"],
+) -> Float[Tensor, "sequences"]:
+    """Rewards minus the sum of their tokens' penalties, ``[N]``: a KL in the reward of group baselines (verl, TRL).
+
+    Args:
+        rewards: ``[N]``.
+        penalties: ``[R]``.
+        sequences: of the rows.
+        mask: bool ``[R]``.
+    """
+    return rewards - sequences.sums(penalties.detach(), mask).to(rewards)
+
+
+def discounted_returns(
+    rewards: Float[Tensor, "rows"], sequences: Sequences, mask: Bool[Tensor, "rows"], gamma: float
+) -> Float[Tensor, "rows"]:
+    """G_t = r_t + gamma G_t+1 over the masked-in rows of each sequence, ``[R]``; 0 elsewhere.
+
+    Args:
+        rewards: ``[R]``; what stands outside the mask does not count.
+        sequences: of the rows.
+        mask: bool ``[R]``.
+        gamma: discount.
+    """
+    rows, last = _kept(sequences, mask)
+    found = _scanned(rewards[rows], last, gamma)
+    return torch.zeros_like(rewards).index_put((rows,), found)
+
+
+def gae(
+    rewards: Float[Tensor, "rows"],
+    values: Float[Tensor, "rows"],
+    sequences: Sequences,
+    mask: Bool[Tensor, "rows"],
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "rows"]:
+    """A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t over the masked-in rows of each sequence.
+
+    After the last one V is 0.
+
+    Args:
+        rewards: ``[R]``; what stands outside the mask does not count.
+        values: ``[R]``.
+        sequences: of the rows.
+        mask: bool ``[R]``.
+        gamma: discount.
+        lam: lambda.
+
+    Returns:
+        ``[R]``, without gradients; 0 outside the mask.
+    """
+    rows, last = _kept(sequences, mask)
+    own = values.detach()[rows]
+    following = torch.cat([own[1:], own[:1]]).masked_fill(last, 0.0)
+    found = _scanned(rewards[rows] + gamma * following - own, last, gamma * lam)
+    return torch.zeros_like(rewards).index_put((rows,), found.to(rewards.dtype))
+
+
+def whitened(
+    values: Float[Tensor, "rows"],
+    mask: Bool[Tensor, "rows"],
+    reduce: Reduce = alone,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    shift_mean: bool = True,
+) -> Float[Tensor, "rows"]:
+    """(value - mean) / sqrt(variance + eps) over the masked-in rows of all ranks.
+
+    Args:
+        values: ``[R]``.
+        mask: bool ``[R]``.
+        reduce: sums a tensor over ranks; all of them call it twice, those without rows too.
+        ddof: divisor N - ddof of the variance.
+        eps: added to the variance.
+        shift_mean: false adds the mean again.
+
+    Returns:
+        ``[R]``, 0 outside the mask; the values themselves, less their mean, where there are no more than ``ddof``.
+    """
+    wide = masked(values.double(), mask)
+    count, total = reduce(torch.stack([mask.sum().double(), wide.sum()]))
+    mean = total / count.clamp(min=1)
+    apart = masked(wide - mean, mask)
+    (squares,) = reduce(apart.square().sum().reshape(1))
+    variance = squares / (count - ddof).clamp(min=1)
+    scaled = torch.where(count > ddof, apart * torch.rsqrt(variance + eps), apart)
+    return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
+
+
+def distillation(log_probs: Float[Tensor, "rows"], teacher_log_probs: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
+    """Advantages of on-policy distillation: -(log p - log p_teacher) of the tokens that the student drew, ``[R]``.
+
+    With ``policy_gradient`` or ``ppo_clip`` the expected gradient is that of KL(student, teacher) of each token.
+
+    Args:
+        log_probs: ``[R]`` of the student when the update begins.
+        teacher_log_probs: ``[R]``.
+    """
+    return (teacher_log_probs - log_probs).detach()
+
+
+def value_loss(
+    values: Float[Tensor, "rows"],
+    old_values: Float[Tensor, "rows"],
+    returns: Float[Tensor, "rows"],
+    mask: Bool[Tensor, "rows"],
+    clip_range: float | None = 0.5,
+    factor: float = 0.5,
+) -> RowLosses:
+    """factor max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) of each row.
+
+    Args:
+        values: ``[R]``, with gradients.
+        old_values: ``[R]``, from before the update.
+        returns: ``[R]``.
+        mask: bool ``[R]``.
+        clip_range: c; None clips none.
+        factor: 0.5 in verl, OpenRLHF and AReaL, 1 in slime.
+
+    Returns:
+        The loss ``[R]``, 0 outside the mask, and sums over rows named ``value/...``.
+
+    Raises:
+        ValueError: when ``clip_range`` is not above 0.
+    """
+    if clip_range is not None and not clip_range > 0:
+        raise ValueError(f"clip_range {clip_range} of the values must be above 0, or null")
+    values = masked(values, mask)
+    losses = (values - returns).square()
+    stats = {"value/error": masked(losses.detach(), mask).sum(), "value/mean": values.detach().sum()}
+    if clip_range is not None:
+        bounded = (values - old_values).clamp(-clip_range, clip_range) + old_values
+        clipped = (bounded - returns).square()
+        stats["value/clipped"] = masked((clipped > losses).float(), mask).sum()
+        losses = torch.maximum(losses, clipped)
+    return masked(factor * losses, mask), stats
+
+
+def _kept(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of the masked-in rows, int64 ``[K]``, and which of them are the last of their sequence, bool ``[K]``."""
+    of_row = sequences.of_row.to(mask.device)
+    if mask.shape != of_row.shape:
+        raise ValueError(f"mask {tuple(mask.shape)} and the rows of sequences {tuple(of_row.shape)} must both be [R]")
+    rows = mask.nonzero().flatten()
+    own = of_row[rows]
+    last = torch.ones_like(own, dtype=torch.bool)
+    last[:-1] = own[1:] != own[:-1]
+    if int(last.sum()) != len(torch.unique(own)):
+        raise ValueError("rows of a sequence must stand next to each other, in the order in which they were drawn")
+    return rows, last
+
+
+def _scanned(terms: Tensor, last: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor y_t+1 within each run of rows that ends where ``last`` is true; ``[K]``, in float64 inside.
+
+    In log2 K rounds over all rows, each of which joins every row's sum with that of the rows after it.
+    """
+    found = terms.detach().double()
+    carry = torch.full_like(found, factor).masked_fill(last, 0.0)
+    distance = 1
+    while distance < len(found) and bool(carry.any()):
+        further, carried = torch.zeros_like(found), torch.zeros_like(carry)
+        further[:-distance], carried[:-distance] = found[distance:], carry[distance:]
+        found, carry = found + carry * further, carry * carried
+        distance *= 2
+    return found.to(terms.dtype)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} {value} must lie between 0 and 1")
