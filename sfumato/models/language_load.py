@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,39 +44,83 @@ def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool =
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
     """
-    if train.init_device == "meta" and config.config_path is not None and config.lora is not None:
-        raise ConfigError(
-            "train.init_device meta draws no random weights under adapters: with model.config_path take cpu"
-        )
+    from transformers import AutoModelForCausalLM
+
     described = read_model_config(config)
     train_base = config.lora is None and not frozen
-    dtype = torch.float32 if train_base else DTYPES[config.dtype]
-    attention = _attention(config, described)
-    source = None if config.model_path is None else Path(config.model_path)
-
-    def make() -> nn.Module:
-        return _make(copy.deepcopy(described), attention, dtype, config.trust_remote_code)
-
-    if train.init_device == "meta":
-        module = build_on_meta(make)
-    elif source is not None:
-        module = _load(source, described, attention, dtype, config.trust_remote_code)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)
-            module = make()
+    module, make = build_module(config, train, described, AutoModelForCausalLM, train_base)
     tokenizer = build_tokenizer(config)
-    size = module.get_input_embeddings().num_embeddings
-    if len(tokenizer) > size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: they do not match"
-        )
-    model = LanguageModel(module, tokenizer, DTYPES[train.mixed_precision], make, source, train.chunked_loss)
+    check_vocabulary(module, tokenizer)
+    model = LanguageModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss)
     if not train_base:
         module.requires_grad_(False)
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
+
+
+def build_module(
+    config: LanguageModelConfig,
+    train: Any,
+    described: Any,
+    auto_class: Any,
+    train_base: bool,
+    finish: Callable[[nn.Module], None] = lambda module: None,
+    other_keys: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> tuple[nn.Module, Callable[[], nn.Module]]:
+    """transformers' module of a folder or a description, where ``train.init_device`` says.
+
+    Args:
+        config, train: as for ``build_language_model``.
+        described: what ``read_model_config`` read.
+        auto_class: such as ``transformers.AutoModelForCausalLM``.
+        train_base: whether its weights are trained: then they are float32, else of ``config.dtype``.
+        finish: what is done to a module that was just made or loaded, on meta perhaps.
+        other_keys: beginnings of names of weights that a folder may lack (``missing_keys``), or hold though the module
+            has no place for them (``unexpected_keys``).
+
+    Returns:
+        The module, and what makes one with random weights.
+
+    Raises:
+        ConfigError: as ``build_language_model``.
+    """
+    if train.init_device == "meta" and config.config_path is not None and config.lora is not None:
+        raise ConfigError(
+            "train.init_device meta draws no random weights under adapters: with model.config_path take cpu"
+        )
+    dtype = torch.float32 if train_base else DTYPES[config.dtype]
+    attention, source = _attention(config, described), source_of(config)
+
+    def make() -> nn.Module:
+        module = _make(auto_class, copy.deepcopy(described), attention, dtype, config.trust_remote_code)
+        finish(module)
+        return module
+
+    if train.init_device == "meta":
+        return build_on_meta(make), make
+    if source is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(train.seed)
+            return make(), make
+    with torch.random.fork_rng(devices=[]):  # weights that the folder lacks are drawn before they are given others
+        module = _load(auto_class, source, described, attention, dtype, config.trust_remote_code, other_keys)
+    finish(module)
+    return module, make
+
+
+def source_of(config: LanguageModelConfig) -> Path | None:
+    """The folder that weights come from; None where they are drawn."""
+    return None if config.model_path is None else Path(config.model_path)
+
+
+def check_vocabulary(module: nn.Module, tokenizer: Any) -> None:
+    """Raises ConfigError when a tokenizer has more tokens than the model knows."""
+    size = module.get_input_embeddings().num_embeddings
+    if len(tokenizer) > size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: they do not match"
+        )
 
 
 def read_model_config(config: LanguageModelConfig) -> Any:
@@ -133,13 +179,9 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
     return tokenizer
 
 
-def _make(described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     try:
-        return AutoModelForCausalLM.from_config(
-            described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust
-        )
+        return auto_class.from_config(described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust)
     except (ValueError, KeyError) as error:
         if attention == "eager":
             raise ConfigError(f"transformers cannot make this {described.model_type}: {error}") from error
@@ -149,11 +191,17 @@ def _make(described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn
         ) from error
 
 
-def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _load(
+    auto_class: Any,
+    folder: Path,
+    described: Any,
+    attention: str,
+    dtype: torch.dtype,
+    trust: bool,
+    other_keys: Mapping[str, tuple[str, ...]],
+) -> nn.Module:
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
+        module, report = auto_class.from_pretrained(
             folder,
             config=copy.deepcopy(described),
             attn_implementation=attention,
@@ -175,7 +223,7 @@ def _load(folder: Path, described: Any, attention: str, dtype: torch.dtype, trus
             f"config.json{more}: the two are not of one model; copy both from the same place"
         )
     for kind in ("missing_keys", "unexpected_keys"):
-        wrong = sorted(map(str, report.get(kind) or ()))
+        wrong = sorted(key for key in map(str, report.get(kind) or ()) if not key.startswith(other_keys.get(kind, ())))
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{more}")

@@ -24,10 +24,9 @@ from sfumato.data.packing import TextBatch, make_batch, micro_batch_rule, placeh
 from sfumato.data.text import Document, TextSample
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import forget_lengths
-from sfumato.models.language import LanguageModel, RowLayout, Tensors
 from sfumato.models.packed_attention import ATTENTION
+from sfumato.models.packed_model import PackedModel, RowLayout, Tensors
 from sfumato.models.plain import can_set_attention, changing_positions, set_attention
-from sfumato.models.scores import TokenScores
 from sfumato.parallel.attention import SIZES
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
@@ -93,7 +92,7 @@ SAME_SHAPES = 2e-6
 
 
 def probe(
-    model: LanguageModel,
+    model: PackedModel,
     config: LanguageModelConfig,
     train: TextTrainConfig,
     max_seq_len: int,
@@ -117,7 +116,7 @@ def probe(
     """
     documents = make_documents(model, train, max_seq_len)
     checks = Checks(model, documents, train, _copies(train))
-    with _generators_kept():
+    with _generators_kept(), model.probed():
         expected = checks.reference()
         problems: dict[Way, str] = {}
         for way in _ways(model, config, max_seq_len):
@@ -133,7 +132,7 @@ def probe(
         say(f"{model.name}: {first}. Taken instead, since it is right: {way}")
 
 
-def make_documents(model: LanguageModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
+def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
     """Documents of random tokens for three micro-batches: short ones; two of about one length that fill a micro-batch
     of the run; and one as long as the run has. What begins at some length (a window, a choice of keys) shows in these.
     """
@@ -157,7 +156,7 @@ class Checks:
     """The documents of a probe, and what must hold of them."""
 
     def __init__(
-        self, model: LanguageModel, documents: list[list[TextSample]], train: TextTrainConfig, copies: int
+        self, model: PackedModel, documents: list[list[TextSample]], train: TextTrainConfig, copies: int
     ) -> None:
         """``documents`` of each micro-batch; ``copies`` of one are computed at a time, as pipelines need."""
         self.model, self.documents, self.train, self.copies = model, documents, train, copies
@@ -184,7 +183,7 @@ class Checks:
             return found
         if mesh.layout.cp > 1 or mesh.layout.pp > 1:
             return None
-        with self._as(Way("eager", RowLayout("documents", same_length=True))), model.whole_logits():
+        with self._as(Way("eager", RowLayout("documents", same_length=True))), model.whole_output():
             return self.measure()
 
     def problem(self, way: Way, expected: Measured | None) -> str | None:
@@ -226,8 +225,8 @@ class Checks:
         model, mesh = self.model, self.model.mesh
         count = self.batches[0].num_tokens * self.copies * mesh.data_size
 
-        def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> Tensor:
-            return -scores.log_probs(row["labels"]).sum() / count
+        def loss_of(output: Any, row: Tensors, _batch: TextBatch) -> Tensor:
+            return -model.numbers_of(output, row).sum() / count
 
         try:
             loss = sum(model.forward_backward([self.batches[0]] * self.copies, loss_of))
@@ -240,7 +239,7 @@ class Checks:
         return mesh.sum(loss, over="loss"), grad_norm
 
     def _log_probs(self, batch: TextBatch) -> Tensor:
-        found = self.model.token_log_probs([batch] * self.copies)[0]
+        found = self.model.token_numbers([batch] * self.copies)[0]
         return found[batch.tensors["labels"].to(found.device) != IGNORED].cpu()
 
     def _difference(self, found: Measured, expected: Measured | None) -> str | None:
@@ -253,8 +252,8 @@ class Checks:
         if far <= allowed:
             return None
         return (
-            f"documents together give other log-probabilities than transformers gives for each alone (one differs by "
-            f"{far:.2g}; rounding explains {allowed:.1g})"
+            f"documents together give other {self.model.says[1]} than transformers gives for each alone (one differs "
+            f"by {far:.2g}; rounding explains {allowed:.1g})"
         )
 
     def _change(self, found: Measured, _expected: Measured | None) -> str | None:
@@ -301,8 +300,8 @@ class Checks:
         # rows of one shape are rounded alike, unless other documents change how many tokens an expert gets
         if not far <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
             return (
-                f"a token notices what comes after it, or what stands beside its document (a log-probability moves by "
-                f"{far:.2g}): this is no causal model of separate documents"
+                f"a token notices what comes after it, or what stands beside its document ({self.model.says[0]} "
+                f"moves by {far:.2g}): this is no causal model of separate documents"
             )
         return None
 
@@ -334,7 +333,7 @@ def _line_of(error: Exception) -> str:
     return line if isinstance(error, ConfigError) else f"{type(error).__name__}: {line}"
 
 
-def _other(tokens: np.ndarray, start: int, model: LanguageModel) -> Tensor:
+def _other(tokens: np.ndarray, start: int, model: PackedModel) -> Tensor:
     """A document whose tokens from ``start`` on are others."""
     size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
     found = torch.from_numpy(tokens.astype(np.int64))
@@ -342,18 +341,16 @@ def _other(tokens: np.ndarray, start: int, model: LanguageModel) -> Tensor:
     return found
 
 
-def one_by_one(model: LanguageModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:
+def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:
     """What transformers' own module makes of one document after the other, with simple attention of short ones."""
     plain = model.plain_with(weights).to(model.mesh.device)
     if can_set_attention(plain):
         set_attention(plain, "eager")
 
-    def log_probs_of(tokens: Tensor, more: int = 0) -> Tensor:
-        """Of each token but the first, with ``more`` tokens after the last."""
+    def numbers_of(tokens: Tensor, more: int = 0) -> Tensor:
+        """Of each token but the last, with ``more`` tokens after that."""
         forget_lengths(plain)
-        with model.autocast():
-            logits = plain(input_ids=torch.cat([tokens, tokens[:more]])[None], use_cache=False).logits[0]
-        return logits[: len(tokens) - 1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        return model.numbers_alone(plain, torch.cat([tokens, tokens[:more]]))[: len(tokens) - 1]
 
     short, *long = [
         [torch.from_numpy(document.documents[0].input_ids.astype(np.int64)).to(model.mesh.device) for document in part]
@@ -362,22 +359,22 @@ def one_by_one(model: LanguageModel, weights: dict[str, Tensor], documents: list
     plain.train()
     loss, num_labels = 0.0, sum(len(tokens) - 1 for tokens in short)
     for tokens in short:
-        part = -log_probs_of(tokens).sum() / num_labels
+        part = -numbers_of(tokens).sum() / num_labels
         part.backward()
         loss += float(part.detach())
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
     grad_norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
     with torch.no_grad():
         plain.eval()
-        alone = [log_probs_of(tokens) for tokens in short]
-        noise = (torch.cat(alone) - torch.cat([log_probs_of(tokens, more=1) for tokens in short])).abs().max()
+        alone = [numbers_of(tokens) for tokens in short]
+        noise = (torch.cat(alone) - torch.cat([numbers_of(tokens, more=1) for tokens in short])).abs().max()
         with suppress(ConfigError, ValueError, ImportError):  # the score matrices of long ones are large
             set_attention(plain, "sdpa")
-        alone += [log_probs_of(tokens) for part in long for tokens in part]
+        alone += [numbers_of(tokens) for part in long for tokens in part]
     return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
 
 
-def _ways(model: LanguageModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
+def _ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
     """Ways that the configuration allows, the cheapest first; or every way that there is.
 
     Raises:
@@ -407,7 +404,7 @@ def _ways(model: LanguageModel, config: LanguageModelConfig, max_seq_len: int, e
     return found
 
 
-def _obstacle(model: LanguageModel) -> str | None:
+def _obstacle(model: PackedModel) -> str | None:
     """What to set so that documents can have rows of their own; None where they can."""
     if model.mesh.layout.pp > 1:
         return "train.pipeline_parallel_size to 1"

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language_load import build_byte_tokenizer, build_language_model
 from sfumato.parallel.layout import Layout
@@ -22,9 +19,9 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
 from sfumato.rollout.text import answer_greedily
 from tests.tiny import tiny_language_description
+from tests.token_batches import LENGTHS, batch, samples
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 
 
 def describe(tmp_path, kind="qwen3", **changes):
@@ -39,21 +36,6 @@ def build(model, **train):
     built = build_language_model(LanguageModelConfig(**model), config)
     built.parallelize(Mesh(Layout(), torch.device("cpu")), config)
     return built
-
-
-def samples(learned=0.6):
-    found = []
-    for index, length in enumerate(LENGTHS):
-        generator = np.random.default_rng(index)
-        ids = generator.integers(3, 259, length).astype(np.int32)
-        mask = generator.random(length) < learned
-        mask[0], mask[-1] = False, True
-        found.append(TextSample((Document(ids, mask),)))
-    return found
-
-
-def batch(chosen, packed=True):
-    return make_batch(chosen, list(range(len(chosen))), [0] * len(chosen), packed, 0, 2)
 
 
 def sum_of_losses(scores, row, _):

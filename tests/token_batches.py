@@ -1,0 +1,29 @@
+"""Batches of documents of random tokens, for tests of language models and of models with a scalar head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.text import Document, TextSample
+
+LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
+
+
+def samples(learned: float = 0.6) -> list[TextSample]:
+    """A document of each length, of whose tokens about that fraction is in the loss mask."""
+    found = []
+    for index, length in enumerate(LENGTHS):
+        generator = np.random.default_rng(index)
+        ids = generator.integers(3, 259, length).astype(np.int32)
+        mask = generator.random(length) < learned
+        mask[0], mask[-1] = False, True
+        found.append(TextSample((Document(ids, mask),)))
+    return found
+
+
+def batch(chosen: Sequence[TextSample], packed: bool = True) -> TextBatch:
+    """A micro-batch of them."""
+    return make_batch(chosen, list(range(len(chosen))), [0] * len(chosen), packed, 0, 2)
