@@ -14,8 +14,8 @@ from sfumato.config.sections import EpochTrainConfig
 class SyntheticTextConfig(Section):
     """Problems with one correct answer, made in code: nothing is downloaded."""
 
-    problem: Literal["reverse", "sort", "add"] = "reverse"
-    """reverse and sort the letters of a word, or add two numbers."""
+    problem: Literal["reverse", "sort", "add", "multiply"] = "reverse"
+    """reverse and sort the letters of a word, or add or multiply two numbers."""
     min_length: int = Field(2, ge=1)
     """Fewest letters of a word, or digits of a number."""
     max_length: int = Field(6, ge=1, le=32)

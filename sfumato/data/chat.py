@@ -81,6 +81,32 @@ class ChatTemplate:
             encoded.append((yield from self._mask(text, spans, tokens, where)))
         return encoded
 
+    def render(
+        self,
+        messages: list[Message],
+        where: str,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = True,
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation as it is rendered for inference.
+
+        Args:
+            messages: with ``role`` and ``content``.
+            where: file and row, for messages.
+            tools: JSON schemas, for templates that show them to the model.
+            prompt: whether the beginning of an answer follows.
+            options: variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            DataError: when the template refuses a message or leaves it out; names ``where`` and the message.
+        """
+        chat = _Chat(self, messages, tools, where, options)
+        text = chat.render(len(messages), prompt)
+        chat.check_shown(text, {})
+        return text
+
     def end_of_turn(self, text: str, span: Span) -> Span:
         """The span up to the special token that ends the turn, without the white space that the template adds."""
         start, end = span
@@ -128,9 +154,15 @@ class _Chat:
     """One conversation, and the texts in which its answers are trained on."""
 
     def __init__(
-        self, owner: ChatTemplate, messages: list[Message], tools: list[dict[str, Any]] | None, where: str
+        self,
+        owner: ChatTemplate,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        where: str,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.owner, self.messages, self.tools, self.where = owner, messages, tools, where
+        self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
     def marked_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
@@ -157,15 +189,15 @@ class _Chat:
                     f"blocks for {len(answers)} assistant messages"
                 )
             blocks = [block for index, block in zip(answers, blocks, strict=True) if index in trained]
-        self._check_shown(text, {})
+        self.check_shown(text, {})
         return [(text, blocks)]
 
     def prefixed_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
         """The whole text with the spans of the answers, or one text for each answer."""
-        whole = self._render(len(self.messages))
-        prompts = {index: self._render(index, prompt=True) for index in trained}
+        whole = self.render(len(self.messages))
+        prompts = {index: self.render(index, prompt=True) for index in trained}
         last = len(self.messages) - 1
-        texts = {index: whole if index == last else self._render(index + 1) for index in trained}
+        texts = {index: whole if index == last else self.render(index + 1) for index in trained}
         for index in trained:
             if not texts[index].startswith(prompts[index]):
                 raise self._error(
@@ -177,12 +209,12 @@ class _Chat:
         spans = {
             index: self.owner.end_of_turn(texts[index], (len(prompts[index]), len(texts[index]))) for index in trained
         }
-        self._check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
+        self.check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
         if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
             return [(whole, list(spans.values()))]
         return [(texts[index], [spans[index]]) for index in trained]
 
-    def _render(self, count: int, prompt: bool = False) -> str:
+    def render(self, count: int, prompt: bool = False) -> str:
         """The text of the first messages; ``prompt`` adds the beginning of an answer."""
         if count == 0:
             raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
@@ -196,6 +228,7 @@ class _Chat:
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self.options,
             )
 
     def _attempt(self, render: Callable[[], Result], count: int | None = None) -> Result:
@@ -216,7 +249,7 @@ class _Chat:
                 fine = 0
             raise self._error(fine, f"the chat template refuses it: {error}") from error
 
-    def _check_shown(self, text: str, answers: dict[int, str]) -> None:
+    def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):

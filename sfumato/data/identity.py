@@ -14,6 +14,7 @@ from sfumato.data.prompts import Prompt
 from sfumato.data.rows import FileRows, JoinedRows
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform, source_of
+from sfumato.data.text_prompts import TextPrompt
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
@@ -38,6 +39,16 @@ def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prom
     """The identity of a task of RL; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
     return identify(config, content, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
+
+
+def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
+    """The identity of a task of RL of language models; see ``identify``. Prompts count with their tokens."""
+
+    def content(some: list[TextPrompt]) -> str:
+        return _digest([[prompt.token_ids, prompt.metadata] for prompt in some])
+
+    names = {"data.train_path": content(prompts), "data.eval_path": content(eval_prompts)}
+    return identify(config, names, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
 
 
 def content_of_sources(sources: Sources | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,19 @@ from sfumato.errors import DataError
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_DRAWS = 100_000
 
-QUESTIONS = {"reverse": "Reverse the letters of {}.", "sort": "Sort the letters of {}.", "add": "Add {} and {}."}
-STATEMENTS = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}
+QUESTIONS = {
+    "reverse": "Reverse the letters of {}.",
+    "sort": "Sort the letters of {}.",
+    "add": "Add {} and {}.",
+    "multiply": "Multiply {} by {}.",
+}
+STATEMENTS = {
+    "reverse": "{} reversed is {}.",
+    "sort": "{} sorted is {}.",
+    "add": "{} plus {} is {}.",
+    "multiply": "{} times {} is {}.",
+}
+ARITHMETIC = ("add", "multiply")
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,9 @@ class Problem:
     @property
     def answer(self) -> str:
         """The correct answer."""
-        if self.kind == "add":
-            return str(sum(map(int, self.operands)))
+        if self.kind in ARITHMETIC:
+            numbers = map(int, self.operands)
+            return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
 
@@ -49,7 +62,7 @@ class Problem:
 
         Problems that answer each other, as those of abc and cba or of 1 + 2 and 2 + 1, have the same.
         """
-        twins = {"reverse": [self.operands[0], self.answer], "sort": self.operands, "add": self.operands}[self.kind]
+        twins = [self.operands[0], self.answer] if self.kind == "reverse" else self.operands
         digest = hashlib.blake2b("/".join([self.kind, *sorted(twins)]).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
 
@@ -108,7 +121,7 @@ class SyntheticRows:
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
-    if problem.kind == "add":
+    if problem.kind in ARITHMETIC:
         place = _integer(generator, len(correct))
         no_leading_zero = place == 0 and len(correct) > 1
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
@@ -124,8 +137,8 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
 
 
 def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Problem:
-    if config.problem == "add":
-        return Problem("add", (_draw_number(generator, config), _draw_number(generator, config)))
+    if config.problem in ARITHMETIC:
+        return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
     letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
     return Problem(config.problem, ("".join(letters),))
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sfumato.config.own_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Failure, Reward, Sample
-from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error, import_function
+from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
 
 CALL_OVERHEAD_S = 1.0
 """What a call of many coroutines may take besides them, before its process is taken to hang."""

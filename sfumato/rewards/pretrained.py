@@ -7,10 +7,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from sfumato.config.own_functions import import_function
 from sfumato.config.paths import FilePath
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.calls import import_function
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 

@@ -9,13 +9,14 @@ from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic_text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
 
-KINDS = ["reverse", "sort", "add"]
+KINDS = ["reverse", "sort", "add", "multiply"]
+NUMBERS = ("add", "multiply")
 
 
 def is_correct(prompt, answer):
     """Whether an answer, apart from white space around it, is the correct one of a prompt of these problems."""
     for kind, question in QUESTIONS.items():
-        operand = "([0-9]+)" if kind == "add" else "([a-z]+)"
+        operand = "([0-9]+)" if kind in NUMBERS else "([a-z]+)"
         if match := re.fullmatch(re.escape(question).replace(r"\{\}", operand), prompt):
             return answer.strip() == Problem(kind, match.groups()).answer
     raise AssertionError(f"not a synthetic problem: {prompt!r}")
@@ -28,6 +29,8 @@ def rows_of(kind="reverse", unseen=False, seed=0, **config):
 def solved(kind, operands):
     if kind == "add":
         return str(int(operands[0]) + int(operands[1]))
+    if kind == "multiply":
+        return str(int(operands[0]) * int(operands[1]))
     return "".join(reversed(operands[0])) if kind == "reverse" else "".join(sorted(operands[0]))
 
 
@@ -35,7 +38,7 @@ def shown(row):
     """Every problem that stands anywhere in a row, as sets of operands."""
     text = " ".join([row["text"], row["prompt"], *(message["content"] for message in row["messages"])])
     words = re.findall(r"letters of (\w+)|(\w+) reversed|(\w+) sorted", text)
-    sums = re.findall(r"Add (\d+) and (\d+)|(\d+) plus (\d+)", text)
+    sums = re.findall(r"Add (\d+) and (\d+)|(\d+) plus (\d+)|Multiply (\d+) by (\d+)|(\d+) times (\d+)", text)
     return {tuple(sorted(filter(None, each))) for each in words + sums}
 
 
@@ -46,20 +49,25 @@ def test_every_column_of_a_row(kind, held_out):
     assert len(rows) == (100 if held_out else 2000)
     for index in range(60):
         row = rows[index]
-        operands = re.findall(r"\d+" if kind == "add" else r"\w+(?=\.)", row["prompt"])
+        operands = re.findall(r"\d+" if kind in NUMBERS else r"\w+(?=\.)", row["prompt"])
         answer = solved(kind, operands)
         assert row["answer"] == row["chosen"] == answer
         assert row["messages"] == [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": answer},
         ]
-        said = {"reverse": "{} reversed is {}.", "sort": "{} sorted is {}.", "add": "{} plus {} is {}."}[kind]
+        said = {
+            "reverse": "{} reversed is {}.",
+            "sort": "{} sorted is {}.",
+            "add": "{} plus {} is {}.",
+            "multiply": "{} times {} is {}.",
+        }[kind]
         assert row["text"] == said.format(*operands, answer)
         assert all(2 <= len(each) <= 5 for each in operands)
         assert is_correct(row["prompt"], answer) and is_correct(row["prompt"], f" {answer}\n")
         assert row["rejected"] != answer and not is_correct(row["prompt"], row["rejected"])
         assert len(row["rejected"]) == len(answer) and row["rejected"].isalnum()
-        assert kind != "add" or str(int(row["rejected"])) == row["rejected"]
+        assert kind not in NUMBERS or str(int(row["rejected"])) == row["rejected"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +100,7 @@ def test_a_row_is_a_function_of_seed_and_index():
     assert rows.describe(2) == "synthetic reverse row 3"
     assert rows_of(unseen=True).describe(2) == "synthetic held-out reverse row 3"
     prints = {rows_of(kind, held, seed).fingerprint() for kind in KINDS for held in (False, True) for seed in (0, 1)}
-    assert len(prints) == 12 and rows.fingerprint() == again.fingerprint()
+    assert len(prints) == 4 * len(KINDS) and rows.fingerprint() == again.fingerprint()
     with pytest.raises(IndexError):
         rows[len(rows)]
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from sfumato.config.own_functions import import_function
 from sfumato.errors import ConfigError
-from sfumato.rewards.scoring.calls import describe_error, import_function
+from sfumato.rewards.scoring.calls import describe_error
 
 LEAST_STD = 1e-6
 """Smallest standard deviation that is divided by; values that are all equal become 0."""

@@ -1,0 +1,54 @@
+"""Functions of one's own, named by import path in a configuration."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sfumato.errors import ConfigError
+
+_lock = threading.RLock()
+
+
+@functools.cache
+def import_function(path: str) -> Callable[..., Any]:
+    """The function, or class, at ``my_package.my_module:my_function`` or ``folder/file.py:my_function``.
+
+    Raises:
+        ConfigError: there is none; the message names the path.
+    """
+    where, colon, name = path.rpartition(":")
+    if not (colon and where and name):
+        raise ConfigError(f"{path!r} is no function: write my_module:my_function or folder/file.py:my_function")
+    try:
+        with _lock:
+            module = _load_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
+        function = getattr(module, name)
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error
+    except Exception as error:  # whatever a module of one's own raises when it is imported
+        raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")
+    return function
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = str(path.resolve())
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

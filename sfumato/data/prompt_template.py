@@ -1,0 +1,109 @@
+"""How a conversation becomes the tokens that a language model goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
+from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast
+from sfumato.data.tokenise import Encoder, stay_in_one_thread
+from sfumato.errors import ConfigError, DataError
+
+Tools = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Renders prompts with the chat template of a tokenizer, or leaves them as they are."""
+
+    tokenizer: Any
+    """A fast transformers tokenizer."""
+    chat: ChatTemplate | None = None
+    """None leaves prompts as they are."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    system_prompt: str | None = None
+    """First message of conversations that do not begin with one of role system."""
+
+    def messages_of(self, content: str | list[Message], where: str) -> list[Message] | None:
+        """The conversation that a prompt begins, checked; None where the prompt is a text and remains one.
+
+        Raises DataError that names ``where`` and the message.
+        """
+        if self.chat is None:
+            if isinstance(content, str):
+                return None
+            raise DataError(
+                f"{where}: the prompt is a list of messages, which data.chat_template none cannot render: give a chat "
+                "template"
+            )
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        check_prompt(messages, where)
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def render(self, messages: list[Message], where: str, tools: Tools | None = None, prompt: bool = True) -> str:
+        """The text of a conversation, with the beginning of an answer; raises as ``ChatTemplate.render``."""
+        assert self.chat is not None, "there is no chat template"
+        return self.chat.render(messages, where, tools, prompt=prompt, options=self.options)
+
+    def encode(self, texts: Sequence[str], is_beginning: bool = True) -> list[list[int]]:
+        """The tokens of texts that were rendered, or that are to remain as they are.
+
+        Args:
+            texts: special tokens in them become what they stand for.
+            is_beginning: nothing stands before; then a plain prompt gets the token that begins a text, where the
+                tokenizer puts one there by itself. Chat templates write it themselves.
+        """
+        found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(list(texts))]
+        begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
+        return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of drawn tokens, without special tokens such as the one that ends a turn."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
+        """The tokens of a single prompt. Raises DataError as ``messages_of`` and ``render``."""
+        messages = self.messages_of(content, where)
+        text = content if messages is None else self.render(messages, where, tools)
+        return self.encode([str(text)])[0]
+
+
+def build_prompt_template(config: TextPromptDataConfig, tokenizer: Any) -> PromptTemplate:
+    """The template of a configuration. Raises ConfigError when it does not fit the tokenizer."""
+    stay_in_one_thread()
+    if config.chat_template == PLAIN:
+        check_fast(tokenizer)
+        return PromptTemplate(tokenizer)
+    if config.chat_template is None and not tokenizer.chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template: set data.chat_template to chatml or to a Jinja file, or to none, "
+            "which leaves prompts as they are"
+        )
+    chat = build_chat_template(config.chat_template, tokenizer)
+    return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt)
+
+
+def begins_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its beginning-of-sequence token in front of a text by itself."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+
+
+def check_prompt(messages: list[Message], where: str) -> None:
+    """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends."""
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        place = f"{where}: message {index + 1}"
+        if role not in ROLES:
+            raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
+        calls = role == "assistant" and message.get("tool_calls")
+        if not (isinstance(content, str) and content.strip()) and not (calls and content in (None, "")):
+            raise DataError(f"{place} ({role}): content must be a non-empty text, not {content!r}")
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        last = repr(messages[-1]["role"]) if messages else "nothing"
+        raise DataError(f"{where}: a prompt must end with a message of role user or tool, not with {last}")

@@ -1,0 +1,153 @@
+"""The formats of prompts for language models; a format's fields are its parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.rows import RowTable, open_rows, text_field
+from sfumato.data.text import Messages, find_key, read_messages, read_tools, without_none
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """What a row says."""
+
+    content: str | Messages
+    """The prompt: a text, or messages."""
+    metadata: dict[str, Any]
+    """What rewards need to know. The correct answer, where there is one, is ``answer``, whatever the format."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of tools, which the chat template shows."""
+
+
+@dataclass(frozen=True)
+class PromptFormat(ABC):
+    """What the rows of ``data`` hold: base of every format. A subclass states ``type: ClassVar[str]``.
+
+    One from elsewhere is named by import path, ``data_type: my_module:MyFormat``.
+    """
+
+    type: ClassVar[str]
+    makes_rows: ClassVar[bool] = False
+    """Whether rows are made in code, so that there is no data.train_path."""
+    text_column: ClassVar[str] = "prompt"
+    """Column that the lines of a .txt file are."""
+
+    def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
+        """The rows of a split.
+
+        Args:
+            config: the data section.
+            split: "train" or "eval".
+            seed: of rows that are made in code.
+
+        Raises:
+            DataError: when a file is missing or broken.
+        """
+        del seed
+        option = f"{split}_path"
+        return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}")
+
+    @abstractmethod
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        """The prompt of a row. Raises DataError that names ``where``, which is file and row."""
+
+
+def other_columns(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The columns of a row that have a value, without those that were read."""
+    return {key: value for key, value in row.items() if key not in names and value is not None}
+
+
+def text_or_messages(value: Any, where: str, column: str) -> str | Messages:
+    """A prompt: a text that is not empty, or a list of messages. Raises DataError that names the row."""
+    if isinstance(value, str):
+        return text_field({column: value}, column, where)
+    return read_messages(value, where)
+
+
+@dataclass(frozen=True)
+class Prompts(PromptFormat):
+    """A column of texts or of messages; all other columns are metadata."""
+
+    type: ClassVar[str] = "prompts"
+
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+
+    def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
+        del seed
+        option = f"{split}_path"
+        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}")
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, [self.prompt_key], where)
+        content = text_or_messages(row[key], where, key)
+        return PromptRow(content, other_columns(row, key, "tools"), read_tools(row, where))
+
+
+@dataclass(frozen=True)
+class QuestionAnswer(PromptFormat):
+    """Questions with answers that end in the solution, as in GSM8K: ``... #### 1,234``."""
+
+    type: ClassVar[str] = "gsm8k"
+    text_column: ClassVar[str] = "question"
+
+    marker: str = "####"
+    """The correct answer is what stands after the last of it in column answer, without the commas within numbers; empty
+    takes the whole column."""
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        solution = text_field(row, "answer", where)
+        if self.marker and self.marker not in solution:
+            raise DataError(
+                f"{where}: column 'answer' holds no {self.marker!r}, after which the answer stands: mend the row, or "
+                "set data.data_type.marker, which is empty where the whole column is the answer"
+            )
+        answer = solution.rpartition(self.marker)[2].strip() if self.marker else solution.strip()
+        if not answer:
+            raise DataError(f"{where}: nothing stands after {self.marker!r} in column 'answer'")
+        bare = answer.replace(",", "")
+        answer = bare if bare.lstrip("-$").replace(".", "", 1).isdigit() else answer
+        metadata = other_columns(row, "question") | {"answer": answer, "solution": solution}
+        return PromptRow(text_field(row, "question", where), metadata)
+
+
+@dataclass(frozen=True)
+class Verl(PromptFormat):
+    """verl's parquet files, which DAPO's are too: messages in ``prompt``, the answer in
+    ``reward_model.ground_truth``, beside ``data_source``, ``ability`` and ``extra_info``."""
+
+    type: ClassVar[str] = "verl"
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, ["prompt"], where)
+        reward_model = row.get("reward_model")
+        if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+            raise DataError(f"{where}: column 'reward_model' must hold ground_truth, not {reward_model!r}")
+        others = without_none(other_columns(row, key, "tools"))
+        metadata = others | {"answer": reward_model["ground_truth"]}
+        return PromptRow(text_or_messages(row[key], where, key), metadata, read_tools(row, where))
+
+
+@dataclass(frozen=True)
+class ShareGPT(PromptFormat):
+    """Conversations in ``conversations`` or ``messages``; the assistant's last message is the answer, what stands
+    before it the prompt."""
+
+    type: ClassVar[str] = "sharegpt"
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, ["conversations", "messages"], where)
+        messages, metadata = read_messages(row[key], where), other_columns(row, key, "tools", "system")
+        if messages[-1].get("role") == "assistant":
+            *messages, answer = messages
+            metadata["answer"] = answer.get("content")
+        if not messages:
+            raise DataError(f"{where}: the conversation is an answer without a prompt")
+        if row.get("system"):
+            messages = [{"role": "system", "content": text_field(row, "system", where)}, *messages]
+        return PromptRow(messages, metadata, read_tools(row, where))

@@ -1,0 +1,36 @@
+"""One completion of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sfumato.data.prompt_template import PromptTemplate
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTurn(RolloutKind):
+    """One completion of the prompt, up to a stop token or the limit."""
+
+    type: ClassVar[str] = "single_turn"
+
+    async def draw(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        sequence = SequenceInMaking(prompt.token_ids)
+        room = limits.room(len(sequence), len(sequence))
+        drawn = await sequence.draw(engine, keys.request_seed(), room, sampling) if room else []
+        text = template.decode(drawn)
+        messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
+        is_truncated = not room or sequence.finish_reason == "length"
+        return DrawnText([sequence.finished()], text, messages, is_truncated)
