@@ -7,7 +7,7 @@ worse ones below, whatever the rewards: some objectives need that, others cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -98,7 +98,7 @@ class GroupAdvantage(RewardSumAdvantage):
             std = {"group": group.std(correction=self.ddof), "global": overall}.get(self.std)
             return (group - group.mean()) / (1.0 if std is None else std + self.eps)
 
-        return within_groups(rewards, group_ids, standardised, self.clip)
+        return _of_groups(rewards, group_ids, _within_groups(rewards, group_ids, standardised), self.clip)
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,22 @@ class LeaveOneOut(RewardSumAdvantage):
 
     clip: float | None = 5.0
     """Advantages are clamped to [-clip, clip]; null clamps none."""
+    std: Literal["global", "none"] = "none"
+    """Divide by the standard deviation of all advantages of the step, or by none."""
+    ddof: Literal[0, 1] = 0
+    """Divisor N - ddof of that variance: 1 in TRL."""
+    eps: float = 1e-4
+    """Added to the standard deviation."""
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        return within_groups(
-            rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)), self.clip
+        """As ``RewardSumAdvantage.of_sums``."""
+        values = _within_groups(
+            rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1))
         )
+        scored = values[torch.isfinite(rewards)]
+        if self.std == "global" and len(scored) > self.ddof:
+            values = values / (scored.std(correction=self.ddof) + self.eps)
+        return _of_groups(rewards, group_ids, values, self.clip)
 
 
 @dataclass(frozen=True)
@@ -240,16 +251,18 @@ class RawReward(RewardSumAdvantage):
         return _advantages(rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _flat(rewards, group_ids))
 
 
-def within_groups(
-    rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor], clip: float | None
-) -> Advantages:
-    """Applies ``of_group`` to the scored rewards of every group that has spread; a sample alone in its group has 0."""
-    failed, no_spread = ~torch.isfinite(rewards), _flat(rewards, group_ids)
+def _within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
+    """``of_group`` of the scored rewards of every group that has spread; 0 elsewhere, as for a sample that is alone."""
     values = torch.zeros_like(rewards)
-    for members in groups_of(group_ids, failed | no_spread):
+    for members in groups_of(group_ids, ~torch.isfinite(rewards) | _flat(rewards, group_ids)):
         values[members] = of_group(rewards[members])
+    return values
+
+
+def _of_groups(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
+    """Advantages that compare the samples of a group."""
     values = values if clip is None else values.clamp(-clip, clip)
-    return _advantages(rewards, group_ids, values, failed, no_spread)
+    return _advantages(rewards, group_ids, values, ~torch.isfinite(rewards), _flat(rewards, group_ids))
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -14,21 +14,22 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
 from sfumato.algorithms.sequences import Sequences
+from sfumato.algorithms.token_kl import estimate
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Float64, Int64
     from torch import Tensor
 
 Level = Literal["step", "trajectory", "trajectory_mean", "token", "sequence", "sequence_mean"]
-"""Of a row by itself; of all rows of its trajectory, their product; or their geometric mean. A row is a denoising step or
-a token: ``token``, ``sequence`` and ``sequence_mean`` are other words for ``step``, ``trajectory``,
+"""Of a row by itself; of all rows of its trajectory, their product; or their geometric mean. A row is a denoising step
+or a token: ``token``, ``sequence`` and ``sequence_mean`` are other words for ``step``, ``trajectory`` and
 ``trajectory_mean``."""
 
 
@@ -50,6 +51,14 @@ class Correction:
     def rows(self, mask: Bool[Tensor, "rows"]) -> Correction:
         """Those where ``mask``, bool ``[R]``, is true."""
         return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
+
+
+class AtLevel(Protocol):
+    """Log-ratios of the rows that are corrected."""
+
+    def __call__(self, level: Level, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """float64 ``[R]`` at a level; with ``of`` the sum or mean of that function of each row's."""
+        ...
 
 
 class OffPolicy:
@@ -76,10 +85,12 @@ class OffPolicy:
             mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
                 trajectory. None is all.
         """
-        return self._correct(lambda level: log_ratio_of(log_ratio, sample_of_row, level, mask))
+        return self._correct(
+            lambda level, of=None: log_ratio_of(log_ratio if of is None else of(log_ratio), sample_of_row, level, mask)
+        )
 
-    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
-        """From log-ratios ``[R]`` at any level, as ``log_ratio_of`` gives them."""
+    def _correct(self, at: AtLevel) -> Correction:
+        """From log-ratios ``[R]`` at any level, as ``log_ratio_of`` gives them, or a function of each row's."""
         raise NotImplementedError
 
 
@@ -90,7 +101,7 @@ class NoCorrection(OffPolicy):
     type: ClassVar[str] = "none"
     uses_proximal: ClassVar[bool] = False
 
-    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+    def _correct(self, at: AtLevel) -> Correction:
         log_weights = at("step")
         nobody = torch.zeros_like(log_weights, dtype=torch.bool)
         return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, nobody, nobody)
@@ -122,7 +133,7 @@ class Decoupled(OffPolicy):
                 f"floor {self.floor} must lie between 0 and 1, the weight of a sample that the policy itself has made"
             )
 
-    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+    def _correct(self, at: AtLevel) -> Correction:
         log_weights = at(self.level)
         weights, truncated = _truncated(log_weights, self.cap, self.floor)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
@@ -155,16 +166,43 @@ class Rejection(OffPolicy):
                 "a sample that the policy itself has made"
             )
 
-    def _correct(self, at: Callable[[Level], Tensor]) -> Correction:
+    def _correct(self, at: AtLevel) -> Correction:
         bounded = at(self.level)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
-        if self.weight_level is None:
-            log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
-        else:
-            log_weights = at(self.weight_level)
-        weights, truncated = _truncated(log_weights, self.cap)
-        return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
+        return _without(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
+
+
+@dataclass(frozen=True)
+class KLRejection(OffPolicy):
+    """As ``rejection``, but by an estimate of KL(behaviour, proximal), which no differences of sign can cancel in.
+
+    From log-ratios l of rows: k2 is l^2 / 2, k3 is exp(l) - 1 - l.
+    """
+
+    type: ClassVar[str] = "kl_rejection"
+    uses_proximal: ClassVar[bool] = True
+
+    level: Level = "sequence_mean"
+    """The estimate that is bounded: of each row, or the sum or the mean over its sequence."""
+    estimator: Literal["k2", "k3"] = "k3"
+    """How it is estimated."""
+    max_kl: float = 0.05
+    """Rows above are left out."""
+    weight_level: Level | None = "step"
+    """Level of the weights of what is kept; null weights it by 1."""
+    cap: float | None = 2.0
+    """Largest weight; null truncates none."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+        if not self.max_kl > 0:
+            raise ValueError(f"max_kl {self.max_kl} must be above 0")
+
+    def _correct(self, at: AtLevel) -> Correction:
+        # KL(behaviour, proximal) of rows that the behaviour policy drew
+        kl = at(self.level, lambda log_ratio: estimate(-log_ratio.double(), self.estimator))
+        return _without(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 def log_ratio_of(
@@ -199,6 +237,14 @@ def log_ratio_of(
     sequences = sample_of_row if isinstance(sample_of_row, Sequences) else Sequences.named(of_row)
     is_mean = level in ("trajectory_mean", "sequence_mean")
     return sequences.spread(sequences.means(values, mask) if is_mean else sequences.sums(values, mask))
+
+
+def _without(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
+    """What is left, at log-weights ``[R]`` or weighted by 1; what is not a number stays one."""
+    if log_weights is None:
+        log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
+    weights, truncated = _truncated(log_weights, cap)
+    return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
 def _truncated(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:

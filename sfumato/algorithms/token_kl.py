@@ -6,7 +6,7 @@ Shapes: R rows, each a token that the policy drew.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -22,6 +22,8 @@ below 0 (Schulman, "Approximating KL divergence", 2020)."""
 @dataclass(frozen=True)
 class TokenKL:
     """Penalty that keeps a policy near its reference, token by token."""
+
+    type: ClassVar[str] = "token"
 
     coef: float = 0.0
     """Factor of the penalty; 0 computes no reference."""

@@ -132,6 +132,40 @@ class GSPO(_Clipped):
 
 
 @dataclass(frozen=True)
+class GMPO(_Clipped):
+    """-A exp(mean of the tokens' clipped log-ratios): their geometric mean, clipped token by token (arXiv 2507.20673).
+
+    A token's log-ratio is bounded on the side that its advantage asks for; the sequence's advantage is the mean of its
+    tokens'. Its aggregation is seq-mean-token-mean.
+    """
+
+    type: ClassVar[str] = "gmpo"
+
+    clip_range: float = 0.4
+    """Log-ratios are held above -clip_range where the advantage is below 0."""
+    clip_range_high: float | None = None
+    """Log-ratios are held below it where the advantage is above 0; null: the same."""
+
+    def loss(
+        self,
+        log_ratio: Float[Tensor, "rows"],
+        advantages: Float[Tensor, "rows"],
+        mask: Bool[Tensor, "rows"],
+        sequences: Sequences,
+    ) -> RowLosses:
+        """As ``TokenObjective.loss``."""
+        log_ratio = _clamped(masked(log_ratio, mask), self.log_ratio_clamp)
+        bounded = log_ratio.clamp(-self.clip_range, self._high)
+        sign = torch.sign(masked(advantages, mask))
+        least = sign * torch.minimum(sign * log_ratio, sign * bounded)
+        ratio = torch.exp(sequence_log_ratio(least, mask, sequences, "sequence"))
+        mean_advantage = sequences.spread(sequences.means(advantages, mask))
+        stats = ratio_sums(log_ratio, torch.exp(log_ratio), mask)
+        stats["ratio/clipped"] = masked((least != log_ratio).float(), mask).sum().detach()
+        return masked(-mean_advantage * ratio, mask), stats
+
+
+@dataclass(frozen=True)
 class CISPO:
     """-sg(clip(r)) A log p: the bounded ratio is a weight, and no token loses its gradient (arXiv 2506.13585, eq. 4).
 

@@ -16,6 +16,7 @@ from sfumato.algorithms.dynamics import CPS, FlowSDE, GaussianStep
 from sfumato.algorithms.objectives import DPPO, ClippedRatio, Guard, SampledSteps
 from sfumato.algorithms.off_policy import (
     Decoupled,
+    KLRejection,
     Mismatch,
     NoCorrection,
     Rejection,
@@ -336,7 +337,7 @@ def test_guard_is_corrected_by_its_ratio_and_measured_by_probabilities():
 
 def test_variants_are_found_and_strict():
     known = find_variants("sfumato.algorithms.off_policy")
-    assert known == {"none": NoCorrection, "decoupled": Decoupled, "rejection": Rejection}
+    assert known == {"none": NoCorrection, "decoupled": Decoupled, "rejection": Rejection, "kl_rejection": KLRejection}
     variant = Variant("sfumato.algorithms.off_policy")
     for part in (*CORRECTIONS, Rejection(weight_level=None, cap=None)):
         assert variant.validate(json.loads(json.dumps(variant.dump(part)))) == part
