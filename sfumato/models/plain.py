@@ -44,6 +44,18 @@ def changing_positions(config: Any) -> int | None:
     return min(limits, default=None)
 
 
+def known_positions(config: Any) -> int | None:
+    """Positions that a model knows, those that the scaling of its rotary positions adds among them; None where it knows
+    no positions, or any number of them."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    for scaling in rope_settings(config):
+        own = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        positions = max(positions, round(own * float(scaling.get("factor") or 1)))
+    return positions
+
+
 def check_length(config: Any, max_seq_len: int) -> None:
     """Whether a model has as many positions as the longest sample.
 
@@ -54,13 +66,8 @@ def check_length(config: Any, max_seq_len: int) -> None:
     Raises:
         ConfigError: when it has fewer, those that the scaling of its rotary positions adds among them.
     """
-    positions = getattr(config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        return  # it knows no positions, or any number of them
-    for scaling in rope_settings(config):
-        own = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-        positions = max(positions, round(own * float(scaling.get("factor") or 1)))
-    if max_seq_len > positions:
+    positions = known_positions(config)
+    if positions is not None and max_seq_len > positions:
         raise ConfigError(
             f"data.max_seq_len {max_seq_len} is above the {positions} positions that the model knows "
             f"(max_position_embeddings, and the factor of its rope scaling): lower it, or extend the model"

@@ -1,0 +1,111 @@
+"""Drawing the next token from logits with noise that belongs to the request and the position.
+
+A token is the inverse of the cumulative distribution at one uniform number in [0, 1), in float64, over tokens in the
+order of their ids. n rows; V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.algorithms.noise import keyed_generator
+from sfumato.rollout.engines.base import GenerationRequest
+
+AT_A_TIME = 2**24
+"""Logits that are drawn from at a time, which bounds the memory of their float64 copies."""
+
+
+def request_noise(request: GenerationRequest) -> np.ndarray:
+    """The uniform numbers of a request's tokens: float64 ``[max_new_tokens]``, those of positions drawn before left
+    out."""
+    count = request.first_position + request.max_new_tokens
+    drawn = torch.rand(count, generator=keyed_generator(request.seed, "token"), dtype=torch.float64)
+    return drawn[request.first_position :].numpy()
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """How each row's token is drawn."""
+
+    temperature: Tensor
+    """float64 ``[n, 1]``; 0 takes the likeliest token."""
+    top_p: Tensor
+    """float64 ``[n, 1]``."""
+    top_k: Tensor
+    """int64 ``[n, 1]``; 0 leaves out none."""
+    is_plain: bool
+    """Whether nothing is left out in any row."""
+    is_warm: bool
+    """Whether no temperature is 0."""
+
+    @classmethod
+    def of(cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> DrawSettings:
+        """From one number for each row."""
+        tensors = (torch.from_numpy(values.copy())[:, None].to(device) for values in (temperature, top_p, top_k))
+        is_plain = bool((top_p >= 1).all() and (top_k == 0).all())
+        return cls(*tensors, is_plain, bool((temperature > 0).all()))
+
+    def part(self, rows: slice) -> DrawSettings:
+        """Those of some rows."""
+        return DrawSettings(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.is_plain, self.is_warm)
+
+
+def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
+    """Draws a token for each row.
+
+    Args:
+        logits: ``[n, V]`` of any floating dtype.
+        uniform: float64 ``[n]``, in [0, 1).
+        settings: temperature, top_p and top_k.
+
+    Returns:
+        The tokens, int64 ``[n]``, and the natural logarithms of their probabilities as they were drawn, float64
+        ``[n]``; NaN where the logits of a row have no distribution.
+    """
+    step = max(AT_A_TIME // logits.shape[1], 1)
+    if len(logits) <= step:
+        return _draw(logits, uniform, settings)
+    found = []
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        found.append(_draw(logits[rows], uniform[rows], settings.part(rows)))
+    tokens, log_probs = zip(*found, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
+    scores = logits.double()
+    if settings.is_warm:
+        scores = scores / settings.temperature
+    else:
+        scores = scores / settings.temperature.masked_fill(settings.temperature == 0, 1.0)
+    scores = scores - scores.amax(-1, keepdim=True)
+    if not settings.is_plain:
+        scores = _without_unlikely(scores, settings)
+    summed = scores.exp().cumsum(-1)
+    total = summed[:, -1:]
+    # a product that is rounded up to the total would be no token's
+    wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(summed, wanted, right=True).clamp_(max=logits.shape[1] - 1)
+    log_probs = scores.gather(1, tokens) - total.log()
+    if not settings.is_warm:
+        likeliest, greedy = scores.argmax(-1, keepdim=True), settings.temperature == 0
+        tokens = torch.where(greedy, likeliest, tokens)
+        log_probs = torch.where(greedy, log_probs - log_probs, log_probs)
+    return tokens[:, 0], log_probs[:, 0]
+
+
+def _without_unlikely(scores: Tensor, settings: DrawSettings) -> Tensor:
+    """Scores with -inf for what top_k, and then top_p, leaves out. Of tokens that are equally likely, those of smaller
+    ids are kept."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(scores.shape[1], device=scores.device)
+    ordered = ordered.masked_fill((places >= settings.top_k) & (settings.top_k > 0), -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    ordered = ordered.masked_fill((before >= settings.top_p) & (settings.top_p < 1) & (places > 0), -torch.inf)
+    return torch.empty_like(scores).scatter_(-1, order, ordered)

@@ -1,0 +1,326 @@
+"""The embedded engine: what is drawn belongs to request and position, and is what training says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from sfumato.errors import ConfigError
+from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.complete import complete
+from sfumato.rollout.engines.embedded import EmbeddedEngine
+from tests.tiny import tiny_language_description
+
+WARM = Sampling(temperature=0.7, stop_token_ids=(2, 7, 9))
+
+
+def make_module(kind: str = "qwen3", seed: int = 0) -> nn.Module:
+    described = tiny_language_description(kind)
+    del described["model_type"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**described))
+
+
+def make_requests(groups: int = 4, n: int = 4, max_new_tokens: int = 24) -> list[GenerationRequest]:
+    generator = np.random.default_rng(5)
+    prompts = [generator.integers(3, 259, size=generator.integers(1, 40)).tolist() for _ in range(groups)]
+    return [
+        GenerationRequest(prompt, 100 * number + member, max_new_tokens)
+        for number, prompt in enumerate(prompts)
+        for member in range(n)
+    ]
+
+
+def plain_log_probs(module: nn.Module, request: GenerationRequest, drawn: Sequence[int], temperature: float) -> Tensor:
+    """Of the drawn tokens, by one forward pass over the whole sequence."""
+    tokens = torch.tensor([[*request.prompt_ids, *drawn]])
+    was = module.training
+    with torch.no_grad():
+        logits = module.eval()(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
+    module.train(was)
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
+
+
+def farthest(
+    module: nn.Module, requests: Sequence[GenerationRequest], found: Sequence[Completion], temperature: float
+) -> float:
+    return max(
+        float((plain_log_probs(module, request, one.token_ids, temperature) - torch.tensor(one.log_probs)).abs().max())
+        for request, one in zip(requests, found, strict=True)
+    )
+
+
+def change(module: nn.Module, seed: int) -> None:
+    """Another module's weights, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe", "deepseek_v3"])
+def test_log_probs_are_those_of_one_forward_pass_before_and_after_updates(kind: str) -> None:
+    module, requests = make_module(kind).train(), make_requests()
+    engine = EmbeddedEngine(module)
+    for version in range(3):
+        engine.version = version
+        found = complete(engine, requests, WARM)
+        assert farthest(module, requests, found, 0.7) < 1e-5
+        assert {one for completion in found for one in completion.versions} == {version}
+        assert all(len(one.token_ids) == len(one.log_probs) == len(one.versions) for one in found)
+        assert module.training
+        change(module, version)
+        engine.flush()
+
+
+def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
+    requests = make_requests(max_new_tokens=40)
+    found = complete(EmbeddedEngine(make_module()), requests, WARM)
+    assert {one.finish_reason for one in found} == {"stop", "length"}
+    for one in found:
+        stops = [index for index, token in enumerate(one.token_ids) if token in WARM.stop_token_ids]
+        assert stops == ([len(one.token_ids) - 1] if one.finish_reason == "stop" else [])
+        assert one.finish_reason == "stop" or len(one.token_ids) == 40
+
+
+def test_completions_do_not_depend_on_the_batch() -> None:
+    module, requests = make_module(), make_requests(groups=9)
+    whole = complete(EmbeddedEngine(module), requests, WARM)
+    assert len({tuple(one.token_ids) for one in whole}) == len(whole)
+    for size in (1, 2, 7, 32):
+        other = complete(EmbeddedEngine(module, max_batch_size=size), requests[::-1], WARM)[::-1]
+        assert [one.token_ids for one in other] == [one.token_ids for one in whole]
+    assert complete(EmbeddedEngine(module), requests, WARM) == whole
+
+
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
+    module, requests = make_module(), make_requests()
+    engine = EmbeddedEngine(module)
+    for request, whole in zip(requests, complete(engine, requests, WARM), strict=True):
+        cut = len(whole.token_ids) // 2
+        begun = [*request.prompt_ids, *whole.token_ids[:cut]]
+        rest = replace(request, prompt_ids=begun, first_position=cut, max_new_tokens=24 - cut)
+        assert complete(engine, [rest], WARM)[0].token_ids == whole.token_ids[cut:]
+        if cut:
+            other = replace(rest, first_position=0)
+            assert complete(engine, [other], WARM)[0].token_ids != whole.token_ids[cut:] or len(whole.token_ids) < 6
+
+
+def test_an_update_in_the_middle_needs_a_flush() -> None:
+    request = GenerationRequest(list(range(10, 40)), 3, 30)
+    cold = Sampling(0.7)
+
+    async def interrupted(flush: bool) -> tuple[nn.Module, Completion]:
+        module = make_module()
+        engine = EmbeddedEngine(module)
+        waiting = asyncio.create_task(engine.generate(request, cold))
+        for _ in range(12):
+            await asyncio.sleep(0)
+        engine.pause("keep")
+        change(module, 1)
+        engine.version = 1
+        if flush:
+            engine.flush()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        engine.resume()
+        return module, await waiting
+
+    module, found = asyncio.run(interrupted(True))
+    new = found.versions.index(1)
+    assert 5 < new < 20 and found.versions == [0] * new + [1] * (30 - new)
+    expected = plain_log_probs(module, request, found.token_ids, 0.7)
+    assert (expected - torch.tensor(found.log_probs))[new:].abs().max() < 1e-5
+    assert (expected - torch.tensor(found.log_probs))[:new].abs().max() > 0.01
+    module, stale = asyncio.run(interrupted(False))
+    expected = plain_log_probs(module, request, stale.token_ids, 0.7)
+    assert (expected - torch.tensor(stale.log_probs))[new + 1 :].abs().max() > 1e-3
+
+
+def test_abort_hands_over_what_was_drawn() -> None:
+    async def aborted() -> list[Completion]:
+        engine = EmbeddedEngine(make_module(), max_batch_size=2)
+        tasks = [asyncio.create_task(engine.generate(one, Sampling())) for one in make_requests(n=1)]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        engine.pause("abort")
+        return [await task for task in tasks]
+
+    found = asyncio.run(aborted())
+    assert [one.finish_reason for one in found] == ["abort"] * 4
+    whole = complete(EmbeddedEngine(make_module()), make_requests(n=1), Sampling())
+    for one, other in zip(found, whole, strict=True):
+        assert one.token_ids == other.token_ids[: len(one.token_ids)]
+    assert [bool(one.token_ids) for one in found] == [True, True, False, False]
+
+
+def test_requests_join_and_others_run_in_between() -> None:
+    module = make_module()
+    first, late = make_requests(groups=2, n=1, max_new_tokens=20)
+
+    async def together() -> list[Completion]:
+        engine = EmbeddedEngine(module)
+        order = []
+
+        async def late_one() -> Completion:
+            for _ in range(8):
+                await asyncio.sleep(0)
+            order.append("asked")
+            return await engine.generate(replace(late, max_new_tokens=2), Sampling())
+
+        async def first_one() -> Completion:
+            found = await engine.generate(first, Sampling())
+            order.append("first ended")
+            return found
+
+        found = await asyncio.gather(first_one(), late_one())
+        assert order == ["asked", "first ended"]
+        return found
+
+    found = asyncio.run(together())
+    alone = [complete(EmbeddedEngine(module), [one], Sampling())[0] for one in (first, replace(late, max_new_tokens=2))]
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+
+
+def test_a_cancelled_request_leaves_the_others_alone() -> None:
+    module, requests = make_module(), make_requests(n=2)
+
+    async def cancelled() -> list[Completion]:
+        engine = EmbeddedEngine(module, max_batch_size=4)
+        tasks = [asyncio.create_task(engine.generate(one, Sampling())) for one in requests]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        tasks[6].cancel()
+        return [await task for index, task in enumerate(tasks) if index not in (1, 6)]
+
+    whole = complete(EmbeddedEngine(module), requests, Sampling())
+    kept = [one.token_ids for index, one in enumerate(whole) if index not in (1, 6)]
+    assert [one.token_ids for one in asyncio.run(cancelled())] == kept
+
+
+def test_without_memory_requests_wait_or_are_computed_again() -> None:
+    module, requests = make_module(), make_requests(max_new_tokens=60)
+    engine = EmbeddedEngine(module)
+    whole = complete(engine, requests, WARM)
+    per_token = engine._prepared().bytes_per_token
+    assert per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, bytes
+    small = EmbeddedEngine(module, cache_bytes=per_token * 3 * 128)
+    assert [one.token_ids for one in complete(small, requests, WARM)] == [one.token_ids for one in whole]
+    request = GenerationRequest([5] * 40, 0, 60)
+    with pytest.raises(ConfigError, match="sequence of 100 tokens take 32768 bytes, and cache_bytes is 24576"):
+        complete(EmbeddedEngine(module, cache_bytes=per_token * 96), [request], WARM)
+
+
+def test_out_of_memory_halves_the_batch() -> None:
+    calls = 0
+
+    @contextmanager
+    def device() -> Iterator[None]:
+        nonlocal calls
+        calls += 1
+        if calls in (20, 30):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    module, requests = make_module(), make_requests()
+    engine = EmbeddedEngine(module, around=device)
+    whole = complete(EmbeddedEngine(module), requests, WARM)
+    assert [one.token_ids for one in complete(engine, requests, WARM)] == [one.token_ids for one in whole]
+    assert engine._max_batch_size < 16
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    module = make_module()
+    engine = EmbeddedEngine(module, max_length=50)
+    for request, sampling, text in (
+        (GenerationRequest([5] * 30, 0, 21), WARM, "30 tokens and max_new_tokens 21 .* 50 tokens"),
+        (GenerationRequest([5, 400], 0, 2), WARM, "0 to 258"),
+        (GenerationRequest([], 0, 2), WARM, "at least one token"),
+        (GenerationRequest([5], 0, 2), Sampling(temperature=-1.0), "temperature"),
+        (GenerationRequest([5], 0, 2), Sampling(top_p=0.0), "top_p"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            complete(engine, [request], sampling)
+    with pytest.raises(ConfigError, match="300 is above the 256 positions"):
+        EmbeddedEngine(module, max_length=300)
+    with torch.no_grad():
+        module.get_output_embeddings().weight[5] = torch.nan
+    with pytest.raises(EngineError, match="not finite"):
+        complete(engine, [GenerationRequest([5], 0, 2)], WARM)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        complete(engine, [GenerationRequest([5], 0, 2)], WARM)
+
+
+def test_top_p_and_top_k_leave_tokens_out_and_scale_the_rest() -> None:
+    module, requests = make_module(), make_requests()
+    for sampling in (Sampling(0.9, top_p=0.6), Sampling(0.9, top_k=5), Sampling(0.9, top_p=0.7, top_k=8)):
+        for request, one in zip(requests, complete(EmbeddedEngine(module), requests, sampling), strict=True):
+            tokens = torch.tensor([[*request.prompt_ids, *one.token_ids]])
+            with torch.no_grad():
+                logits = module(input_ids=tokens).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.9
+            probs = logits.softmax(-1)
+            for row, token, log_prob in zip(probs, one.token_ids, one.log_probs, strict=True):
+                ordered = sorted(((float(p), -index) for index, p in enumerate(row)), reverse=True)
+                kept = ordered[: sampling.top_k or None]
+                total = sum(p for p, _ in kept)
+                nucleus, reached = [], 0.0
+                for p, index in kept:
+                    if reached < sampling.top_p:
+                        nucleus.append((p, -index))
+                    reached += p / total
+                mass = sum(p for p, _ in nucleus)
+                assert log_prob == pytest.approx(np.log({index: p for p, index in nucleus}[token] / mass), abs=1e-5)
+
+
+def test_rescoring_gives_all_tokens_but_the_first() -> None:
+    module, requests = make_module(), make_requests(n=1)
+    engine = EmbeddedEngine(module)
+    sequences = [list(request.prompt_ids) for request in requests] + [list(range(100))]
+    for tokens, found in zip(sequences, engine.rescore(sequences, 0.5), strict=True):
+        expected = plain_log_probs(module, GenerationRequest(tokens[:1], 0, 1), tokens[1:], 0.5)
+        assert found.shape == (len(tokens) - 1,) and (len(tokens) == 1 or (found - expected).abs().max() < 1e-5)
+
+
+def test_memory_is_given_back() -> None:
+    engine = EmbeddedEngine(make_module())
+    before = complete(engine, make_requests(), WARM)
+    assert engine._rows._cache.layers
+    engine.release()
+    assert not engine._rows._cache.layers
+    engine.restore()
+    assert complete(engine, make_requests(), WARM) == before
+
+
+def test_dropout_is_off_while_tokens_are_drawn() -> None:
+    module = make_module("llama")
+    module.config.attention_dropout = 0.5
+    for layer in module.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    module.train()
+    requests = make_requests()
+    assert farthest(module, requests, complete(EmbeddedEngine(module), requests, WARM), 0.7) < 1e-5
+    assert all(submodule.training for submodule in module.modules())
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = make_module()
+    before = copy.deepcopy(module.state_dict()), module.config._attn_implementation
+    complete(EmbeddedEngine(module), make_requests(), WARM)
+    assert module.config._attn_implementation == before[1]
+    assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
+    logits = module(input_ids=torch.tensor([[5, 6, 7]])).logits
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
