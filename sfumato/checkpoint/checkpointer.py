@@ -154,6 +154,8 @@ class Checkpointer:
     def _not_finite(self, state: TrainState) -> list[str]:
         """Names of weights, and of averages of them, that are not finite on any rank. Every rank must call it."""
         found = not_finite(trainable_parameters(state.model))
+        if state.critic is not None:
+            found += [f"critic's {key}" for key in not_finite(trainable_parameters(state.critic.module))]
         averages = {"ema": state.ema, **state.policies}
         for name, average in averages.items():
             found += [f"{name} of {key}" for key in not_finite({} if average is None else average.averages)]

@@ -239,10 +239,10 @@ class StoredCheckpoint:
         }
         """Whole shapes and dtypes by name."""
 
-    def optimizer_keys(self) -> list[str]:
-        """What there is of the optimiser's state, tensors and numbers, as ``parameter/field``."""
-        tensors = [key.removeprefix("optimizer/") for key in self.tensors if key.startswith("optimizer/")]
-        return [*tensors, *self.values["optimizer"]]
+    def optimizer_keys(self, section: str = "optimizer") -> list[str]:
+        """What there is of an optimiser's state, tensors and numbers, as ``parameter/field``."""
+        tensors = [key.removeprefix(f"{section}/") for key in self.tensors if key.startswith(f"{section}/")]
+        return [*tensors, *self.values.get(section, ())]
 
     @torch.no_grad()
     def read(self, parts: TensorParts) -> None:

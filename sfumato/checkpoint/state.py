@@ -32,6 +32,7 @@ OPTIONAL = {
     "ema_policy": "averaged policy (algorithm.ema)",
     "reference_policy": "moving reference (algorithm.reference)",
     "balancer": "expert bias (train.expert_bias_rate)",
+    "critic": "critic",
 }
 """What not every state has."""
 
@@ -53,6 +54,16 @@ class Resumable(Protocol):
 
 
 @dataclass
+class Trained:
+    """A module with what trains it."""
+
+    module: nn.Module
+    """As ``parallelize`` returned it."""
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+
+
+@dataclass
 class TrainState:
     """Everything that changes while a run goes on. Noise follows from ``step`` and the seed."""
 
@@ -71,6 +82,8 @@ class TrainState:
     """The biases that share tokens among experts."""
     policies: dict[str, Ema] = field(default_factory=dict)
     """Other sets of the trained weights that follow them: of old, ema, reference."""
+    critic: Trained | None = None
+    """A model that is trained beside the first."""
     identity: Identity = field(default_factory=dict)
     """What a resume must find unchanged, from ``identify``."""
     run_id: str | None = None
@@ -117,6 +130,11 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     parts, numbers = optimizer_state(state.optimizer, shards)
     for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
         parts |= section.parts()
+    critic_numbers: dict[str, Any] = {}
+    if state.critic is not None:
+        its = Shards(state.critic.module, mesh)
+        its_parts, critic_numbers = optimizer_state(state.critic.optimizer, its, "critic_optimizer")
+        parts |= its_parts
     return parts, {
         "step": state.step,
         "model": model_name(state.model),
@@ -124,6 +142,8 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
         "policy_updates": {name: policy.num_updates for name, policy in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
         "optimizer": mesh.merge(numbers, over="pp"),
+        "critic_optimizer": critic_numbers,
+        "critic_schedule_steps": None if state.critic is None else state.critic.schedule.last_epoch,
         "random": random_values,
         "data": {} if state.loader is None else state.loader.state(),
         IDENTITY: state.identity,
@@ -156,11 +176,18 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     if state.loader is not None:  # before the schedule, whose length may follow from what is left
         state.loader.restore(values["data"])
     fields, parts = new_optimizer_state(state.optimizer, shards, stored)
+    trained = [(state.optimizer, fields)]
+    if state.critic is not None:
+        its = Shards(state.critic.module, mesh)
+        its_fields, its_parts = new_optimizer_state(state.critic.optimizer, its, stored, "critic_optimizer")
+        parts |= its_parts
+        trained.append((state.critic.optimizer, its_fields))
     for section in sections:
         parts |= section.parts()
     stored.read(parts)
-    state.optimizer.state.clear()
-    state.optimizer.state.update(fields)
+    for optimizer, its_fields in trained:
+        optimizer.state.clear()
+        optimizer.state.update(its_fields)
     if state.balancer is not None:
         state.balancer.load_state_dict(next(section.tensors for section in sections if section.name == "balancer"))
     if state.ema is not None:
@@ -168,6 +195,8 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     for name, policy in state.policies.items():
         policy.num_updates = values["policy_updates"].get(name, 0)
     _restore_schedule(state.schedule, values["schedule_steps"])
+    if state.critic is not None:
+        _restore_schedule(state.critic.schedule, values["critic_schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
     restore_random(stored.read_whole({name: f"random/{name}" for name in names}), values["random"], mesh.device)
     state.step = values["step"]
@@ -221,6 +250,8 @@ def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensor
     found += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
     if state.reference is not None:
         found.append(_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
+    if state.critic is not None:
+        found.append(_parameters("critic", Shards(state.critic.module, mesh)))
     if state.balancer is not None:
         found.append(SavedTensors("balancer", state.balancer.state_dict()))
     return found
@@ -228,15 +259,20 @@ def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensor
 
 def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCheckpoint, mesh: Mesh) -> None:
     wanted = mesh.merge({key: spec for section in sections for key, spec in section.specs().items()}, over="pp")
-    elsewhere = {"optimizer", "random", DISPENSABLE} - {section.name for section in sections}
+    elsewhere = {"optimizer", "critic_optimizer", "random", DISPENSABLE} - {section.name for section in sections}
     there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in elsewhere}
     for section, what in OPTIONAL.items():
         is_there, is_wanted = (any(key.startswith(f"{section}/") for key in keys) for keys in (there, wanted))
         if is_there != is_wanted:
             has, wants = ("one", "none") if is_there else ("no", "one")
             raise CheckpointError(f"{stored.folder} has {has} {what}, but this configuration wants {wants}")
-    unknown = [key for key in stored.optimizer_keys() if f"model/{key.rsplit('/', 1)[0]}" not in wanted]
-    compare_tensors(stored, there, wanted, model_name(state.model), [f"optimizer/{key}" for key in unknown])
+    unknown = [
+        f"{name}/{key}"
+        for name, owner in (("optimizer", "model"), ("critic_optimizer", "critic"))
+        for key in stored.optimizer_keys(name)
+        if f"{owner}/{key.rsplit('/', 1)[0]}" not in wanted
+    ]
+    compare_tensors(stored, there, wanted, model_name(state.model), unknown)
 
 
 def compare_tensors(
@@ -287,8 +323,10 @@ def _is_whole(shards: Shards, name: str) -> bool:
     return shards.group is None and local(shards.parameters[name]).shape == shards.shapes[name]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[TensorParts, dict[str, Any]]:
-    """What this rank holds of the tensors, and numbers by ``parameter/field``.
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, shards: Shards, section: str = "optimizer"
+) -> tuple[TensorParts, dict[str, Any]]:
+    """What this rank holds of the tensors, under the name of a section, and numbers by ``parameter/field``.
 
     Rates and betas are not state: the configuration has them.
 
@@ -300,7 +338,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[T
     chunks = cache(lambda name: chunks_of(shards, name))
     for name, parameter in shards.parameters.items():
         for field_name, value in optimizer.state.get(parameter, {}).items():
-            key = f"optimizer/{name}/{field_name}"
+            key = f"{section}/{name}/{field_name}"
             if not isinstance(value, Tensor):
                 numbers[f"{name}/{field_name}"] = value
                 continue
@@ -318,7 +356,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shards: Shards) -> tuple[T
 
 
 def new_optimizer_state(
-    optimizer: torch.optim.Optimizer, shards: Shards, stored: StoredCheckpoint
+    optimizer: torch.optim.Optimizer, shards: Shards, stored: StoredCheckpoint, section: str = "optimizer"
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], TensorParts]:
     """The state that an optimiser is to have, its tensors still empty, and the parts to be read into them.
 
@@ -329,25 +367,25 @@ def new_optimizer_state(
     parts: TensorParts = {}
     chunks = cache(lambda name: chunks_of(shards, name))
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for key in stored.optimizer_keys():
+    for key in stored.optimizer_keys(section):
         name, field_name = key.rsplit("/", 1)
         if name not in shards.parameters:
             continue  # another pipeline stage has it
         parameter = shards.parameters[name]
-        if key in stored.values["optimizer"]:
-            value = stored.values["optimizer"][key]
+        if key in stored.values[section]:
+            value = stored.values[section][key]
         else:
-            shape, dtype = stored.tensors[f"optimizer/{key}"]
+            shape, dtype = stored.tensors[f"{section}/{key}"]
             if shape == shards.shapes[name]:
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                parts |= parts_of_shard(f"optimizer/{key}", shape, local(value), chunks(name))
+                parts |= parts_of_shard(f"{section}/{key}", shape, local(value), chunks(name))
             elif shape and not _is_whole(shards, name):
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:
                 group = groups[parameter]
                 is_step = field_name == "step" and not (group.get("fused") or group.get("capturable"))
                 value = torch.empty(shape, dtype=dtype, device="cpu" if is_step else parameter.device)
-                parts |= whole_part(f"optimizer/{key}", value)
+                parts |= whole_part(f"{section}/{key}", value)
         fields.setdefault(parameter, {})[field_name] = value
     return fields, parts
 

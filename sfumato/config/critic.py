@@ -1,0 +1,25 @@
+"""The section of a critic: what predicts the return at every token of PPO."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sfumato.config.base import Section
+from sfumato.config.paths import FilePath
+from sfumato.config.sections import LoraConfig
+
+
+class CriticConfig(Section):
+    """The critic, a language model with a scalar head that has an optimiser of its own."""
+
+    model_path: FilePath | None = None
+    """Folder of a language model, or of a reward model, whose head is kept; null begins from the policy's."""
+    head: Literal["random", "zero"] = "random"
+    """Of a model without a scalar head: random, normal with variance 1 / (hidden width + 1); or zero, so that all
+    values begin at 0."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and the head; null trains all weights."""
+    lr: float = Field(9e-6, gt=0)
+    """Peak learning rate; everything else of the optimiser and of its schedule is as in train."""
