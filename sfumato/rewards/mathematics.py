@@ -1,0 +1,126 @@
+"""Is the answer mathematically equal to the row's? Decided by math-verify, in processes of its own."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
+from sfumato.rewards.answers import AnswerReward, extract_answer, text_of
+from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.scoring.workers import pool_of
+
+INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
+_PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
+
+
+class _TooLongError(BaseException):
+    """Raised by the alarm; no ``except Exception`` of math-verify or sympy takes it for one of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathAnswer(AnswerReward):
+    """1 when the answer is mathematically equal to that of the row, else 0."""
+
+    type: ClassVar[str] = "math"
+    cached: ClassVar[bool] = True
+    memory_mib: ClassVar[int] = 4096
+
+    package_path: str = ""
+    """Folder into which pip --target installed math-verify; empty: it stands among the installed packages."""
+    timeout_s: float = 10.0
+    """Seconds that reading and comparing one answer may take; then it has no reward."""
+    process: bool = True
+    """Always true: sympy can be given work that never ends, and the package brings versions that others do not bear."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.process:
+            raise ConfigError(f"process of reward {self.label!r} must stay true: what sympy begins only a kill ends")
+
+    def prepare(self) -> None:
+        """Imports math-verify into this process, which is one of the reward's own."""
+        if self.package_path:
+            folder = Path(self.package_path).expanduser().resolve()
+            if not (folder / "math_verify").is_dir():
+                raise MissingDependencyError(
+                    f"package_path of reward {self.label!r} is {self.package_path}, which holds no math_verify: run "
+                    f"{INSTALL.replace('--target math_verify', f'--target {self.package_path}')}"
+                )
+            sys.path.insert(0, str(folder))
+        try:
+            import math_verify
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"reward {self.label!r} needs math-verify ({error}): run {INSTALL} and set package_path to that folder "
+                "(its antlr4-python3-runtime 4.13 breaks hydra and omegaconf where they are installed)"
+            ) from error
+        logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the row has no target, or one that math-verify cannot read.
+
+        What is no plain number is compared with itself, in the reward's process.
+        """
+        target = self._target(prompt, metadata)
+        if _PLAIN_NUMBER.fullmatch(target):
+            return
+        own = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
+        (value, reason), *_ = pool_of(self).call([own]).values
+        if value != 1.0:
+            raise DataError(
+                f"math-verify cannot read column {self.target_key!r} of prompt {prompt!r}, {target!r}"
+                f"{f' ({reason})' if reason else ''}: write one expression in LaTeX, or leave the row out"
+            )
+
+    def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """One sample after the other, so that one which takes too long costs no other its value."""
+        return [[index] for index in range(len(samples))]
+
+    def score(self, samples: list[Sample]) -> list[float | Failure]:  # type: ignore[override]
+        """1 or 0 for each answer; a Failure for one that took too long."""
+        return [self._score_one(sample) for sample in samples]
+
+    def _score_one(self, sample: Sample) -> float | Failure:
+        target, text = self._target(sample.prompt, sample.metadata), text_of(sample, self.label)
+        if self.extract != "all":
+            found = extract_answer(text, self.extract, self.marker)
+            if found is None:
+                return 0.0
+            text = _in_box(found)
+        limit_s = 0.8 * self.timeout_s  # before the process is killed, which has to be started anew
+        before = signal.signal(signal.SIGALRM, _raise_too_long)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            return float(_are_equal(target, text))
+        except _TooLongError:
+            return Failure(f"comparing with {target!r} took more than {limit_s:g} s")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _are_equal(target: str, text: str) -> bool:
+    """math-verify's verdict; neither of its own time limits is used."""
+    from math_verify import parse, verify
+
+    gold = parse(_in_box(target), parsing_timeout=None)
+    if all(isinstance(each, str) for each in gold):
+        raise DataError(
+            f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
+        )
+    return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
+
+
+def _in_box(text: str) -> str:
+    return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+
+
+def _raise_too_long(number: int, frame: Any) -> None:
+    raise _TooLongError

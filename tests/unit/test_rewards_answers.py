@@ -1,0 +1,247 @@
+"""Rewards for text by rules: what is taken out of an answer, what counts as equal, and which rows are refused."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
+from sfumato.rewards.answers import ExactAnswer, Format, MultipleChoice, extract_answer, last_boxed, same_text
+from sfumato.rewards.base import Sample
+from sfumato.rewards.mathematics import MathAnswer
+from sfumato.rewards.scoring.scorer import Scorer
+
+
+def sample(text, **metadata):
+    return Sample(text=text, prompt="What is it?", metadata=metadata, group_id=0)
+
+
+def value(reward, text, **metadata):
+    scores = Scorer([reward]).score([sample(text, **metadata)])
+    assert not scores.failed
+    return scores.total[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "found"),
+    [
+        ("all", "  42 \n", "42"),
+        ("all", " \n", None),
+        ("marker", "6 * 7\n#### 42\nand more", "42"),
+        ("marker", "#### 1\n#### **42**", "42"),
+        ("marker", "42", None),
+        ("marker", "####", None),
+        ("marker", "#### \n42", None),
+        ("boxed", r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{a \boxed{b} c}", "b"),
+        ("boxed", r"\fbox{x} \boxed {\{1, 2\}}", r"\{1, 2\}"),
+        ("boxed", r"\boxed{1} \boxed{2", "1"),
+        ("boxed", r"\boxed{}", None),
+        ("boxed", "} 42", None),
+        ("last_number", "3 apples and 1,234.50 pears.", "1,234.50"),
+        ("last_number", "5-3=2, so 7-9 = -2.", "-2"),
+        ("last_number", "from 5-3", "3"),
+        ("last_number", "either 1,2", "2"),
+        ("last_number", "none", None),
+    ],
+)
+def test_what_is_taken_out_of_an_answer(how, text, found):
+    assert extract_answer(text, how, "####") == found
+
+
+def test_many_open_boxes_take_no_quadratic_time():
+    assert last_boxed(r"\boxed{" * 50_000 + "1}") == "1"  # minutes, were each of them followed to the end
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("Paris.", " paris", True),
+        ("“New   York”", "new york", True),
+        ("$42$", "42", True),
+        ("1,000", "1000.0", True),
+        ("$1,000", "1000", True),
+        ("\u22122", "-2", True),
+        ("0.1", "0.10000001", False),
+        ("1,00", "100", False),
+        ("50%", "50", False),
+        ("ﬁne", "fine", True),
+        ("Paris", "Paris, France", False),
+        (".", ".", True),
+        ("", "x", False),
+        ("1e2", "100", True),
+        ("1e9999999999", "1", False),
+    ],
+)
+def test_what_counts_as_the_same(first, second, same):
+    assert same_text(first, second) is same and same_text(second, first) is same
+
+
+def test_exact_reads_the_row_as_it_reads_the_answer():
+    gsm8k = ExactAnswer(extract="marker")
+    row = {"answer": "He has 5 + 5 = <<5+5=10>>10 apples.\n#### 1,010"}
+    assert value(gsm8k, "so\n#### 1010", **row) == 1.0
+    assert value(gsm8k, "so\n#### 1011", **row) == 0.0
+    assert value(gsm8k, "1010", **row) == 0.0
+    assert value(ExactAnswer(extract="last_number"), "It is 12 apples", answer=12) == 1.0
+    assert value(ExactAnswer(), "yes", answer="Yes") == 1.0
+    assert value(ExactAnswer(strict=True), "yes", answer="Yes") == 0.0
+    nested = ExactAnswer(extract="boxed", target_key="reward_model.ground_truth")
+    assert value(nested, r"\boxed{7}", reward_model={"ground_truth": "7", "style": "rule"}) == 1.0
+    assert value(ExactAnswer(target_key="a.b"), "7", **{"a.b": "7"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("I think\nAnswer: B", True),
+        ("**Answer:** (b)", True),
+        ("Answer: B. Berlin", True),
+        (r"Answer: \text{B}", True),
+        ("Answer: $B$", True),
+        ("Answer: A\nAnswer: B", True),
+        ("Answer: A", False),
+        ("Answer: Berlin", False),
+        ("Answer: A beer", False),
+        ("B", False),
+        ("Answer: A or B", False),
+    ],
+)
+def test_multiple_choice(text, right):
+    for target in ("B", "b", "(B)", 1):
+        assert value(MultipleChoice(), text, answer=target) == right
+
+
+def test_a_choice_without_marker():
+    reward = MultipleChoice(extract="all")
+    assert [value(reward, text, answer="C") for text in ("C", "(C)", "c.", "D", "Certainly")] == [1, 1, 1, 0, 0]
+    assert value(MultipleChoice(extract="boxed"), r"so \boxed{\text{C}}", answer=2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "metadata"),
+    [
+        (ExactAnswer(), {"target": "x"}),
+        (ExactAnswer(), {"answer": ""}),
+        (ExactAnswer(), {"answer": None}),
+        (ExactAnswer(), {"answer": ["x"]}),
+        (ExactAnswer(), {"answer": True}),
+        (ExactAnswer(target_key="a.b"), {"a": {"c": 1}}),
+        (ExactAnswer(target_key="a.b"), {"a": "text"}),
+        (MultipleChoice(), {"answer": "Berlin"}),
+        (MultipleChoice(), {"answer": 26}),
+        (MultipleChoice(), {"answer": -1}),
+        (MultipleChoice(), {"answer": 1.0}),
+        (MathAnswer(), {"answer": []}),
+        (MathAnswer(), {}),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_refused_by_name(reward, metadata):
+    with pytest.raises(DataError, match=r"What is it\?") as error:
+        reward.check_row("What is it?", metadata)
+    assert repr(reward.target_key) in str(error.value) and repr(reward.label) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "fits"),
+    [
+        ("think", "<think>hm</think>42", True),
+        ("think", "hm\n</think>\n\n42", True),  # the chat template has opened it
+        ("think", "<think></think>42", False),
+        ("think", "<think>hm</think> ", False),
+        ("think", "<think>hm 42", False),
+        ("think", "x<think>hm</think>42", False),
+        ("think", "<think>a</think>b</think>42", False),
+        ("think", "<think>a</think><think>b</think>42", False),
+        ("think_answer", "<think>hm</think>\n<answer>42</answer>\n", True),
+        ("think_answer", "<think>hm</think>42", False),
+        ("think_answer", "<think>hm</think><answer>42</answer> or so", False),
+        ("think_answer", "<think>hm</think><answer> </answer>", False),
+        ("think_answer", "<think>hm</think><answer>1</answer><answer>2</answer>", False),
+        ("think_answer", "<think><answer>1</answer></think><answer>2</answer>", False),
+    ],
+)
+def test_known_forms(template, text, fits):
+    assert value(Format(template=template), text) == fits
+
+
+def test_a_pattern_must_match_all_of_the_answer():
+    reward = Format(pattern=r"\{.*\}")
+    assert value(reward, "{\n}") == 1.0 and value(reward, "{} done") == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"pattern": "("}, {"pattern": "x", "template": "think"}], ids=["neither", "broken", "both"]
+)
+def test_a_format_without_meaning_is_refused(settings):
+    with pytest.raises(ConfigError, match="'format'"):
+        Format(**settings)
+
+
+def test_settings_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="marker"):
+        ExactAnswer(marker=" ")
+    with pytest.raises(ConfigError, match="last_number"):
+        MultipleChoice(extract="last_number")
+    with pytest.raises(ConfigError, match="process"):
+        MathAnswer(process=False)
+
+
+def test_an_image_is_refused():
+    import numpy as np
+
+    image = Sample(image=np.zeros((2, 2, 3), np.uint8), prompt="p", group_id=0, metadata={"answer": "x"})
+    for reward in (ExactAnswer(), Format(template="think")):
+        with pytest.raises(DataError, match="scores texts"):
+            reward.score([image])
+
+
+# math-verify, where it is installed: pip install --target FOLDER 'math-verify[antlr4_13_2]', SFUMATO_MATH_VERIFY=FOLDER
+
+
+def test_math_says_how_to_install_what_is_missing(tmp_path):
+    with pytest.raises(MissingDependencyError, match=r"pip install --target .*math-verify\[antlr4_13_2\]"):
+        Scorer([MathAnswer(package_path=str(tmp_path))]).prepare()
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    folder = os.environ.get("SFUMATO_MATH_VERIFY", "")
+    if not (Path(folder) / "math_verify").is_dir() or not folder:
+        pytest.skip("math-verify is not installed: set SFUMATO_MATH_VERIFY to the folder of pip install --target")
+    reward = MathAnswer(package_path=folder, timeout_s=2.5)
+    scorer = Scorer([reward])
+    scorer.prepare()
+    yield reward
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "equal"),
+    [
+        (r"so it is $\frac{1}{2}$", "0.5", True),
+        (r"\boxed{1/2}", r"\frac12", True),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", True),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
+        (r"\boxed{\sqrt{8}}", r"$2\sqrt{2}$", True),
+        (r"\boxed{3}", 3, True),
+        (r"\boxed{3}", 4, False),
+        ("", 4, False),
+        ("no mathematics", 4, False),
+        (r"\boxed{(2,1)}", "(1,2)", False),
+    ],
+)
+def test_mathematical_equality(math_reward, text, answer, equal):
+    math_reward.check_row("p", {"answer": answer})
+    assert value(math_reward, text, answer=answer) == equal
+
+
+def test_math_keeps_failures_apart_and_refuses_rows(math_reward):
+    scores = Scorer([math_reward]).score(
+        [sample(r"\boxed{9^{9^{9^{9}}}}", answer="5"), sample(r"\boxed{5}", answer="5")]
+    )
+    assert math.isnan(scores.total[0]) and scores.total[1] == 1.0
+    assert "took more than 2 s" in next(iter(scores.failed))
+    with pytest.raises(DataError, match="no mathematics"):
+        math_reward.check_row("p", {"answer": r"\begin{"})
