@@ -198,6 +198,14 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class Spec:
+    """Shape of a whole tensor, and the dtype that whoever is sent it wants."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Where a part of this rank's shard lies."""
 

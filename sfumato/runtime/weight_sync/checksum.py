@@ -10,7 +10,6 @@ of disjoint shards add up to that of the whole: nothing is gathered but one numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Chunk, Shards, chunks_of, local, whole_chunk
+from sfumato.parallel.shards import Chunk, Shards, Spec, chunks_of, local, whole_chunk
 
 UNIT = 4
 """Bytes of the numbers that are summed."""
@@ -51,14 +50,6 @@ Area = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 Checksums = dict[str, tuple[Area, int]]
 """Of one rank: what it holds of each tensor, and the checksum of that."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Shape of a whole tensor, and the dtype in which the sampler has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def shard_checksum(shape: Sequence[int], shard: torch.Tensor, chunks: Iterable[Chunk]) -> torch.Tensor:

@@ -1,0 +1,249 @@
+"""vLLM as the engine: in this process, or as a server that is started or runs already.
+
+What is asked of it, and what its answers mean, is here; how it is asked stands in ``vllm_calls.py`` and
+``vllm_in_process.py``. Written for and tested with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from sfumato.errors import ConfigError
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
+from sfumato.rollout.engines.vllm_in_process import InProcessCalls
+from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
+
+COLDEST = 0.01
+"""vLLM draws by this temperature where a lower one is asked for."""
+
+
+class VllmEngine(ServedEngine):
+    """``Engine`` of ``base.py``, and ``weights``, the ``Receiver``, on vLLM."""
+
+    def __init__(self, calls: VllmCalls, files: WeightFiles, model_path: str, can_sleep: bool = False) -> None:
+        """vLLM must be ready.
+
+        Args:
+            calls: to vLLM.
+            files: through which weights reach it.
+            model_path: folder of the model's own files, as vLLM sees it.
+            can_sleep: whether vLLM was started with its sleep mode.
+        """
+        super().__init__(calls.name, files, calls.max_length)
+        self.calls, self.model_path, self.can_sleep = calls, model_path, can_sleep
+        self._has_adapter = False
+
+    def flush(self) -> None:
+        """See ``Engine``."""
+        self.calls.reset_prefix_cache()
+
+    def release(self) -> None:
+        """See ``Engine``. Weights go into CPU memory.
+
+        Raises:
+            ConfigError: without the setting ``sleep``, or on a CPU, where vLLM has no sleep mode.
+        """
+        if not self.can_sleep:
+            raise ConfigError(f"{self.name} gives no memory to others without its sleep mode: set sleep to true")
+        self.calls.sleep()
+
+    def restore(self) -> None:
+        """See ``Engine``."""
+        self.calls.wake_up()
+
+    def health(self) -> None:
+        """See ``Engine``."""
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
+        self.calls.health()
+
+    def load_files(self, folder: Path, version: int) -> None:
+        """See ``ServedEngine``."""
+        if self.weights.files.are_adapters:
+            self.calls.load_adapter(str(folder.absolute()))
+            self._has_adapter = True
+            self.calls.set_version(version)
+        else:
+            self.calls.update_weights({"folder": str(folder.absolute()), "base": self.model_path}, version)
+
+    async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
+        return await self.calls.generate(list(request.prompt_ids), sampling_params(request, sampling), self._adapter)
+
+    def _score(self, tokens: list[int]) -> list[float]:
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        return self.calls.score(tokens, params, self._adapter)
+
+    @property
+    def _adapter(self) -> str | None:
+        return ADAPTER if self._has_adapter else None
+
+    def _pause(self, mode: Literal["keep", "abort"]) -> None:
+        self.calls.pause(mode)
+
+    def _resume(self) -> None:
+        self.calls.resume()
+
+    def _restart(self) -> None:
+        self._has_adapter = False
+        self.calls.restart()
+
+    def _close(self) -> None:
+        self.calls.close()
+
+
+def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+    """vLLM's parameters of a request.
+
+    Raises:
+        ConfigError: for a temperature that vLLM would change.
+    """
+    if 0 < sampling.temperature < COLDEST:
+        raise ConfigError(
+            f"vLLM draws by a temperature of {COLDEST:g} where {sampling.temperature:g} is asked for: take at least "
+            f"{COLDEST:g}, or 0 for the likeliest token"
+        )
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed_of(request),
+        "max_tokens": request.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # only the tokens above end a completion
+        "logprobs": 0,  # of the drawn token alone
+        "detokenize": False,
+    }
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """vLLM. Without url and program it runs in this process and its own children, and must be installed here."""
+
+    type: ClassVar[str] = "vllm"
+
+    url: str = ""
+    """Server that runs already, http[s]://host[:port]; the page says how to start it."""
+    program: str = ""
+    """vLLM's program in an environment of its own, such as /opt/vllm/bin/vllm: a server is started with it on this
+    machine, and ended with the run."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of `vllm serve`, as its help names them; with url none."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More environment variables of the server that is started."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model."""
+    gpu_memory_utilization: float | None = None
+    """Share of the memory of a GPU (or on CPU of the machine) that vLLM takes; null: as vLLM chooses."""
+    max_model_len: int | None = None
+    """Tokens of the longest prompt with its completion; null: as many as the model has positions."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """That vLLM computes in, and that weights are sent in."""
+    sleep: bool = False
+    """Give GPU memory to others while nothing is drawn (vLLM's sleep mode)."""
+    timeout_s: float = 600.0
+    """Longest that a completion, or any other answer, may take."""
+    start_timeout_s: float = 900.0
+    """Longest that the start may take."""
+    max_requests: int = 256
+    """Requests that are drawn at a time; others wait."""
+    weights_folder: str | None = None
+    """Where weights are written to for vLLM, which must see it; null: weights/ in the run folder. In memory (/dev/shm)
+    it is quicker."""
+    api_key_env: str = ""
+    """Environment variable with the key of the server at url; empty: it asks for none."""
+
+    def build(self, model_path: str, template: nn.Module, folder: Path) -> VllmEngine:
+        """Starts or finds vLLM.
+
+        Args:
+            model_path: folder of the model, as vLLM sees it.
+            template: transformers' module as the actor has it, on meta, with adapters if adapters are trained.
+            folder: the run folder.
+
+        Raises:
+            ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
+            EngineError: when it does not start.
+        """
+        self._check()
+        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
+        rank = max_rank(template) if files.are_adapters else 0
+        if self.url or self.program:
+            arguments = self._arguments(model_path, rank)
+            calls: VllmCalls = ServerCalls(
+                url=self.url,
+                api_key=os.environ.get(self.api_key_env, "") if self.api_key_env else "",
+                command=[self.program, "serve", *arguments] if self.program else [],
+                environment=self.environment,
+                model_path=model_path,
+                log=folder / "vllm.log",
+                timeout_s=self.timeout_s,
+                start_timeout_s=self.start_timeout_s,
+                max_requests=self.max_requests,
+                has_adapter=bool(rank),
+            )
+        else:
+            calls = InProcessCalls(self._options(model_path, rank), self.timeout_s, self.start_timeout_s)
+        return VllmEngine(calls, files, model_path, self.sleep)
+
+    def _check(self) -> None:
+        if self.url and self.program:
+            raise ConfigError("rollout.engine: url and program: the server runs already, or is started; remove one")
+        given = [name for name in ("arguments", "environment") if getattr(self, name)]
+        if given and not self.program:
+            raise ConfigError(f"rollout.engine.{given[0]} is for the server that program starts: remove it")
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
+
+    def _options(self, model_path: str, rank: int) -> dict[str, Any]:
+        """vLLM's settings, by the names that its Python and command line share."""
+        options: dict[str, Any] = {
+            "model": model_path,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_num_seqs": self.max_requests,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_len,
+            "enable_sleep_mode": self.sleep or None,
+            "enable_lora": bool(rank) or None,
+            "max_lora_rank": rank or None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def _arguments(self, model_path: str, rank: int) -> list[str]:
+        arguments = [model_path]
+        for name, value in self._options(model_path, rank).items():
+            if name != "model":
+                arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        return [*arguments, *self.arguments]
+
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for."""
+
+
+def max_rank(template: nn.Module) -> int:
+    """The rank that vLLM must make room for.
+
+    Raises:
+        ConfigError: when vLLM cannot compute with such adapters.
+    """
+    configurations: Mapping[str, Any] = getattr(template, "peft_config", {})
+    (config,) = configurations.values()
+    if config.use_dora or config.target_parameters:
+        what = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
+        raise ConfigError(f"model.lora: vLLM cannot compute with {what}: leave it out, or take another rollout.engine")
+    for rank in LORA_RANKS:
+        if config.r <= rank:
+            return rank
+    raise ConfigError(f"model.lora.rank {config.r} is above {LORA_RANKS[-1]}, the largest that vLLM has room for")

@@ -1,0 +1,100 @@
+"""Weights for an engine in another process: written as safetensors files, by the names of the model's own files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from sfumato.errors import WeightSyncError
+from sfumato.models.lora import save_adapter
+from sfumato.parallel.shards import Spec, all_parameters
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+FILE_BYTES = 2**31
+"""Most bytes of a file but for its last tensor, which are held in memory until it is written."""
+
+
+class WeightFiles:
+    """Writes versions of a model's weights, or of its adapters alone, into folders."""
+
+    def __init__(self, template: nn.Module, dtype: torch.dtype, folder: Path, base: str = "") -> None:
+        """
+        Args:
+            template: transformers' module as the actor has it, on meta, with adapters if adapters are trained.
+            dtype: that the engine computes in.
+            folder: where versions are written to; both processes must see it. Memory (/dev/shm) is quickest.
+            base: folder of the model without adapters, named in those that are written.
+        """
+        self.template, self.folder, self.base = template, folder, base
+        parameters = all_parameters(template)
+        adapters = {name: each for name, each in parameters.items() if ".lora_" in name}
+        self.are_adapters = bool(adapters)
+        """Whether adapters alone are written."""
+        self.specs = {
+            name: Spec(tuple(each.shape), torch.float32 if adapters else dtype)
+            for name, each in (adapters or parameters).items()
+        }
+        """What is wanted, by the names that the actor has."""
+
+    def write(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> Path:
+        """Writes a version; it is there as a whole or not at all.
+
+        Args:
+            tensors: names and whole tensors, each valid until the next is asked for.
+            version: number.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            WeightSyncError: when it cannot be written.
+        """
+        folder = self.folder / f"version_{version:06d}"
+        unfinished = folder.with_suffix(".tmp")
+        try:
+            for each in (folder, unfinished):
+                shutil.rmtree(each, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            if self.are_adapters:
+                held = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+                save_adapter(self.template, held, unfinished, self.base)
+            else:
+                self._write_files(tensors, unfinished)
+            unfinished.rename(folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise WeightSyncError(
+                f"version {version} of the weights could not be written to {self.folder}: {error}. Make room, or give "
+                "the engine another weights_folder"
+            ) from error
+        return folder
+
+    def _write_files(self, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+        held: dict[str, torch.Tensor] = {}
+        count = 0
+        for name, tensor in tensors:
+            held[name] = tensor.detach().to("cpu", copy=True)
+            if sum(each.nbytes for each in held.values()) >= FILE_BYTES:
+                self._write_file(held, folder, count := count + 1)
+                held = {}
+        if held:
+            self._write_file(held, folder, count + 1)
+
+    def _write_file(self, held: dict[str, torch.Tensor], folder: Path, number: int) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named = revert_weight_conversion(self.template, held)
+        whole = {name: tensor.contiguous() for name, tensor in named.items()}
+        save_file(whole, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+
+    def remove(self, folder: Path | None) -> None:
+        """Removes a version that nobody needs any more."""
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,375 @@
+"""vLLM itself, as a server on this machine's CPU: what it draws, its weights, and what happens when it goes.
+
+Figures of ``docs/text_rl/engines.md`` are what ``pytest -m slow -s tests/engines/test_vllm_server.py`` prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.vllm import VllmSettings
+from sfumato.runtime.roles import LocalRole
+from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
+from tests.engines.served_model import (
+    CPU_ENVIRONMENT,
+    MAX_LENGTH,
+    TOKENS,
+    VOCABULARY,
+    Actor,
+    Sampler,
+    log_probs,
+    moved,
+    needs_vllm,
+    template,
+    vllm_program,
+    write_model,
+)
+
+pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(1200)]
+
+BOUND = 3e-5
+"""Nats between vLLM and transformers in float32 on a CPU; what was measured stands on the page."""
+
+PROMPTS = [[5 + number, 6, 7 * number + 3, 9] for number in range(8)]
+
+
+def settings(**changes):
+    given = VllmSettings(
+        program=vllm_program(),
+        arguments=("--enforce-eager",),
+        environment=CPU_ENVIRONMENT,
+        max_model_len=MAX_LENGTH,
+        dtype="float32",
+        timeout_s=120,
+        max_requests=16,
+    )
+    return replace(given, **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    made = settings().build(str(model), template(), tmp_path_factory.mktemp("run"))
+    yield made
+    made.close()
+    made.close()
+
+
+def drawn(engine, requests, sampling=Sampling()):  # noqa: B008
+    async def all_of_them():
+        return await asyncio.gather(*(engine.generate(each, sampling) for each in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def requests_of(count, max_new_tokens=48):
+    return [GenerationRequest(PROMPTS[each % 8], 1000 + each, max_new_tokens) for each in range(count)]
+
+
+def differences(requests, completions, module, temperature):
+    """Between the log-probs of what was drawn and those of the training forward."""
+    found = []
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        expected = log_probs(module, tokens, temperature)[0, len(request.prompt_ids) - 1 :]
+        found.append((torch.tensor(completion.log_probs) - expected).abs())
+    return torch.cat(found)
+
+
+def begin(engine, requests):
+    """Requests in a thread of their own, of which some tokens are drawn."""
+    before = num_drawn(engine)
+    loop = asyncio.new_event_loop()
+
+    async def all_of_them():
+        waiting = (engine.generate(each, Sampling()) for each in requests)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    future = ThreadPoolExecutor(1).submit(loop.run_until_complete, all_of_them())
+    while num_drawn(engine) < before + 20 * len(requests):
+        time.sleep(0.02)
+    assert not future.done()
+    return future
+
+
+def num_drawn(engine):
+    text = engine.calls.http.ask("GET", "/metrics")
+    return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def sync_of(engine, actor=None, tolerance=1e-3):
+    roles = LocalRole(actor or Actor()), LocalRole(Sampler(engine), "sampler")
+    return WeightSync(*roles, bucket_mb=0.05, rescoring=Rescoring(TOKENS, tolerance))
+
+
+def server_processes(engine):
+    owner = psutil.Process(engine.calls._process._process.pid)
+    return owner.children(recursive=True)
+
+
+def test_log_probs_are_those_of_the_training_forward_before_and_after_updates(engine):
+    sync = sync_of(engine)
+    for version in (0, 1, 2):
+        if version:
+            sync.publish(version)
+        for temperature in (1.0, 0.7):
+            requests = requests_of(8)
+            completions = drawn(engine, requests, Sampling(temperature=temperature))
+            found = differences(requests, completions, moved(version), temperature)
+            print(
+                f"version {version}, temperature {temperature}: {len(found)} tokens, largest {found.max():.2g}, "
+                f"mean {found.mean():.2g} nats"
+            )
+            assert len(found) > 300 and found.max() < BOUND
+            assert differences(requests, completions, moved(version + 1), temperature).max() > 0.1, "versions differ"
+            assert {each for completion in completions for each in completion.versions} == {version}
+        rescored = engine.weights.rescore(TOKENS)
+        assert (rescored - log_probs(moved(version), TOKENS)).abs().max() < BOUND
+    assert len(list(engine.weights.files.folder.iterdir())) == 1, "versions before are removed"
+    sync.publish(7)  # for the tests below: versions need not follow each other
+    sync.close()
+
+
+def test_a_completion_depends_on_its_seed_and_prompt_alone(engine):
+    requests = requests_of(24)
+    together = drawn(engine, requests)
+    alone = [drawn(engine, [request])[0] for request in requests[:6]]
+    others = drawn(engine, [*requests_of(11, 5)[8:], *reversed(requests)])[3:][::-1]
+    same = [a.token_ids == b.token_ids for a, b in zip(together, others, strict=True)]
+    worst = max(
+        abs(x - y) for a, b in zip(together, others, strict=True) for x, y in zip(a.log_probs, b.log_probs, strict=True)
+    )
+    print(f"{sum(same)} of {len(same)} completions alike in another batch, log-probs within {worst:.2g}")
+    assert all(same) and [each.token_ids for each in alone] == [each.token_ids for each in together[:6]]
+    assert len({tuple(each.token_ids) for each in together}) == len(requests), "other seeds draw other tokens"
+
+
+def test_a_completion_ends_at_a_given_token_alone(engine):
+    request = GenerationRequest(PROMPTS[0], 3, 200)
+    (free,) = drawn(engine, [request])
+    assert free.finish_reason == "length" and len(free.token_ids) == 200
+    assert 2 in free.token_ids, "the model's own end is a token as any other"
+    stop = free.token_ids[17]
+    (stopped,) = drawn(engine, [request], Sampling(stop_token_ids=(stop, free.token_ids[40])))
+    end = min(free.token_ids.index(stop), free.token_ids.index(free.token_ids[40])) + 1
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[:end]
+    (greedy,) = drawn(engine, [request], Sampling(temperature=0.0))
+    tokens = torch.tensor([[*PROMPTS[0], *greedy.token_ids[:20]]])
+    with torch.no_grad():
+        likeliest = moved(7)(tokens).logits[0, len(PROMPTS[0]) - 1 : -1].argmax(-1)
+    assert likeliest.tolist() == greedy.token_ids[:20] and set(greedy.log_probs) == {0.0}
+
+
+def test_top_k_and_top_p_are_in_the_log_probs(engine):
+    requests = requests_of(4, 24)
+    for sampling in (Sampling(top_k=3), Sampling(top_p=0.5, temperature=0.7)):
+        for request, completion in zip(requests, drawn(engine, requests, sampling), strict=True):
+            tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logits = moved(7)(tokens).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.temperature
+            ordered, order = logits.sort(-1, descending=True)
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            left_out = before >= sampling.top_p
+            left_out[:, sampling.top_k or VOCABULARY :] = True
+            kept = torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(left_out, -torch.inf))
+            chosen = torch.tensor(completion.token_ids)[:, None]
+            expected = kept.log_softmax(-1).gather(-1, chosen)[:, 0]
+            assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4
+
+
+def test_too_long_and_senseless_requests_are_refused(engine):
+    for request, text in (
+        (GenerationRequest([5] * 1000, 1, 25), "a prompt of 1000 tokens with max_new_tokens 25 .* the 1024 tokens"),
+        (GenerationRequest([], 1, 25), "needs a prompt"),
+        (GenerationRequest([5], 2**63, 25), "seed"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            drawn(engine, [request])
+    with pytest.raises(ConfigError, match=r"temperature of 0\.01 where 0\.005"):
+        drawn(engine, requests_of(1), Sampling(temperature=0.005))
+    with pytest.raises(ConfigError, match="temperature 1 alone"):
+        engine.rescore([[1, 2]], 0.7)
+    with pytest.raises(ConfigError, match="1024 tokens are to be scored"):
+        engine.rescore([[1] * 1024])
+    with pytest.raises(EngineError, match=r"400.*(vocab|token)"):
+        drawn(engine, [GenerationRequest([VOCABULARY + 1000], 1, 2)])
+    with pytest.raises(ConfigError, match="set sleep to true"):
+        engine.release()
+
+
+def test_what_is_kept_goes_on_as_if_nothing_had_been(engine):
+    requests = requests_of(4, 600)
+    expected = drawn(engine, requests)
+    waiting = begin(engine, requests)
+    engine.pause("keep")
+    paused = num_drawn(engine)
+    engine.flush()
+    time.sleep(0.5)
+    assert num_drawn(engine) == paused and not waiting.done(), "nothing is drawn while it pauses"
+    engine.resume()
+    found = waiting.result()
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert {each.finish_reason for each in found} == {"length"}
+
+
+def test_what_is_aborted_keeps_what_was_drawn(engine):
+    requests = requests_of(40, 600)  # more than are drawn at a time
+    waiting = begin(engine, requests)
+    engine.pause("abort")
+    aborted = waiting.result(timeout=60)
+    engine.resume()
+    assert {each.finish_reason for each in aborted} == {"abort"}
+    assert sum(bool(each.token_ids) for each in aborted) == 16, "others had not begun"
+    whole = drawn(engine, requests[:16])
+    begun = [each for each in aborted if each.token_ids]
+    assert [each.token_ids for each in begun] == [
+        full.token_ids[: len(each.token_ids)] for each, full in zip(begun, whole, strict=True)
+    ]
+    rest = [
+        replace(
+            request,
+            prompt_ids=[*request.prompt_ids, *each.token_ids],
+            first_position=len(each.token_ids),
+            max_new_tokens=9,
+        )
+        for request, each in zip(requests, begun, strict=False)
+    ]
+    assert drawn(engine, rest) == drawn(engine, list(reversed(rest)))[::-1], "what goes on has noise of its own"
+
+
+def test_new_weights_in_the_middle_of_completions(engine):
+    sync = sync_of(engine)
+    requests = requests_of(4, 800)
+    waiting = begin(engine, requests)
+    sync.publish(8)
+    completions = waiting.result(timeout=120)
+    for request, completion in zip(requests, completions, strict=True):
+        old, new = completion.versions.count(7), completion.versions.count(8)
+        assert old > 0 and new > 0 and completion.versions == [7] * old + [8] * new
+        tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        found, given = torch.tensor(completion.log_probs), len(request.prompt_ids)
+        for version, part in ((7, slice(0, old)), (8, slice(old, None))):
+            expected = log_probs(moved(version), tokens)[0, given - 1 :]
+            assert (found - expected)[part].abs().max() < BOUND, "keys and values of earlier weights are not used"
+    sync.close()
+
+
+def test_frozen_weights_stay_though_vllm_fuses_them_with_trained_ones(engine):
+    actor = Actor(frozen=("k_proj", "embed", "gate_proj"))
+    sync = sync_of(engine, actor)
+    sync.publish(9)
+    assert (engine.weights.rescore(TOKENS) - log_probs(actor.model(9), TOKENS)).abs().max() < BOUND
+    sync.close()
+
+
+def test_wrong_weights_stop_the_run(engine):
+    sync = sync_of(engine, Actor(damages=True))
+    with pytest.raises(WeightSyncError, match=r"version 10: the log-probs of fixed tokens .* differ by up to"):
+        sync.publish(10)
+    sync.close()
+    (engine.weights.staged or engine.weights.applied).joinpath("model-00001.safetensors").write_bytes(b"broken")
+    with pytest.raises(WeightSyncError, match="version 11 of the weights was not loaded by the vLLM server"):
+        engine.take_version(engine.weights.applied, 11)
+
+
+def test_a_server_that_is_killed_is_noticed_and_started_again_with_its_weights(engine):
+    with pytest.raises(EngineError):
+        engine.restart()  # of the broken file above
+    engine.weights.applied = None
+    engine.version = 0
+    engine.restart()
+    sync = sync_of(engine)
+    sync.publish(12)
+    expected = drawn(engine, requests_of(2))
+    waiting = begin(engine, requests_of(4, 900))
+    for process in server_processes(engine):
+        process.kill()
+    results = waiting.result(timeout=60)
+    assert all(isinstance(each, EngineError) for each in results)
+    assert "ended with code" in str(results[0]) and "the last lines of" in str(results[0])
+    with pytest.raises(EngineError, match="ended with code"):
+        engine.health()
+    engine.restart()
+    engine.health()
+    again = drawn(engine, requests_of(2))
+    assert again == expected and again[0].versions[0] == 12
+    sync.close()
+
+
+def test_a_server_that_hangs_is_noticed_and_can_be_started_again(engine, monkeypatch):
+    monkeypatch.setattr("sfumato.rollout.engines.vllm_calls.HEALTH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine.calls.http, "timeout_s", 2.0)
+    stopped = server_processes(engine)
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"no complete answer in time \(2 s\)"):
+        drawn(engine, requests_of(2))
+    with pytest.raises(EngineError, match="no complete answer in time"):
+        engine.health()
+    monkeypatch.undo()
+    engine.restart()
+    assert not any(psutil.pid_exists(process.pid) and process.status() != "zombie" for process in stopped)
+    engine.health()
+
+
+def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
+    url = engine.calls.http.base.text
+    other = write_model(tmp_path / "other", seed=5)
+    with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
+        VllmSettings(url=url, dtype="float32").build(str(other), template(), tmp_path)
+    found = VllmSettings(url=url, dtype="float32").build(str(model), template(), tmp_path)
+    assert drawn(found, requests_of(2)) == drawn(engine, requests_of(2))
+    with pytest.raises(ConfigError, match="was not started by this run"):
+        found.restart()
+    found.close()
+    engine.health()
+    with pytest.raises(EngineError, match="is closed"):
+        found.health()
+
+
+def test_what_cannot_start_says_why(model, tmp_path):
+    broken = settings(arguments=("--enforce-eager", "--no-such-option"))
+    with pytest.raises(EngineError, match=r"(?s)ended with code 2.*no-such-option"):
+        broken.build(str(model), template(), tmp_path)
+    with pytest.raises(ConfigError, match="/nowhere/vllm is not there"):
+        settings(program="/nowhere/vllm").build(str(model), template(), tmp_path)
+    with pytest.raises(EngineError, match=r"was not ready after 1 s"):
+        settings(start_timeout_s=1).build(str(model), template(), tmp_path)
+    too_much = settings(gpu_memory_utilization=0.999, environment={**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "900"})
+    with pytest.raises(EngineError, match=r"(?s)ended with code .*[Mm]emory"):
+        too_much.build(str(model), template(), tmp_path)
+
+
+def test_the_server_ends_with_a_run_that_is_killed(model, tmp_path):
+    code = f"""
+import signal, os, sys, time
+from tests.engines.test_vllm_server import *
+engine = settings().build({str(model)!r}, template(), __import__("pathlib").Path({str(tmp_path)!r}))
+print("pids", *(each.pid for each in server_processes(engine)), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ)
+    pids = [int(each) for each in done.stdout.split("pids")[1].split()]
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.2)
+    assert len(pids) >= 2
