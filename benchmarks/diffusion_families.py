@@ -194,7 +194,9 @@ FAMILIES = {
 }
 
 
-def build(name: str, size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0) -> DiffusionModel:
+def build(
+    name: str, size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0, text_tokens: int | None = None
+) -> DiffusionModel:
     """A model of random weights.
 
     Args:
@@ -203,13 +205,14 @@ def build(name: str, size: str, device: torch.device, dtype: torch.dtype, lora_r
         device: where it computes.
         dtype: of the weights; other than float32 is autocast's, too.
         lora_rank: of adapters, which alone are trained then; 0 trains all weights.
+        text_tokens: model.max_sequence_length; None takes the family's.
     """
     family = FAMILIES[name]
     description = family.small if size == "small" else family.real
     cls = find_families()[description["pipeline"]]
     pipeline = build_on_meta(lambda: cls.build(description, seed=0))
     autocast = None if dtype == torch.float32 else dtype
-    model = cls(pipeline, family.tokens[size == "real"], autocast)
+    model = cls(pipeline, text_tokens or family.tokens[size == "real"], autocast)
     model.device = device
     generator = torch.Generator(device).manual_seed(0)
     for component in model.components.values():

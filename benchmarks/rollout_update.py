@@ -1,13 +1,16 @@
 """Rollout and update of Flow-GRPO: against the straightforward loop, or alone at published sizes.
 
     python benchmarks/rollout_update.py [--family sd3 flux qwen_image] [--micro-batch 9] [--replay-samples 9]
+    python benchmarks/rollout_update.py --family sd3 --together --profile [--text-tokens 264]
     python benchmarks/rollout_update.py --measure --size real --family sd3 --device cuda --precision bf16 --lora-rank 32
 
 The straightforward loop works as the public scripts do: diffusers' transformer, one denoising step at a time, two
 forward passes for classifier-free guidance, log-probabilities subtracted. sfumato runs both guidance branches in one
 pass and replays all trained steps of a sample in one pass: by default with as many rows as the other side's passes
 have, so that both need the same memory; ``--replay-samples`` takes more. Both sides make the same images and the same
-gradients, which is checked first; then they take turns, and the ratio is taken pair by pair.
+gradients, which is checked first; then they take turns, and the ratio is taken pair by pair. With ``--together`` the
+other side, too, runs both guidance branches in one pass, as flow_grpo does for SD3. ``--profile`` adds where the time
+of both goes: shares of kinds of operations, and of the denoiser's passes when they are run alone.
 
 ``--measure`` times sfumato alone: seconds per image, images a second, model FLOPs utilisation and peak memory of
 denoising and of forward and backward passes. Encoding prompts, decoding images and the optimiser are left out.
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 from diffusion_families import FAMILIES, Embeddings, build
+from rollout_profile import passes_alone, shares
 
 from sfumato.algorithms.dynamics import FlowSDE
 from sfumato.algorithms.noise import keyed_normal
@@ -45,25 +49,28 @@ SIDES = {"small": 32, "real": 512}
 
 
 class Straightforward:
-    """One step at a time, two forwards for guidance."""
+    """One step at a time, two forwards for guidance, or one of both branches."""
 
     def __init__(self, model: DiffusionModel, prompts: list[str], arguments: argparse.Namespace) -> None:
         self.model, self.family = model, FAMILIES[arguments.family]
-        self.guidance, self.micro_batch = arguments.guidance, arguments.micro_batch
+        self.guidance, self.micro_batch, self.together = arguments.guidance, arguments.micro_batch, arguments.together
         self.shape = model.latent_shape(arguments.resolution, arguments.resolution)
         self.embeddings = model.encode_prompts(prompts).tensors
         self.empty = model.encode_prompts([""] * len(prompts)).tensors
         self.sigmas = model.sigmas(NUM_STEPS, self.shape).to(model.device)
 
     def velocity(self, latents: torch.Tensor, index: int, rows: slice) -> torch.Tensor:
-        def forward(embeddings: Embeddings) -> torch.Tensor:
-            mine = {name: each[rows] for name, each in embeddings.items()}
-            return self.family.forward(self.model, latents, self.sigmas[index], mine, self.guidance)
+        def forward(*branches: Embeddings) -> torch.Tensor:
+            mine = {name: torch.cat([branch[name][rows] for branch in branches]) for name in self.embeddings}
+            inputs = torch.cat([latents] * len(branches))
+            return self.family.forward(self.model, inputs, self.sigmas[index], mine, self.guidance)
 
-        conditional = forward(self.embeddings)
         if self.guidance == 1.0 or self.model.embeds_guidance:
-            return conditional
-        unconditional = forward(self.empty)
+            return forward(self.embeddings)
+        if self.together:
+            unconditional, conditional = forward(self.empty, self.embeddings).chunk(2)
+        else:
+            conditional, unconditional = forward(self.embeddings), forward(self.empty)
         guided = unconditional + self.guidance * (conditional - unconditional)
         if self.family.rescales:
             guided = guided * (token_norms(conditional) / token_norms(guided))
@@ -188,7 +195,7 @@ def made(arguments: argparse.Namespace) -> tuple[DiffusionModel, list[str], torc
     """The model, on its mesh, with prompts and advantages."""
     device = torch.device(arguments.device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
-    model = build(arguments.family, arguments.size, device, dtype, arguments.lora_rank)
+    model = build(arguments.family, arguments.size, device, dtype, arguments.lora_rank, arguments.text_tokens)
     savings = {"activation_checkpointing": arguments.recompute, "compile": arguments.compile}
     model.parallelize(Mesh(Layout(), device), TrainConfig(output_dir="unused", **savings))
     prompts = [f'write "{chr(65 + index % 26)}{chr(65 + index // 26 % 26)}C"' for index in range(arguments.num_images)]
@@ -224,6 +231,24 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     for phase, values in ratios.items():
         result[f"{phase}_speedup"] = statistics.median(values)
         result[f"{phase}_speedup_min"], result[f"{phase}_speedup_max"] = min(values), max(values)
+    if arguments.profile:
+        result |= profiled(model, sides, sampled, advantages, arguments.repeats)
+    return result
+
+
+def profiled(
+    model: DiffusionModel, sides: list[Any], sampled: list[Any], advantages: torch.Tensor, repeats: int
+) -> dict[str, Any]:
+    """Of each side and phase: shares of the time by kind, and that of the denoiser's passes alone (median)."""
+    result: dict[str, Any] = {}
+    for side, trajectories in zip(sides, sampled, strict=True):
+        for phase in ("rollout", "update"):
+            work = side.rollout if phase == "rollout" else lambda s=side, t=trajectories: s.update(t, advantages)
+            name, alone = f"{type(side).__name__} {phase}", passes_alone(model.denoiser, work)
+            pairs = [(seconds(alone, model.device), seconds(work, model.device)) for _ in range(repeats)]
+            result |= {f"{name} {kind}": value for kind, value in shares(work).items()}
+            result[f"{name} denoiser alone"] = statistics.median(mine / whole for mine, whole in pairs)
+            result[f"{name} seconds"] = statistics.median(whole for _, whole in pairs)
     return result
 
 
@@ -265,6 +290,9 @@ def parse() -> argparse.Namespace:
         "--size", choices=list(SIDES), default="small", help="real: SD3.5 medium, FLUX.1 dev, Qwen-Image"
     )
     parser.add_argument("--measure", action="store_true", help="sfumato alone, instead of the comparison")
+    parser.add_argument("--together", action="store_true", help="the other side, too, has one pass for both branches")
+    parser.add_argument("--profile", action="store_true", help="where the time of both sides goes, on a CPU")
+    parser.add_argument("--text-tokens", type=int, help="model.max_sequence_length; default: the family's")
     parser.add_argument("--guidance", type=float, nargs="+", help="default: the family's own")
     parser.add_argument("--resolution", type=int, help="pixels along a side")
     parser.add_argument("--num-images", type=int, default=54)
