@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,9 @@ class Passes:
     """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
 
 
-Part = tuple[Sequence[Rollout], Sequence[list[Sample]], Sequence[int]]
+Part = tuple[Sequence[Rollout], Sequence[list[Sample]], Mapping[int, int]]
 """What a data-parallel rank learns from: micro-batches, what of them rewards saw, and the ids of its samples, all of
-which are in these micro-batches."""
+which are in these micro-batches, with their places among the samples of all ranks."""
 
 
 def join(part: Part, device: torch.device) -> Any:
@@ -135,13 +135,13 @@ def records_of(
     groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]
     return [
         scores.record(
-            request.sample_id,
+            ids[request.sample_id],
             sample,
             kind="train",
             seed=seed,
             sample_id=request.sample_id,
             policy_version=version,
-            advantage=float(advantages[request.sample_id]),
+            advantage=float(advantages[ids[request.sample_id]]),
         )
         for request, sample, version in rows
         if request.group_id in groups

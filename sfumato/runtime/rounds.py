@@ -251,8 +251,8 @@ class RankSamples(NamedTuple):
     """What ``generate`` returned for the update, of the units that hold its samples."""
     seen: list[Handle]
     """What rewards saw of these units."""
-    sample_ids: list[int]
-    """Ids of its samples."""
+    sample_ids: dict[int, int]
+    """Ids of its samples, with their places among the samples of all ranks, which ``StreamBatch`` has in order."""
 
 
 class DrawnSample(NamedTuple):

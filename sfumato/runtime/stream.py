@@ -90,7 +90,8 @@ class RolloutStream:
             offload: an actor and a sampler of its own share GPUs, and use them in turns.
             log: shows a line to the user.
             more_groups: ``(iteration, scored, num_requested)`` to the samples of groups that the iteration needs in
-                addition (dynamic sampling), with ids that no other sample has. It is asked after each scored group;
+                addition (dynamic sampling), with ids that no other sample has, on no rank. It is asked after each
+                scored group;
                 ``scored`` holds all so far in the order in which they were asked for, of ``num_requested`` in all.
                 Each is then drawn by itself, whatever ``micro_batch_size``. Under torchrun a rank is asked for its
                 own groups. A sampler whose ranks compute together is to be given as many as it has ranks.
@@ -215,8 +216,13 @@ class RolloutStream:
         everyone = self.roles.together((scores, drawn))
         samples = [sample for _, some in everyone for sample in some]
         order = sorted(range(len(samples)), key=lambda index: samples[index].sample_id)
+        places = {samples[index].sample_id: place for place, index in enumerate(order)}
         parts = [
-            RankSamples([unit.made[0] for unit in some], [unit.made[1] for unit in some], ids)
+            RankSamples(
+                [unit.made[0] for unit in some],
+                [unit.made[1] for unit in some],
+                {sample_id: places[sample_id] for sample_id in ids},
+            )
             for some, ids in self._samples_of_actor(iteration)
         ]
         return StreamBatch(

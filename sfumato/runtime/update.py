@@ -76,7 +76,7 @@ class Update:
         """The ``Rollout`` of this rank's samples."""
         self.grad_norms: list[float] = []
         """Norms before clipping, one for each optimiser step; the task adds them."""
-        self._advantages = advantages.rows(self.batch.sample_ids)
+        self._advantages = advantages.rows(list(part[2].values()))
         self._lr = actor.state.schedule.get_last_lr()[0]
         self._sums: dict[str, float] = {}
         self._rows = 0.0
@@ -148,7 +148,8 @@ def optimizer_batches(
 ) -> Iterator[list[torch.Tensor]]:
     """This rank's rows for each optimiser step: the samples of all ranks, shuffled, in equal parts.
 
-    They are the same however ranks share them.
+    They are the same however ranks share them. A group that was drawn in the place of another (dynamic sampling), whose
+    samples' ids are those of the other and a multiple of the samples of an iteration, takes its place here, too.
 
     Args:
         requests: this rank's B samples; over all ranks they are numbered group by group.
@@ -161,7 +162,7 @@ def optimizer_batches(
     """
     num_samples = config.rollout.num_prompts * config.rollout.n
     unit_size = config.rollout.n if config.algorithm.whole_groups else 1
-    row_of = {request.sample_id: row for row, request in enumerate(requests) if useful[row]}
+    row_of = {request.sample_id % num_samples: row for row, request in enumerate(requests) if useful[row]}
     order = keyed_permutation(num_samples // unit_size, config.train.seed, "update", iteration)
     for part in order.split((config.train.global_batch_size or num_samples) // unit_size):
         units = [range(unit * unit_size, (unit + 1) * unit_size) for unit in part.tolist()]
