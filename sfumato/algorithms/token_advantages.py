@@ -22,7 +22,7 @@ Shapes: R rows, each a token; N sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -44,14 +44,19 @@ class TokenAdvantages:
     """``[R]``: what a critic learns, before whitening; 0 outside the mask."""
 
 
+@dataclass(frozen=True)
 class TokenAdvantage:
-    """Base of the parts."""
+    """Base of the parts. A subclass states ``type: ClassVar[str]``, what it takes, and ``_of_tokens``."""
 
-    type: ClassVar[str]
     takes_rewards: ClassVar[bool]
     """Takes rewards (``advantage.type: raw``) and penalties; else advantages of samples, which penalties went into."""
     needs_values: ClassVar[bool] = False
     """Needs a critic's values."""
+
+    whiten: bool = True
+    """Standardise over all tokens of the step."""
+    whiten_ddof: Literal[0, 1] = 1
+    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
 
     def compute(
         self,
@@ -70,11 +75,26 @@ class TokenAdvantage:
             mask: bool ``[R]``: tokens that the policy drew and that are learned from.
             penalties: ``[R]``: taken from each token's reward, such as ``coef`` times an estimate of the KL.
             values: ``[R]`` of a critic.
-            reduce: sums a tensor over the ranks that have the other sequences of the step, for whitening.
+            reduce: sums a tensor over the ranks that have the other sequences of the step, for whitening; ranks
+                without sequences compute, too.
 
         Raises:
             ValueError: when values are missing, penalties come too late, rows are out of order, or shapes differ.
         """
+        if penalties is not None and not self.takes_rewards:
+            raise ValueError("penalties belong into the samples' rewards before their advantages: see penalised")
+        if values is None and self.needs_values:
+            raise ValueError("a critic's values are needed for these advantages")
+        if self.takes_rewards:
+            given = token_rewards(of_samples, sequences, mask, penalties)
+        else:
+            given = masked(sequences.spread(of_samples), mask)
+        found = self._of_tokens(given, sequences, mask, values)
+        returns = found if values is None else masked(found + values.detach(), mask)
+        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, returns)
+
+    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+        """Advantages ``[R]`` before whitening, from each token's reward or its sample's advantage, ``[R]``."""
         raise NotImplementedError
 
 
@@ -87,24 +107,9 @@ class SampleAdvantage(TokenAdvantage):
 
     whiten: bool = False
     """Standardise over all tokens of the step."""
-    whiten_ddof: int = 1
-    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
 
-    def compute(
-        self,
-        of_samples: Float[Tensor, "sequences"],
-        sequences: Sequences,
-        mask: Bool[Tensor, "rows"],
-        penalties: Float[Tensor, "rows"] | None = None,
-        values: Float[Tensor, "rows"] | None = None,
-        reduce: Reduce = alone,
-    ) -> TokenAdvantages:
-        """As ``TokenAdvantage.compute``."""
-        del values
-        if penalties is not None:
-            raise ValueError("penalties belong into the samples' rewards before their advantages: see penalised")
-        each = masked(sequences.spread(of_samples), mask)
-        return TokenAdvantages(whitened(each, mask, reduce, self.whiten_ddof) if self.whiten else each, each)
+    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+        return given
 
 
 @dataclass(frozen=True)
@@ -116,28 +121,12 @@ class Returns(TokenAdvantage):
 
     gamma: float = 1.0
     """Discount of each token's reward for the one before."""
-    whiten: bool = True
-    """Standardise over all tokens of the step."""
-    whiten_ddof: int = 1
-    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
 
     def __post_init__(self) -> None:
         _check_share("gamma", self.gamma)
 
-    def compute(
-        self,
-        of_samples: Float[Tensor, "sequences"],
-        sequences: Sequences,
-        mask: Bool[Tensor, "rows"],
-        penalties: Float[Tensor, "rows"] | None = None,
-        values: Float[Tensor, "rows"] | None = None,
-        reduce: Reduce = alone,
-    ) -> TokenAdvantages:
-        """As ``TokenAdvantage.compute``."""
-        del values
-        rewards = token_rewards(of_samples, sequences, mask, penalties)
-        found = discounted_returns(rewards, sequences, mask, self.gamma)
-        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, found)
+    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+        return discounted_returns(given, sequences, mask, self.gamma)
 
 
 @dataclass(frozen=True)
@@ -149,34 +138,16 @@ class GAE(TokenAdvantage):
     needs_values: ClassVar[bool] = True
 
     gamma: float = 1.0
-    """Discount of each token's reward and value for the one before."""
+    """Discount of each token's reward, and of the value after it."""
     lam: float = 1.0
     """Lambda: 1 compares whole returns with the value, 0 single steps; 0.95 in ROLL."""
-    whiten: bool = True
-    """Standardise over all tokens of the step."""
-    whiten_ddof: int = 1
-    """Divisor N - ddof of the variance: 1 as in verl and slime, 0 as in OpenRLHF."""
 
     def __post_init__(self) -> None:
         _check_share("gamma", self.gamma)
         _check_share("lam", self.lam)
 
-    def compute(
-        self,
-        of_samples: Float[Tensor, "sequences"],
-        sequences: Sequences,
-        mask: Bool[Tensor, "rows"],
-        penalties: Float[Tensor, "rows"] | None = None,
-        values: Float[Tensor, "rows"] | None = None,
-        reduce: Reduce = alone,
-    ) -> TokenAdvantages:
-        """As ``TokenAdvantage.compute``."""
-        if values is None:
-            raise ValueError("gae needs a critic's values")
-        rewards = token_rewards(of_samples, sequences, mask, penalties)
-        found = gae(rewards, values, sequences, mask, self.gamma, self.lam)
-        returns = masked(found + values, mask)
-        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, returns)
+    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+        return gae(given, values, sequences, mask, self.gamma, self.lam)
 
 
 def token_rewards(
