@@ -74,11 +74,16 @@ class PPOClip(_Clipped):
 
     dual_clip: float | None = None
     """Where the advantage is below 0 the loss is at most this times |A|, so that no ratio is too large (arXiv
-    1912.09729, eq. 5); null has no such bound. verl takes 3."""
+    1912.09729); null has no such bound. verl takes 3."""
+    max_drift: float | None = None
+    """Leave out tokens with an advantage below 0 in sequences whose mean of log p_old - log p is above this
+    (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556); null leaves out none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_dual_clip(self.dual_clip)
+        if self.max_drift is not None and not self.max_drift > 0:
+            raise ValueError(f"max_drift {self.max_drift} must be above 0, or null")
 
     def loss(
         self,
@@ -88,9 +93,16 @@ class PPOClip(_Clipped):
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        del sequences
-        log_ratio = _clamped(masked(log_ratio, mask), self.log_ratio_clamp)
-        return _dual_clipped(log_ratio, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        log_ratio = masked(log_ratio, mask)
+        bounded = _clamped(log_ratio, self.log_ratio_clamp)
+        losses, stats = _dual_clipped(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        if self.max_drift is None:
+            return losses, stats
+        with torch.no_grad():
+            drift = sequences.spread(sequences.means(-log_ratio, mask))
+            left_out = mask & (advantages < 0) & (drift > self.max_drift)
+            stats["ratio/drifted"] = left_out.float().sum()
+        return masked(losses, ~left_out), stats
 
 
 @dataclass(frozen=True)
@@ -109,8 +121,8 @@ class GSPO(_Clipped):
     log_ratio_clamp: float | None = 10.0
     """Largest absolute mean log-ratio of a sequence, beyond which there is no gradient; null clamps none."""
     gradient: Literal["token", "sequence"] = "token"
-    """token: through each token's own log-probability with its own advantage (GSPO-token, eq. 15); sequence: through
-    the mean of all tokens of the sequence (eq. 7). They agree where all tokens of a sequence have one advantage."""
+    """token: through each token's own log-probability with its own advantage (the paper's GSPO-token); sequence:
+    through the mean of all tokens of the sequence. They agree where all tokens of a sequence have one advantage."""
     dual_clip: float | None = None
     """As of ppo_clip."""
 
@@ -167,7 +179,7 @@ class GMPO(_Clipped):
 
 @dataclass(frozen=True)
 class CISPO:
-    """-sg(clip(r)) A log p: the bounded ratio is a weight, and no token loses its gradient (arXiv 2506.13585, eq. 4).
+    """-sg(clip(r)) A log p: the bounded ratio is a weight, and no token loses its gradient (arXiv 2506.13585).
 
     The value that is returned is -clip(r) A, with the gradient of the formula, for log p itself is not known here.
     """
@@ -215,7 +227,7 @@ class CISPO:
 
 @dataclass(frozen=True)
 class SAPO:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in the place of the clip (SAPO, arXiv 2511.20347, eq. 5 and 6).
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in the place of the clip (SAPO, arXiv 2511.20347).
 
     Its slope is 1 at r = 1 and falls off on both sides, the faster the larger tau.
     """

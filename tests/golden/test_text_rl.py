@@ -41,6 +41,7 @@ from sfumato.algorithms.token_objectives import (
     TokenObjective,
     sequence_log_ratio,
 )
+from sfumato.data.packing import pack
 
 FILE = json.loads((Path(__file__).parent / "data" / "text_rl.json").read_text(encoding="utf-8"))
 INPUTS = {name: torch.tensor(value, dtype=torch.float64) for name, value in FILE["inputs"].items()}
@@ -59,12 +60,12 @@ LISTED = {
     r"verl/rollout_corr/.*bn=True": "weights over the mean of the whole batch: no choice of this library",
     r"trl/grpo_loss/loss_type=(vespo|luspo)": "no objective of this library",
     r"trl/.*top_entropy_quantile": "a mask by the quantile of entropies: not a choice of this library",
-    r"trl/.*off_policy_mask_threshold": "masks by advantage and distance at once: not a choice of this library",
     r"trl/dpo/(nca_pair|bco_pair|aot|aot_unpaired|apo_zero|apo_down|discopop|exo_pair|sft|robust|sigmoid_norm)\b": (
         "no preference loss of this library"
     ),
     r"trl/dpo/.*(f_divergence_type|ld_alpha|use_weighting)": "no preference loss of this library",
-    r"trl/pack/|verl/seqlen/": "packing and balancing: not about losses",
+    r"trl/pack/": "how documents of pretraining fill rows, not a loss; rows here hold whole documents, or their pieces",
+    r"verl/seqlen/.*equal=True": "parts of equally many samples: here they are equal by cost alone",
 }
 
 
@@ -294,7 +295,7 @@ def test_policy_losses_of_trl(case: dict) -> None:
     kind, low = params["loss_type"], params["epsilon_low"]
     high = params.get("epsilon_high", low)
     gradient = params.get("importance_sampling_level", "token")
-    objective: TokenObjective = PPOClip(low, high, dual_clip=params.get("delta"), log_ratio_clamp=None)
+    objective: TokenObjective = PPOClip(low, high, None, params.get("delta"), params.get("off_policy_mask_threshold"))
     if kind == "sapo":
         taus = (params.get("sapo_temperature_pos", 1.0), params.get("sapo_temperature_neg", 1.05))
         objective = SAPO(*taus, level=gradient, log_ratio_clamp=None)
@@ -540,6 +541,16 @@ def test_dpo(case: dict) -> None:
     if "grad_log_prob" in case["outputs"]:
         found.backward()
         close(log_probs.grad, torch.tensor(case["outputs"]["grad_log_prob"]) * mask, case)
+
+
+@some("verl/seqlen/")
+def test_samples_are_shared_out_as_evenly(case: dict) -> None:
+    """As many micro-batches as verl has parts, none of them larger than its largest."""
+    lengths, parts = case["inputs"]["seqlen_list"], case["params"]["k_partitions"]
+    found = pack(lengths, lengths, case["outputs"]["max_sum"], parts)
+    assert sorted(sample for rank in found for members in rank for sample in members) == list(range(len(lengths)))
+    assert [len(rank) for rank in found] == [1] * parts
+    assert max(sum(lengths[sample] for sample in rank[0]) for rank in found) <= case["outputs"]["max_sum"]
 
 
 def test_every_case_is_tested_or_listed_with_its_reason() -> None:

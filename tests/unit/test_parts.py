@@ -119,6 +119,7 @@ BOUNDS = [  # kind, type, field, values that are taken, values beyond
     ("token_objectives", "ppo_clip", "clip_range", [0.01], [0.0]),
     ("token_objectives", "ppo_clip", "dual_clip", [1.01, None], [1.0]),
     ("token_objectives", "ppo_clip", "log_ratio_clamp", [0.01, None], [0.0]),
+    ("token_objectives", "ppo_clip", "max_drift", [0.01, None], [0.0]),
     ("token_objectives", "sapo", "log_ratio_clamp", [0.01, None], [0.0]),
     ("token_objectives", "sapo", "tau_neg", [0.01], [0.0]),
     ("token_objectives", "sapo", "tau_pos", [0.01], [0.0]),

@@ -38,6 +38,7 @@ R = len(MASK)
 OBJECTIVES = [
     PPOClip(0.2),
     PPOClip(0.2, 0.28, dual_clip=1.5),
+    PPOClip(0.2, max_drift=0.05),
     GSPO(0.05, 0.06),
     GSPO(0.05, 0.06, gradient="sequence"),
     GMPO(),
@@ -237,6 +238,18 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     assert log_ratio.grad.tolist() == pytest.approx([2.0, 0.0, 0.0])
     assert stats["ratio/dual_clipped"] == 1 and stats["ratio/clipped"] == 1
     assert PPOClip(0.2).loss(log_ratio, advantages, mask, sequences)[0].tolist() == pytest.approx([2.0, 5.0, -1.2])
+
+
+def test_sequences_that_the_policy_left_teach_nothing_bad() -> None:
+    log_ratio = torch.tensor([-0.3, -0.1, -0.1, 0.3], requires_grad=True)  # means -0.2 and 0.1
+    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    mask, sequences = torch.ones(4) > 0, Sequences(torch.tensor([0, 0, 1, 1]), 2)
+    losses, stats = PPOClip(0.9, max_drift=0.15).loss(log_ratio, advantages, mask, sequences)
+    losses.sum().backward()
+    ratio = torch.exp(log_ratio.detach())
+    torch.testing.assert_close(losses.detach(), torch.tensor([0.0, -1.0, 1.0, -1.0]) * ratio)
+    torch.testing.assert_close(log_ratio.grad, losses.detach())
+    assert stats["ratio/drifted"] == 1
 
 
 def test_mean_log_ratio_of_a_sequence_over_ranks() -> None:
