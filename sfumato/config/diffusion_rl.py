@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Variant, find_variants
+from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
-from sfumato.config.rl import AlgorithmConfig, EvalConfig, RLConfig, RolloutConfig
+from sfumato.config.rl import EvalConfig, RolloutConfig
 from sfumato.config.sections import MAX_SIDE, ModelConfig, check_size
 
 TRAJECTORIES, FORWARD_PROCESS = "sfumato.algorithms.objectives", "sfumato.algorithms.forward_process"
@@ -46,14 +47,12 @@ class DiffusionRolloutConfig(RolloutConfig):
         return self
 
 
-class DiffusionAlgorithmConfig(AlgorithmConfig):
+class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
     """What algorithms on trajectories and on the forward process share."""
 
     objectives: ClassVar[str]
     """Where its objectives stand."""
 
-    recipe: str
-    """Preset of the parts below; any of their fields can be overridden."""
     objective: Any
     """Policy loss."""
     kl: Any
@@ -65,11 +64,6 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
     def recipes(cls) -> dict[str, dict[str, Any]]:
         """Presets by name."""
         return RECIPES[cls.objectives]
-
-    @classmethod
-    def recipe_in(cls, data: Any) -> Any:
-        """The recipe that a mapping names, or the default one."""
-        return data.get("recipe", cls.model_fields["recipe"].default) if isinstance(data, dict) else None
 
     @model_validator(mode="before")
     @classmethod
@@ -83,8 +77,6 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
                 raise ValueError(f"algorithm.recipe {recipe!r} is a recipe of another task: run {task}")
             if isinstance(kind, str) and kind in find_variants(source):
                 raise ValueError(f"algorithm.objective: type {kind} is an objective of another task: run {task}")
-        if isinstance(data, dict) and (not isinstance(recipe, str) or recipe not in cls.recipes()):
-            raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(cls.recipes())}")
         return data
 
     @model_validator(mode="after")
@@ -155,7 +147,7 @@ class DiffusionEvalConfig(EvalConfig):
     training; its authors take 0.06 to 0.24, and 0 computes every step."""
 
 
-class DiffusionRLConfig(RLConfig):
+class DiffusionRLConfig(RecipeRLConfig):
     """What both tasks share."""
 
     model: ModelConfig
@@ -166,34 +158,6 @@ class DiffusionRLConfig(RLConfig):
     """Algorithm."""
     eval: DiffusionEvalConfig = DiffusionEvalConfig()
     """Evaluation."""
-
-    @classmethod
-    def parts(cls) -> type[DiffusionAlgorithmConfig]:
-        """The class of the section algorithm."""
-        return cls.model_fields["algorithm"].annotation
-
-    @classmethod
-    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The parts of the recipe that ``data`` names."""
-        recipe = cls.parts().recipe_in(data.get("algorithm") or {})
-        known = isinstance(recipe, str) and recipe in cls.parts().recipes()
-        return {"algorithm": cls.parts().recipes()[recipe]} if known else {}
-
-    @classmethod
-    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
-        """Parts that the file sets for its own recipe do not fit the parts of another one."""
-        given, over, parts = data.get("algorithm"), overrides.get("algorithm"), cls.parts()
-        if not isinstance(given, dict) or not isinstance(over, dict):
-            return {}
-        before, recipe = parts.recipe_in(given), over.get("recipe")
-        named = [part for part in given if part in parts.model_fields and part not in {"recipe", *over}]
-        if recipe not in list(parts.recipes()) or recipe == before or not named:
-            return {}
-        reason = (
-            f"--algorithm.recipe {recipe}: the file sets {', '.join(named)} of algorithm for its own recipe, {before}, "
-            f"and what it sets lies over the parts of {recipe}: remove these lines from the file"
-        )
-        return {"algorithm": reason, **{f"algorithm.{part}": reason for part in named}}
 
     @model_validator(mode="after")
     def _suits_the_rollout(self) -> DiffusionRLConfig:

@@ -1,0 +1,66 @@
+"""RL algorithms whose parts a recipe presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from sfumato.config.rl import AlgorithmConfig, RLConfig
+
+
+class RecipeAlgorithmConfig(AlgorithmConfig):
+    """The RL algorithm as parts; a recipe presets all of them."""
+
+    recipe: str
+    """Preset of the parts below; any of their fields can be overridden."""
+
+    @classmethod
+    def recipes(cls) -> dict[str, dict[str, Any]]:
+        """Presets by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def recipe_in(cls, data: Any) -> Any:
+        """The recipe that a mapping names, or the default one."""
+        return data.get("recipe", cls.model_fields["recipe"].default) if isinstance(data, dict) else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_is_known(cls, data: Any) -> Any:
+        recipe = cls.recipe_in(data)
+        if isinstance(data, dict) and (not isinstance(recipe, str) or recipe not in cls.recipes()):
+            raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(cls.recipes())}")
+        return data
+
+
+class RecipeRLConfig(RLConfig):
+    """A task whose section algorithm has recipes."""
+
+    @classmethod
+    def parts(cls) -> type[RecipeAlgorithmConfig]:
+        """The class of the section algorithm."""
+        return cls.model_fields["algorithm"].annotation
+
+    @classmethod
+    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The parts of the recipe that ``data`` names."""
+        recipe = cls.parts().recipe_in(data.get("algorithm") or {})
+        known = isinstance(recipe, str) and recipe in cls.parts().recipes()
+        return {"algorithm": cls.parts().recipes()[recipe]} if known else {}
+
+    @classmethod
+    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
+        """Parts that the file sets for its own recipe do not fit the parts of another one."""
+        given, over, parts = data.get("algorithm"), overrides.get("algorithm"), cls.parts()
+        if not isinstance(given, dict) or not isinstance(over, dict):
+            return {}
+        before, recipe = parts.recipe_in(given), over.get("recipe")
+        named = [part for part in given if part in parts.model_fields and part not in {"recipe", *over}]
+        if recipe not in list(parts.recipes()) or recipe == before or not named:
+            return {}
+        reason = (
+            f"--algorithm.recipe {recipe}: the file sets {', '.join(named)} of algorithm for its own recipe, {before}, "
+            f"and what it sets lies over the parts of {recipe}: remove these lines from the file"
+        )
+        return {"algorithm": reason, **{f"algorithm.{part}": reason for part in named}}
