@@ -332,6 +332,10 @@ class PackedModel(ABC, Generic[Output]):
             forget_lengths(self.plain)
         return self.module(input_ids=input_ids, use_cache=False, **more).logits
 
+    def sum_for_rows(self, values: Tensor) -> Tensor:
+        """As ``sum_over_sequence``, where each rank goes on with rows of its own: gradients are summed, too."""
+        return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"), True)
+
     def _to_device(self, tensors: Tensors) -> Tensors:
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in tensors.items()}
 
@@ -378,17 +382,22 @@ class PackedModel(ABC, Generic[Output]):
 
 
 class _SequenceSum(torch.autograd.Function):
-    """Every rank computes the same from the sum; the gradients of all ranks' parts are those of one loss."""
+    """Every rank computes the same from the sum, so that the gradients of all ranks' parts are those of one loss; or
+    each something else, whose gradients are to be summed."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:
+        ctx.group = group if sum_gradients else None
         values = values.clone()
         dist.all_reduce(values, group=group)
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group is not None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None
 
 
 def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None) -> list[Tensors]:

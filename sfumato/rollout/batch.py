@@ -81,7 +81,7 @@ class Passes:
     num_rows: float
     """Rows of all ranks that it learns from."""
     num_samples: float
-    """Samples of all ranks that it learns from."""
+    """Samples of all ranks that have such rows."""
     parts: list[torch.Tensor]
     """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
 

@@ -38,6 +38,8 @@ class Sampler(Generic[Model]):
     """Training prompts, whose rows requests name."""
     offload: InitVar[bool] = False
     """Whether weights wait in CPU memory while nothing is sampled."""
+    engine: Any = None
+    """What draws, where the model does not by itself."""
     version: int = 0
     """Number of iterations that the weights have been updated."""
     sync: Any = None
@@ -85,6 +87,8 @@ class Actor(Generic[Model]):
     checkpointer: Checkpointer
     offload: InitVar[bool] = False
     """Whether what a call does not need waits in CPU memory."""
+    engine: Any = None
+    """What draws, where the model does not by itself."""
     sync: Any = None
     """The sender of weights, once there is one."""
 

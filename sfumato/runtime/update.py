@@ -76,11 +76,12 @@ class Update:
         """The ``Rollout`` of this rank's samples."""
         self.grad_norms: list[float] = []
         """Norms before clipping, one for each optimiser step; the task adds them."""
-        self._advantages = advantages.rows(list(part[2].values()))
+        self.advantages = advantages.rows(list(part[2].values()))
+        """Of this rank's samples."""
         self._lr = actor.state.schedule.get_last_lr()[0]
         self._sums: dict[str, float] = {}
         self._rows = 0.0
-        useful = self._advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
+        useful = self.advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
         actor.begin_update()
         self.passes = optimizer_passes(self.batch, useful, config, actor.mesh, step)
         """The optimiser steps of the iteration."""
@@ -96,7 +97,7 @@ class Update:
             is_counted = len(rows) > 0
             index = rows if is_counted else torch.zeros(1, dtype=torch.long)
             samples = self.batch.rows(index)
-            advantages = self._advantages.values[index] * is_counted
+            advantages = self.advantages.values[index] * is_counted
             yield MicroBatch(
                 samples,
                 advantages.repeat_interleave(torch.tensor(samples.num_rows)).to(self.actor.mesh.device),
@@ -138,7 +139,7 @@ def optimizer_passes(
     for units in optimizer_batches(batch.requests, useful, config, iteration):
         rows = mesh.sum(sum(int(num_rows[unit].sum()) for unit in units))
         if rows > 0:
-            samples = mesh.sum(sum(len(unit) for unit in units))
+            samples = mesh.sum(sum(int((num_rows[unit] > 0).sum()) for unit in units))
             passes.append(Passes(rows, samples, micro_batches(units, config, mesh, batch.lengths)))
     return passes
 

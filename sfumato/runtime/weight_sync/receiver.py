@@ -65,8 +65,8 @@ class Receiver(Protocol):
 
 
 class ReceivingState(Protocol):
-    """The state of a role that receives weights. It has ``engine``, a ``Receiver``, or ``received_module``, a module
-    of which the shards are replaced."""
+    """The state of a role that receives weights. It has ``engine``, which is a ``Receiver`` or has one as ``receiver``,
+    or where that is None ``received_module``, a module of which the shards are replaced."""
 
     mesh: Mesh
     version: int
@@ -194,8 +194,9 @@ class ReceivingEnd:
 
 def receiver_of(state: ReceivingState) -> Receiver:
     """What takes the weights in a process."""
-    engine: Receiver | None = getattr(state, "engine", None)
-    return MeshReceiver(state) if engine is None else engine
+    engine = getattr(state, "engine", None)
+    receiver: Receiver | None = getattr(engine, "receiver", engine)
+    return MeshReceiver(state) if receiver is None else receiver
 
 
 def describe(state: ReceivingState) -> Description:

@@ -1,0 +1,92 @@
+"""Recipes of RL of language models: published settings as presets of an algorithm's parts. Any field can be overridden.
+
+Settings of model, batch and optimiser stand in the YAML files of ``configs/text_rl``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NO_KL = {"type": "token"}
+_ON_POLICY = {"off_policy": {"type": "decoupled", "level": "token", "cap": 2.0}}
+_GROUP = {"type": "group", "std": "group", "ddof": 1, "eps": 1e-6, "clip": None}
+_MEAN = {"type": "group", "std": "none", "clip": None}
+
+TEXT_RECIPES: dict[str, dict[str, Any]] = {
+    # GRPO, arXiv 2402.03300: the mean over samples of their tokens' mean, KL k3 in the loss; coef 0.04 in the paper
+    "grpo": {
+        "advantage": _GROUP,
+        "objective": {"type": "ppo_clip", "clip_range": 0.2},
+        "aggregation": "seq-mean-token-mean",
+        "kl": {"type": "token", "coef": 0.001, "estimator": "k3"},
+        **_ON_POLICY,
+    },
+    # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation, nor by the length
+    "dr_grpo": {
+        "advantage": _MEAN,
+        "objective": {"type": "ppo_clip", "clip_range": 0.2},
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # DAPO, arXiv 2503.14476: clip-higher, token-level loss; with dynamic sampling (rollout.max_extra_groups) and overlong
+    # shaping (reward overlong)
+    "dapo": {
+        "advantage": _GROUP,
+        "objective": {"type": "ppo_clip", "clip_range": 0.2, "clip_range_high": 0.28},
+        "aggregation": "token-mean",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # RLOO, arXiv 2402.14740: leave-one-out baseline, REINFORCE over the whole answer
+    "rloo": {
+        "advantage": {"type": "rloo", "clip": None},
+        "objective": {"type": "policy_gradient"},
+        "aggregation": "seq-mean-token-sum",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # REINFORCE++, arXiv 2501.03262: returns of tokens with a KL in the reward, whitened over the step
+    "reinforce_pp": {
+        "advantage": {"type": "raw"},
+        "token_advantage": {"type": "returns"},
+        "objective": {"type": "ppo_clip", "clip_range": 0.2},
+        "aggregation": "token-mean",
+        "kl": {"type": "token", "coef": 0.001, "estimator": "k1", "where": "reward"},
+        "drop_no_spread": False,
+        **_ON_POLICY,
+    },
+    # REINFORCE++-baseline, arXiv 2501.03262: the group's mean as a baseline, whitened over the step
+    "reinforce_pp_baseline": {
+        "advantage": _MEAN,
+        "token_advantage": {"type": "sample", "whiten": True},
+        "objective": {"type": "ppo_clip", "clip_range": 0.2},
+        "aggregation": "token-mean",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # GSPO, arXiv 2507.18071: the ratio of a whole sequence
+    "gspo": {
+        "advantage": _GROUP,
+        "objective": {"type": "gspo"},
+        "aggregation": "seq-mean-token-mean",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # CISPO, arXiv 2506.13585: the bounded ratio is a weight of the policy gradient
+    "cispo": {
+        "advantage": _GROUP,
+        "objective": {"type": "cispo"},
+        "aggregation": "token-mean",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+    # SAPO, arXiv 2511.20347: a soft gate in the place of the clip
+    "sapo": {
+        "advantage": _GROUP,
+        "objective": {"type": "sapo"},
+        "aggregation": "seq-mean-token-mean",
+        "kl": _NO_KL,
+        **_ON_POLICY,
+    },
+}

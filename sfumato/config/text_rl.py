@@ -1,0 +1,142 @@
+"""Configuration of ``tasks/rl_text.py``: reinforcement learning of language models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Variant
+from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
+from sfumato.config.rl import MAX_SAMPLES, EvalConfig, RolloutConfig
+from sfumato.config.sections import TrainConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_recipes import TEXT_RECIPES
+from sfumato.config.text_rl_data import TextPromptDataConfig
+
+
+class TextRolloutConfig(RolloutConfig):
+    """How completions are drawn from the policy."""
+
+    micro_batch_size: int = Field(MAX_SAMPLES, ge=1)
+    """Samples that a rank's engine is given together; by default all of an iteration's, which it batches as it has
+    room."""
+    kind: Annotated[Any, Variant("sfumato.rollout.kinds")] = "single_turn"
+    """What a sample is: one completion, or several turns with tools, an environment or an agent."""
+    engine: Annotated[Any, Variant("sfumato.config.engines")] = "embedded"
+    """What generates text: the embedded engine, vLLM or SGLang."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Most tokens after the prompt, those that tools gave included."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits, in rollout and update alike."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Only the likeliest tokens with this probability together are drawn; 1 leaves out none."""
+    top_k: int = Field(0, ge=0)
+    """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
+    max_extra_groups: int = Field(0, ge=0)
+    """Dynamic sampling (DAPO): most groups of an iteration that are drawn in the place of those without spread."""
+
+
+class TextAlgorithmConfig(RecipeAlgorithmConfig):
+    """The RL algorithm as parts; a recipe presets all of them."""
+
+    recipe: Literal[tuple(TEXT_RECIPES)] = "grpo"  # type: ignore[valid-type]
+    """Preset of the parts below; any of their fields can be overridden."""
+    objective: Annotated[Any, Variant("sfumato.algorithms.token_objectives")]
+    """Policy loss of each token."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    """How losses of tokens become one: their mean over the optimiser step, the mean over samples of their tokens' mean
+    or sum, or of the sum divided by rollout.max_new_tokens (Dr. GRPO)."""
+    token_advantage: Annotated[Any, Variant("sfumato.algorithms.token_advantages")] = "sample"
+    """From the advantages or rewards of samples to those of their tokens."""
+    kl: Annotated[Any, Variant("sfumato.algorithms.token_kl")] = "token"
+    """Penalty that keeps the policy near its reference."""
+    off_policy: Annotated[Any, Variant("sfumato.algorithms.off_policy")] = "none"
+    """What is done about tokens that another policy drew, or the same by other kernels."""
+    entropy_coef: float = 0.0
+    """Factor of the entropy of each token's distribution, which is added to what is maximised."""
+    reference: Annotated[Any, Variant("sfumato.algorithms.decay")] = "constant"
+    """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
+
+    @classmethod
+    def recipes(cls) -> dict[str, dict[str, Any]]:
+        """Presets by name."""
+        return TEXT_RECIPES
+
+    @property
+    def other_policies(self) -> dict[str, Any]:
+        """Decays of the policies that are kept besides the trained one, by name."""
+        return {"reference": self.reference} if self.kl.coef > 0 else {}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> TextAlgorithmConfig:
+        raw = self.advantage.type == "raw"
+        if self.token_advantage.takes_rewards != raw:
+            takes = "takes rewards as they are" if not raw else "takes advantages of samples"
+            raise ValueError(
+                f"algorithm.token_advantage: type {self.token_advantage.type} {takes}: set algorithm.advantage to "
+                f"{'group or rloo' if raw else 'raw'}"
+            )
+        if self.kl.coef > 0 and self.kl.where == "reward" and not self.token_advantage.takes_rewards:
+            raise ValueError(
+                "algorithm.kl.where: reward goes into the rewards of tokens, which algorithm.token_advantage "
+                f"{self.token_advantage.type} does not take: set it to returns or gae, or kl.where to loss"
+            )
+        return self
+
+
+class TextRLTrainConfig(TrainConfig):
+    """The optimiser, the batch, the run folder and the checkpoints."""
+
+    rmpad_with_pos_ids: ClassVar[bool] = True
+
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Fill micro-batches up to so many tokens, prompts included, instead of micro_batch_size samples; a longer sample
+    has one to itself."""
+    chunked_loss: bool = False
+    """Compute the logits for some tokens at a time, twice: less memory, some more time."""
+    probe: Literal["stop", "warn"] = "stop"
+    """What to do when, before the first step, a few documents as the run sends them through the model give something
+    else than through transformers' own module one by one."""
+
+
+class TextRLEvalConfig(EvalConfig):
+    """Evaluation on prompts that training does not see, always with the same seeds."""
+
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of the evaluation; 0 takes the likeliest token each time."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer of the evaluation; null is the rollout's."""
+
+
+class TextRLConfig(RecipeRLConfig):
+    """Reinforcement learning of language models: GRPO and its relatives."""
+
+    model: LanguageModelConfig
+    """Model."""
+    data: TextPromptDataConfig
+    """Prompts."""
+    rollout: TextRolloutConfig
+    """Rollout."""
+    algorithm: TextAlgorithmConfig
+    """Algorithm."""
+    train: TextRLTrainConfig
+    """Training."""
+    eval: TextRLEvalConfig = TextRLEvalConfig()
+    """Evaluation."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sample, prompt included."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
+
+    @model_validator(mode="after")
+    def _text_fits(self) -> TextRLConfig:
+        if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not self.algorithm.off_policy.uses_proximal:
+            raise ValueError(
+                "rollout.top_p and rollout.top_k draw from another distribution than the one that is trained: leave "
+                "them out, or correct for it with algorithm.off_policy decoupled or rejection"
+            )
+        if self.train.pipeline_parallel_size > 1:
+            raise ValueError("train.pipeline_parallel_size: RL of language models takes all other meshes; set it to 1")
+        return self

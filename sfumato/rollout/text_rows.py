@@ -1,0 +1,123 @@
+"""From samples of a language model to packed rows, and values of their decisions at the places of labels.
+
+Shapes: B samples, R decisions (tokens that the policy drew), T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.text import Document, TextSample
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import LanguageModel
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.tokens import TextRollout
+
+
+def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, Tensor]) -> TextBatch:
+    """One packed row of B samples, whose labels are the R tokens that the policy drew.
+
+    Args:
+        rollout: the samples.
+        model: its tokenizer pads.
+        fields: values ``[R]`` of each decision, sample by sample, by name.
+
+    Returns:
+        A batch with ``samples``, int64 ``[1, T]``, the number of each token's sample from 0 to B - 1, and each of the
+        fields as ``[1, T]`` at the places of its labels, 0 elsewhere.
+    """
+    samples = [
+        TextSample(tuple(Document(sequence.token_ids, sequence.drawn) for sequence in own)) for own in rollout.sequences
+    ]
+    ids, pad = rollout.sample_ids, model.tokenizer.pad_token_id
+    batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh))
+    numbers = [number for number, own in enumerate(rollout.sequences) for _ in own] or [0]
+    batch.tensors["samples"] = torch.tensor(numbers)[batch.tensors["documents"]]
+    batch.tensors.update({name: at_labels(values, batch) for name, values in fields.items()})
+    return batch
+
+
+def at_labels(values: Tensor, batch: TextBatch) -> Tensor:
+    """Values ``[R]`` of the decisions of a batch at the places of their labels: ``[1, T]``, 0 elsewhere."""
+    labels = batch.tensors["labels"]
+    return torch.zeros(labels.shape, dtype=values.dtype).masked_scatter(labels != IGNORED, values.cpu())
+
+
+def of_decisions(rows: Tensor, batch: TextBatch) -> Tensor:
+    """The values ``[R]`` on the CPU of a tensor ``[1, T]`` at the places of labels: the inverse of ``at_labels``."""
+    return rows.detach().cpu()[batch.tensors["labels"] != IGNORED]
+
+
+def drawn_log_probs(rollout: TextRollout) -> Tensor:
+    """Log-probabilities of B samples' decisions as the engine gave them: float32 ``[R]``."""
+    return _of_drawn(rollout, lambda sequence: sequence.log_probs)
+
+
+def drawn_versions(rollout: TextRollout) -> Tensor:
+    """Versions of the policies that drew them: int32 ``[R]``."""
+    return _of_drawn(rollout, lambda sequence: sequence.versions)
+
+
+def _of_drawn(rollout: TextRollout, of_sequence: Callable) -> Tensor:
+    parts = [torch.from_numpy(of_sequence(each)[each.drawn]) for own in rollout.sequences for each in own]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def log_probs_of_decisions(
+    model: LanguageModel, rollout: TextRollout, parts: Sequence[Tensor], temperature: float
+) -> Tensor:
+    """What a model says of the decisions of B samples, without gradients.
+
+    Args:
+        model: on its mesh.
+        rollout: the samples.
+        parts: int64, those of each micro-batch, perhaps none; as many micro-batches on every rank.
+        temperature: divides the logits.
+
+    Returns:
+        float32 ``[R]`` on the CPU; 0 of samples that are in no part.
+    """
+    given = [rollout.rows(part if len(part) else torch.zeros(1, dtype=torch.int64)) for part in parts]
+    batches = [pack_samples(some, model, {}) for some in given]
+    found = [torch.zeros(count) for count in rollout.num_rows]
+    for part, some, batch, rows in zip(
+        parts, given, batches, model.token_log_probs(batches, temperature=temperature), strict=True
+    ):
+        split = of_decisions(rows, batch).split(some.num_rows)
+        for sample, values in zip(part.tolist(), split, strict=False):
+            found[sample] = values
+    return torch.cat(found)
+
+
+def token_counts(rollout: TextRollout, flops: FlopCount, passes: int, mesh: Mesh) -> dict[str, float]:
+    """Metrics of all ranks' samples: tokens that were drawn, and operations that drawing and learning took.
+
+    Args:
+        rollout: this rank's B samples.
+        flops: of the policy.
+        passes: forward passes of other policies for each of the trained one.
+        mesh: of the ranks.
+    """
+    drawn, lengths = rollout.num_rows, [len(each.token_ids) for own in rollout.sequences for each in own]
+    cut = sum(own[-1].finish_reason == "length" for own in rollout.sequences if own)
+    sums = {
+        "tokens": float(sum(drawn)),
+        "samples": float(len(drawn)),
+        "truncated": float(cut),
+        "generate": float(flops.forward(lengths)),
+        "update": float(flops.training(lengths) + passes * flops.forward(lengths)),
+    }
+    sums, longest = mesh.sum_dict(sums), mesh.max(max(drawn, default=0))
+    return {
+        "rollout/tokens": sums["tokens"],
+        "rollout/tokens_per_sample": sums["tokens"] / max(sums["samples"], 1),
+        "rollout/tokens_longest": longest,
+        "rollout/truncated": sums["truncated"] / max(sums["samples"], 1),
+        "flops/generate": sums["generate"],
+        "flops/update": sums["update"],
+    }
