@@ -184,9 +184,8 @@ def generate(
     sampling = sampling_of(sampler.engine.template, rollout.temperature, rollout.top_p, rollout.top_k)
     with sampler.policy():
         drawn = sampler.engine.draw(("rollout", version), version, prompts, keys, sampling, rollout.max_new_tokens)
-    samples = [
-        each.sample(prompt, request.group_id) for each, prompt, request in zip(drawn, prompts, requests, strict=True)
-    ]
+    groups = [request.group_id for request in requests]
+    samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
     sequences = [each.sequences for each in drawn]
     return TextRollout(requests=requests, versions=[version] * len(requests), sequences=sequences), samples
 
@@ -202,10 +201,7 @@ def update_policy(
         micros = list(micro_batches)
         batches = [pack_samples(micro.samples, model, decisions_of(micro, config)) for micro in micros]
         micro_of = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
-
-        def loss_of(scores: TokenScores, row: Tensors, batch: TextBatch) -> torch.Tensor:
-            return policy_loss(scores, row, micro_of[id(batch)], model, config, update, mismatch)
-
+        loss_of = partial(policy_loss, micro_of=micro_of, model=model, config=config, update=update, mismatch=mismatch)
         model.forward_backward(batches, loss_of, step)
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
         actor.step()
@@ -220,13 +216,15 @@ def update_policy(
 def policy_loss(
     scores: TokenScores,
     row: Tensors,
-    micro: MicroBatch,
+    batch: TextBatch,
+    micro_of: dict[int, MicroBatch],
     model: LanguageModel,
     config: TextRLConfig,
     update: Update,
     mismatch: Mismatch,
 ) -> torch.Tensor:
     """A micro-batch's part of the loss. R are the tokens of its packed row; the mask holds those that were drawn."""
+    micro = micro_of[id(batch)]
     algorithm, row = config.algorithm, {name: tensor.flatten() for name, tensor in row.items()}
     mask, drawn = row["labels"] != IGNORED, row["rollout_log_probs"]
     log_probs, entropy = scores.log_probs_and_entropy(row["labels"][None], config.rollout.temperature)
@@ -253,7 +251,7 @@ def policy_loss(
 
 
 def with_advantages(actor: Actor, update: Update, advantages: Advantages, config: TextRLConfig) -> TextRollout:
-    """The samples with what is to be known of each drawn token before the first optimiser step: float32 ``[R]`` each."""
+    """The samples with what must be known of each drawn token before the first optimiser step, float32 ``[R]``."""
     algorithm, rollout, temperature = config.algorithm, update.batch, config.rollout.temperature
     parts = [part for passes in update.passes for part in passes.parts]
     known = {"rollout_log_probs": drawn_log_probs(rollout)}
