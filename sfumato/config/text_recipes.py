@@ -29,8 +29,8 @@ TEXT_RECIPES: dict[str, dict[str, Any]] = {
         "kl": _NO_KL,
         **_ON_POLICY,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, token-level loss; with dynamic sampling (rollout.max_extra_groups) and overlong
-    # shaping (reward overlong)
+    # DAPO, arXiv 2503.14476: clip-higher, token-level loss; with dynamic sampling (rollout.max_extra_groups) and
+    # overlong shaping (reward overlong)
     "dapo": {
         "advantage": _GROUP,
         "objective": {"type": "ppo_clip", "clip_range": 0.2, "clip_range_high": 0.28},

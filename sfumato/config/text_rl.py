@@ -23,7 +23,7 @@ class TextRolloutConfig(RolloutConfig):
     room."""
     kind: Annotated[Any, Variant("sfumato.rollout.kinds")] = "single_turn"
     """What a sample is: one completion, or several turns with tools, an environment or an agent."""
-    engine: Annotated[Any, Variant("sfumato.config.engines")] = "embedded"
+    engine: Annotated[Any, Variant("sfumato.rollout.engines")] = "embedded"
     """What generates text: the embedded engine, vLLM or SGLang."""
     max_new_tokens: int = Field(256, ge=1)
     """Most tokens after the prompt, those that tools gave included."""

@@ -1,0 +1,47 @@
+"""Settings of the embedded engine, which a configuration chooses by ``rollout.engine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sfumato.models.language import LanguageModel
+    from sfumato.rollout.engines.base import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """Draws with transformers' module in the process of the actor or the sampler."""
+
+    type: ClassVar[str] = "embedded"
+    is_server: ClassVar[bool] = False
+
+    max_batch_size: int = 256
+    """Sequences that are drawn at a time."""
+    cache_gb: float | None = None
+    """Memory for keys and values in GiB; null is half of what is free."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise ConfigError(f"max_batch_size {self.max_batch_size} must be at least 1")
+        if self.cache_gb is not None and not self.cache_gb > 0:
+            raise ConfigError(f"cache_gb {self.cache_gb} must be above 0, or null")
+
+    def of_module(self, module: nn.Module, model: LanguageModel, max_length: int) -> Engine:
+        """The engine of a module that is whole in this process.
+
+        Args:
+            module: draws.
+            model: the policy, for the precision of its passes.
+            max_length: tokens of the longest sample, prompt included.
+        """
+        from sfumato.rollout.engines.embedded import EmbeddedEngine
+
+        cache = None if self.cache_gb is None else int(self.cache_gb * 2**30)
+        sizes = {"max_length": max_length, "max_batch_size": self.max_batch_size, "cache_bytes": cache}
+        return EmbeddedEngine(module, around=model.autocast, **sizes)
