@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -36,11 +37,33 @@ class _Deferred:
         return getattr(importlib.import_module(name), attribute)
 
 
+class _LoadedAlready(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of a deferred package that were loaded when one of them was asked for.
+
+    ``import torch.distributed`` looks for the package's path first, which loads the package, and that in turn the
+    module; without this it would be loaded once more, which torch ends the process for.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.prefix = f"{package}."
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        known = name.startswith(self.prefix) and name in sys.modules
+        return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__) if known else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = module.__spec__.loader_state
+
+
 def defer(name: str) -> None:
     """Puts off the import of a package until something of it is used; nothing happens where it is not installed."""
     spec = importlib.machinery.PathFinder.find_spec(name)
     if spec is not None and name not in sys.modules:
         sys.modules[name] = _Deferred(spec)  # type: ignore[assignment]
+        sys.meta_path.insert(0, _LoadedAlready(name))
 
 
 def schema_of_script(script: Path) -> type[Section] | None:

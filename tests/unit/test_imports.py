@@ -238,3 +238,14 @@ def test_a_class_name_means_one_thing():
     assert found["Sample"] == found["Prompt"] == 1
     assert twice - set(SAME_NAME) == set(), "rename one of each"
     assert set(SAME_NAME) - twice == set(), "these names are no longer in several modules: take them off the list"
+
+
+def test_a_module_of_a_package_that_was_put_off_is_loaded_once():
+    """A part of one's own may import torch.distributed while its name is read; twice would end the process."""
+    code = (
+        "from sfumato.config.__main__ import defer\ndefer('torch')\nimport torch.distributed as dist\nimport torch, sys\n"
+        "assert dist is sys.modules['torch.distributed'] is torch.distributed and dist.__spec__.origin\n"
+        "print(float(torch.ones(2).sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "2.0", done.stderr
