@@ -243,7 +243,8 @@ def test_a_class_name_means_one_thing():
 def test_a_module_of_a_package_that_was_put_off_is_loaded_once():
     """A part of one's own may import torch.distributed while its name is read; twice would end the process."""
     code = (
-        "from sfumato.config.__main__ import defer\ndefer('torch')\nimport torch.distributed as dist\nimport torch, sys\n"
+        "from sfumato.config.__main__ import defer\ndefer('torch')\n"
+        "import torch.distributed as dist, torch, sys\n"
         "assert dist is sys.modules['torch.distributed'] is torch.distributed and dist.__spec__.origin\n"
         "print(float(torch.ones(2).sum()))"
     )
