@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -64,16 +65,24 @@ class LanguageModel(PackedModel[TokenScores]):
         finally:
             self._chunked = chunked
 
+    def frozen_copy(self) -> LanguageModel:
+        """The same model with weights of its own that need no gradients; call it before ``parallelize``."""
+        module = copy.deepcopy(self.module).requires_grad_(False)
+        return LanguageModel(module, self.tokenizer, self.autocast_dtype, self._build, self.source, self._chunked)
+
     @torch.no_grad()
-    def token_log_probs(self, batches: Sequence[TextBatch], reference: bool = False) -> list[Tensor]:
+    def token_log_probs(
+        self, batches: Sequence[TextBatch], reference: bool = False, temperature: float = 1.0
+    ) -> list[Tensor]:
         """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
 
         Args:
             batches: as many on each rank.
             reference: with the adapters switched off.
+            temperature: divides the logits.
         """
         with self.without_adapter() if reference else nullcontext():
-            return self.token_numbers(batches)
+            return self._whole(batches, lambda scores, row: scores.log_probs(row["labels"], temperature))
 
     def predictions(self, batches: Sequence[TextBatch]) -> list[Tensor]:
         """The likeliest next token after each token of whole micro-batches, int64 ``[B, T]`` on the CPU."""
