@@ -14,9 +14,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPrompt, TextPromptLoader, check_text_prompts, load_text_prompts
-from sfumato.rollout.turns import SampleKeys
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.aggregation import row_weights
@@ -28,6 +25,8 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
 from sfumato.data.packing import TextBatch
+from sfumato.data.prompt_template import build_prompt_template
+from sfumato.data.text_prompts import TextPrompt, TextPromptLoader, check_text_prompts, load_text_prompts
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel, Tensors
 from sfumato.models.language_load import build_tokenizer
@@ -45,6 +44,7 @@ from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
 from sfumato.rollout.text_policy import TextEngine, build_text_policy, sampling_of, summed
 from sfumato.rollout.text_rows import drawn_log_probs, log_probs_of_decisions, pack_samples, token_counts
 from sfumato.rollout.tokens import TextRollout
+from sfumato.rollout.turns import SampleKeys
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
