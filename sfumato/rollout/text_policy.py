@@ -19,7 +19,7 @@ from sfumato.models.plain import check_length
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
-from sfumato.rollout.turns import DrawnText, Limits, SampleKeys
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 def build_text_policy(config: TextRLConfig) -> LanguageModel:
@@ -83,7 +83,7 @@ class TextEngine:
             max_new_tokens: most tokens after a prompt.
         """
         engine: Engine = self.receiver if self._policy is None else self._policy.ready(weights, version)
-        limits, kind = Limits(max_new_tokens, self.config.max_seq_len), self.config.rollout.kind
+        limits, kind = LengthLimits(max_new_tokens, self.config.max_seq_len), self.config.rollout.kind
 
         async def draw_all() -> list[DrawnText]:
             draws = [

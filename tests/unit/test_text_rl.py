@@ -1,0 +1,147 @@
+"""Reinforcement learning of language models in one process: tasks/rl_text.py."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.config.load import load_config, merge
+from sfumato.config.text_recipes import TEXT_RECIPES
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.errors import ConfigError
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
+
+
+def values(folder: Path, name: str) -> list[float]:
+    """A metric by step."""
+    return [line[name] for line in read_jsonl(folder / "metrics.jsonl") if name in line]
+
+
+@pytest.mark.parametrize("recipe", sorted(TEXT_RECIPES))
+def test_every_recipe_begins_on_policy(recipe: str, tmp_path: Path) -> None:
+    settings = {"algorithm": {"recipe": recipe}, "train": {"max_steps": 2, "global_batch_size": 8}}
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    assert max(values(folder, "mismatch/log_ratio_max")) < 1e-5
+    assert values(folder, "updates") == [2.0, 2.0] and all(norm > 0 for norm in values(folder, "grad_norm"))
+    assert all(math.isfinite(value) for line in read_jsonl(folder / "metrics.jsonl") for value in line.values())
+    assert (folder / "hf_ckpt/model.safetensors").is_file() and (folder / "report.html").is_file()
+
+
+def test_the_reward_rises(tmp_path: Path) -> None:
+    settings = {
+        "rollout": {"num_prompts": 8, "n": 8, "temperature": 0.8},
+        "train": {"max_steps": 12, "lr": 1e-2, "micro_batch_size": 64},
+    }
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    rewards = values(folder, "reward/total")
+    assert rewards[0] < 0.2 and rewards[-1] > rewards[0] + 0.25, rewards
+    assert values(folder, "ratio/mean") == [1.0] * 12  # one optimiser step: exactly on policy
+    assert max(values(folder, "mismatch/log_ratio_max")) < 1e-5
+
+
+def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO with a KL to the reference, at a temperature, against plain transformers on one answer after the other."""
+    kept: dict[str, Any] = {}
+    task = load_task("rl_text")
+    update_policy, policy_loss, norms = task.update_policy, task.policy_loss, []
+
+    def watched(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
+        kept.update(module=actor.model.plain, part=part, advantages=advantages.values.clone())
+        for parameter in actor.model.plain.parameters():
+            parameter.register_hook(lambda gradient: gradient)
+        metrics = update_policy(actor, part, advantages, config, step)
+        kept["grad_norm"] = metrics["grad_norm"]
+        return metrics
+
+    def before(model: Any, *args: Any) -> float:
+        kept["gradients"] = {name: each.grad.clone() for name, each in model.named_parameters()}
+        norms.append(1)
+        return reduce_and_clip(model, *args)
+
+    reduce_and_clip = task.reduce_and_clip
+    monkeypatch.setattr(task, "update_policy", watched)
+    monkeypatch.setattr(task, "reduce_and_clip", before)
+    settings = {
+        "rollout": {"temperature": 0.7},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "train": {"max_steps": 1, "micro_batch_size": 3, "lr": 1e-9},
+    }
+    assert policy_loss is task.policy_loss
+    run_task_here(task, tiny_text_rl_config(tmp_path, **settings))
+    rollouts, _, ids = kept["part"]
+    sequences = {
+        request.sample_id: sequence
+        for rollout in rollouts
+        for request, (sequence,) in zip(rollout.requests, rollout.sequences, strict=True)
+    }
+    module, useful = kept["module"], [number for number in ids if kept["advantages"][number] != 0]
+    module.zero_grad()
+    for number in useful:
+        sequence, advantage = sequences[number], kept["advantages"][number]
+        tokens, drawn = torch.from_numpy(sequence.token_ids).long(), torch.from_numpy(sequence.drawn)
+        logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / 0.7
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][drawn[1:]]
+        assert torch.allclose(log_probs.detach(), torch.from_numpy(sequence.log_probs)[drawn], atol=1e-5)
+        ratio = torch.exp(log_probs - log_probs.detach())
+        losses = -advantage * ratio  # the penalty is 0 and flat where policy and reference are one
+        (losses.mean() / len(useful)).backward()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(parameter.grad, kept["gradients"][name], atol=1e-6, rtol=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    return run_task_here("rl_text", tiny_text_rl_config(tmp_path_factory.mktemp("whole")))
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, task = tiny_text_rl_config(tmp_path, train={"save_steps": 1}), load_task("rl_text")
+    update = task.update_policy
+
+    def interrupted(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
+        if step == 2:
+            raise KeyboardInterrupt
+        return update(actor, part, advantages, config, step)
+
+    monkeypatch.setattr(task, "update_policy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_task_here(task, config)
+    resumed = run_task_here("rl_text", merge(config, {"train": {"load_checkpoint_path": "auto"}}))
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> None:
+    apart = run_task_here("rl_text", tiny_text_rl_config(tmp_path, rollout={"hybrid_engine": False}))
+    assert (apart / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> None:
+    settings = {"model": {"lora": {"rank": 4}}, "train": {"max_steps": 3, "lr": 0.01}}
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    assert (folder / "hf_ckpt/adapter_model.safetensors").is_file()
+    assert max(values(folder, "mismatch/log_ratio_max")) < 1e-5  # the engine sees adapters that have changed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout": {"top_p": 0.9}, "algorithm": {"off_policy": "none"}}, "draw from another distribution"),
+        ({"algorithm": {"recipe": "grpo", "token_advantage": "returns"}}, "set algorithm.advantage to raw"),
+        ({"algorithm": {"kl": {"where": "reward"}}}, "does not take"),
+        ({"algorithm": {"recipe": "flow_grpo"}}, "recipe"),
+        ({"train": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **settings))
