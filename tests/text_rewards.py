@@ -9,12 +9,12 @@ from sfumato.rewards.base import Reward, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digits(Reward):
-    """The share of an answer's characters that are digits."""
+class Ascii(Reward):
+    """The share of an answer's characters that are ASCII; bytes drawn at random are mostly none."""
 
-    type: ClassVar[str] = "digits"
+    type: ClassVar[str] = "ascii"
 
     def score(self, samples: list[Sample]) -> list[float]:
         return [
-            sum(each.isdigit() for each in sample.text or "") / max(len(sample.text or ""), 1) for sample in samples
+            sum(each.isascii() for each in sample.text or "") / max(len(sample.text or ""), 1) for sample in samples
         ]

@@ -197,13 +197,13 @@ def tiny_text_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -> d
 
 
 def tiny_text_rl_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -> dict[str, Any]:
-    """A ``tasks/rl_text.py`` run of 4 iterations of 4 prompts x 4 answers of up to 8 bytes, rewarded for digits."""
+    """A ``tasks/rl_text.py`` run of 4 iterations of 4 prompts x 4 answers of up to 8 bytes, rewarded for ASCII."""
     base = tiny_text_config(tmp_path, kind)
     base = {
         "model": base["model"],
         "data": {"synthetic": {"problem": "add", "max_length": 2}, "max_prompt_tokens": 64, "chat_template": "none"},
         "rollout": {"num_prompts": 4, "n": 4, "max_new_tokens": 8},
-        "reward": {"rewards": [{"type": "tests.text_rewards:Digits"}]},
+        "reward": {"rewards": [{"type": "tests.text_rewards:Ascii"}]},
         "algorithm": {"recipe": "grpo"},
         "train": {**base["train"], "max_steps": 4, "micro_batch_size": 8, "lr_warmup_steps": 0},
         "eval": {"every_steps": 2, "num_prompts": 4, "num_saved": 2},
