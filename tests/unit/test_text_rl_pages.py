@@ -1,0 +1,75 @@
+"""The pages of RL of language models: what they show can be configured, and their options are those of the parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sfumato.config.base import Variant, find_variants
+from tests.golden.test_text_rl import CASES
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "text_rl").glob("*.md"))
+PARTS = {
+    "advantage": "sfumato.algorithms.advantages",
+    "token_advantage": "sfumato.algorithms.token_advantages",
+    "objective": "sfumato.algorithms.token_objectives",
+    "kl": "sfumato.algorithms.token_kl",
+}
+
+
+def blocks() -> list[tuple[str, dict]]:
+    return [
+        (page.stem, yaml.safe_load(block))
+        for page in PAGES
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize(("page", "shown"), blocks())
+def test_what_a_page_shows_can_be_configured(page: str, shown: dict) -> None:
+    algorithm = shown["algorithm"]
+    assert {*PARTS, "aggregation"} - {"drop_no_spread"} <= set(algorithm), page
+    built = {name: Variant(source).validate(algorithm[name]) for name, source in PARTS.items()}
+    assert built["token_advantage"].takes_rewards == (built["advantage"].type == "raw")
+    for reward in shown.get("reward", {}).get("rewards", []):
+        Variant("sfumato.rewards").validate(reward)
+
+
+def test_every_algorithm_has_a_page() -> None:
+    assert {page for page, _ in blocks()} == {page.stem for page in PAGES}
+    assert len(PAGES) == 10
+
+
+def test_options_of_tables_exist_with_the_defaults_that_they_name() -> None:
+    """Rows such as ``| `advantage.eps` | 1e-4 |``: the field of any part of that kind."""
+    checked = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for part, field, default in re.findall(
+            rf"^\| `({'|'.join(PARTS)})\.(\w+)`[^|]*\| ([^|]+) \|", text, re.MULTILINE
+        ):
+            defaults = [
+                each.default
+                for cls in find_variants(PARTS[part]).values()
+                for each in dataclasses.fields(cls)
+                if each.name == field
+            ]
+            stated = yaml.safe_load(re.sub(r"[`]", "", default.split(",")[0]))
+            stated = float(stated) if re.fullmatch(r"\d+e-\d+", str(stated)) else stated
+            assert stated in defaults, f"{page.name}: {part}.{field} is {stated!r} there, {defaults} in the code"
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_golden_cases_that_a_page_names_exist(page: Path) -> None:
+    section = page.read_text(encoding="utf-8").partition("## Golden cases")[2]
+    named = re.findall(r"`((?:verl|trl|slime|openrlhf|areal|roll|\*)/[^`]+)`", section)
+    assert named
+    for pattern in named:
+        regex = re.escape(pattern).replace(r"\*", ".*")
+        assert any(re.match(regex, name) for name in CASES), pattern
