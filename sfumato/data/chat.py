@@ -293,8 +293,8 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
     else:
         texts = [_read_template(name)] * 2
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
-    if name == "chatml" and missing:
-        raise ConfigError(f"data.chat_template chatml needs the tokens {' and '.join(missing)} in the tokenizer")
+    if name in ("chatml", "hermes") and missing:
+        raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
         _check_syntax(text, name or "the tokenizer's own")
     return ChatTemplate(tokenizer, *texts)

@@ -62,9 +62,18 @@ class PromptTemplate:
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
         return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of drawn tokens, without special tokens such as the one that ends a turn."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None) -> str:
+        """The text of drawn tokens.
+
+        Args:
+            token_ids: the tokens.
+            stop: without it, special tokens are left out; with it, only one of these at the end is, so that special
+                tokens which mark a call of a tool are seen.
+        """
+        ids = list(token_ids)
+        if stop is not None and ids and ids[-1] in stop:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
 
     def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
         """The tokens of a single prompt. Raises DataError as ``messages_of`` and ``render``."""

@@ -149,7 +149,9 @@ class SequenceInMaking:
             finish_reason or self.finish_reason,
         )
 
-    async def draw(self, engine: Engine, seed: int, max_new_tokens: int, sampling: Sampling) -> list[int]:
+    async def draw(
+        self, engine: Engine, seed: int, max_new_tokens: int, sampling: Sampling, first_position: int = 0
+    ) -> list[int]:
         """Has the engine draw a completion and appends it.
 
         One that was aborted so that weights could change goes on with its noise and its tokens, by the new weights; the
@@ -160,6 +162,7 @@ class SequenceInMaking:
             seed: of ``request_seed``.
             max_new_tokens: at least 1.
             sampling: how.
+            first_position: tokens of the same completion that stand at the end already.
 
         Returns:
             The drawn tokens.
@@ -170,7 +173,7 @@ class SequenceInMaking:
         first = len(self)
         while True:
             so_far = len(self) - first
-            request = GenerationRequest(list(self.token_ids), seed, max_new_tokens - so_far, so_far)
+            request = GenerationRequest(list(self.token_ids), seed, max_new_tokens - so_far, first_position + so_far)
             completion = await engine.generate(request, sampling)
             self.take(completion)
             if completion.finish_reason != "abort":

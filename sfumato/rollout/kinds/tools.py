@@ -1,0 +1,179 @@
+"""Several turns, between which tools that the policy has called say what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from sfumato.data.prompt_template import PromptTemplate, Tools
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.errors import ConfigError, DataError
+from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.seams import defused, tokens_after, tokens_between
+from sfumato.rollout.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
+from sfumato.rollout.tools import Tool, ToolResult, build_tool
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+
+SHORT = {"calc": "calculator"}
+"""Names for inline calls that take fewer tokens."""
+
+_build = cache(build_tool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse(RolloutKind):
+    """Turns of the policy with results of tools between them. Metadata for rewards: tool_calls, tool_errors."""
+
+    type: ClassVar[str] = "tools"
+
+    use: tuple[str, ...] = ("calculator",)
+    """Tools: calculator, python (in the sandbox), or functions of your own by import path, my_module:my_function."""
+    calls: Literal["hermes", "inline"] = "hermes"
+    """How they are called: hermes is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, answered by messages of
+    role tool; inline is `calculator(12*34)=`, or `calc(12*34)=`, within an answer, which goes on after the result."""
+    max_turns: int = 8
+    """Most turns of the policy; who calls a tool in the last one is cut off."""
+    tool_timeout_s: float = 10.0
+    """Seconds that one call may take; the model is told when it took longer."""
+    max_output_chars: int = 4000
+    """Letters of a result that the model sees; that the rest was cut off is said."""
+
+    def __post_init__(self) -> None:
+        if not self.use or len(set(self.use)) < len(self.use):
+            raise ConfigError("rollout.kind.use must name at least one tool, each once")
+        if self.max_turns < 1 or self.max_output_chars < 1 or not self.tool_timeout_s > 0:
+            raise ConfigError("rollout.kind: max_turns, max_output_chars and tool_timeout_s must be positive")
+
+    def by_name(self) -> dict[str, Tool]:
+        """The tools. Raises as ``build_tool``; ConfigError when two have the same name."""
+        built = [_build(name, self.tool_timeout_s) for name in self.use]
+        if len({tool.name for tool in built}) < len(built):
+            raise ConfigError(f"rollout.kind.use: two tools have the same name: {[tool.name for tool in built]}")
+        return {tool.name: tool for tool in built}
+
+    def prepare(self, template: PromptTemplate) -> None:
+        tools = self.by_name()
+        if self.calls == "inline":
+            wrong = [name for name, tool in tools.items() if len(tool.parameters) != 1]
+            if wrong:
+                raise ConfigError(f"rollout.kind.calls inline takes tools of one argument, which {wrong[0]} is not")
+            if not tokens_that_end_in(template.tokenizer, INLINE_END):
+                raise ConfigError("rollout.kind.calls inline: no token of the tokenizer ends in '='")
+            return
+        if template.chat is None:
+            raise ConfigError("rollout.kind.calls hermes needs a chat template: set data.chat_template, or take inline")
+        try:
+            template.render([{"role": "user", "content": "."}], "a prompt with tools", self.tools())
+        except DataError as error:
+            raise ConfigError(
+                f"rollout.kind.calls hermes needs a chat template that shows tools: {error}; data.chat_template hermes "
+                "does"
+            ) from error
+        tokens_between(template, [{"role": "tool", "name": next(iter(tools)), "content": "1"}], None, self.tools())
+
+    def tools(self) -> Tools | None:
+        return [tool.schema for tool in self.by_name().values()] if self.calls == "hermes" else None
+
+    async def draw(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        draw = self._draw_inline if self.calls == "inline" else self._draw_hermes
+        return await draw(engine, prompt, keys, sampling, template, limits)
+
+    async def _draw_hermes(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        sequence, messages = SequenceInMaking(prompt.token_ids), list(prompt.messages or [])
+        tools, results, text, is_truncated = self.by_name(), [], "", True
+        for turn in range(self.max_turns):
+            room = limits.room(sequence.num_prompt_tokens, len(sequence))
+            if not room:
+                break
+            drawn = await sequence.draw(engine, keys.request_seed(turn), room, sampling)
+            text = template.decode(drawn, sampling.stop_token_ids)
+            messages.append({"role": "assistant", "content": text})
+            calls = hermes_calls(text)
+            if sequence.finish_reason == "length" or not calls:
+                is_truncated = sequence.finish_reason == "length"
+                break
+            if turn == self.max_turns - 1:
+                break
+            answers = await asyncio.gather(*(self._call(tools, call) for call in calls))
+            results += answers
+            said = [
+                {"role": "tool", "name": call.name or "unknown", "content": answer.text or "(no output)"}
+                for call, answer in zip(calls, answers, strict=True)
+            ]
+            given = tokens_between(template, said, drawn[-1], prompt.tools)
+            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+                break
+            sequence.give(given)
+            messages += said
+        return DrawnText([sequence.finished()], text, messages, is_truncated, _counted(results))
+
+    async def _draw_inline(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        sequence, tools = SequenceInMaking(prompt.token_ids), self.by_name()
+        results: list[ToolResult] = []
+        ends = tokens_that_end_in(template.tokenizer, INLINE_END) - set(sampling.stop_token_ids)
+        stopping = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
+        turn, begins, is_truncated = 0, len(sequence), True
+        while room := limits.room(sequence.num_prompt_tokens, len(sequence)):
+            await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=len(sequence) - begins)
+            if sequence.finish_reason == "length" or sequence.token_ids[-1] in sampling.stop_token_ids:
+                is_truncated = sequence.finish_reason == "length"
+                break
+            text = template.decode(sequence.token_ids[begins:])
+            call = inline_call(text)
+            tool = None if call is None else tools.get(SHORT.get(call[0], call[0]))
+            if call is None or tool is None:
+                continue  # the same turn goes on
+            if turn == self.max_turns - 1:
+                break
+            results.append(await tool.call({tool.parameters[0]: call[1]}, self.max_output_chars))
+            said = defused(results[-1].text, template.tokenizer)
+            given = tokens_after(template, sequence.token_ids[-1], said)
+            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+                break
+            sequence.give(given)
+            turn, begins = turn + 1, len(sequence)
+        text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
+        messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
+        finished = sequence.finished("length" if is_truncated else "stop")
+        return DrawnText([finished], text, messages, is_truncated, _counted(results))
+
+    async def _call(self, tools: dict[str, Tool], call: ToolCall) -> ToolResult:
+        """What the model is told of a call."""
+        if call.problem:
+            return ToolResult(f"Error: {call.problem}", True)
+        if call.name not in tools:
+            return ToolResult(f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}", True)
+        return await tools[call.name].call(call.arguments, self.max_output_chars)
+
+
+def _counted(results: Sequence[ToolResult]) -> dict[str, Any]:
+    return {"tool_calls": len(results), "tool_errors": sum(result.is_error for result in results)}

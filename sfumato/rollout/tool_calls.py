@@ -1,0 +1,75 @@
+"""Calls of tools in what a model has said, in the syntax that it was taught."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call, or why it cannot be read."""
+
+    name: str
+    arguments: Any
+    problem: str = ""
+    """Why it is none, to be told to the model; empty where it is one."""
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, as Hermes and Qwen write them."""
+    return [_hermes_call(content.strip()) for content in _CALL.findall(text)]
+
+
+def without_hermes_calls(text: str) -> str:
+    """What a text says besides its calls."""
+    return _CALL.sub("", text).strip()
+
+
+def _hermes_call(content: str) -> ToolCall:
+    try:
+        call = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", None, f"the call is not valid JSON: {str(error)[:200]}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", None, "a call must be a JSON object with name and arguments")
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return ToolCall(call["name"], None, "the arguments are not valid JSON")
+    return ToolCall(call["name"], arguments)
+
+
+INLINE_END = "="
+"""With what an inline call ends."""
+
+
+def inline_call(text: str) -> tuple[str, str] | None:
+    """Name and argument of the call ``name(argument)=`` at the end of a text; None where it ends otherwise.
+
+    The argument begins at the parenthesis that the last one closes.
+    """
+    if not text.endswith(")="):
+        return None
+    depth = 0
+    for place in range(len(text) - 2, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[place], 0)
+        if depth == 0:
+            name = re.search(r"[A-Za-z_]\w*$", text[:place])
+            return (name.group(), text[place + 1 : -2]) if name else None
+    return None
+
+
+@cache
+def tokens_that_end_in(tokenizer: Any, ending: str) -> frozenset[int]:
+    """All tokens whose text ends so."""
+    numbers = range(len(tokenizer))
+    texts = tokenizer.batch_decode([[number] for number in numbers], clean_up_tokenization_spaces=False)
+    return frozenset(number for number, text in zip(numbers, texts, strict=True) if text.endswith(ending))
