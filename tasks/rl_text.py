@@ -246,7 +246,8 @@ def policy_loss(
     if micro.is_counted:
         mismatch.add(proximal - drawn, correction, mask=mask)
     sums |= {"loss/policy": losses.detach()[mask].sum(), "entropy": entropy.detach().sum()}
-    update.record(micro, sums)
+    together = model.sum_over_sequence(torch.stack([each.double() for each in sums.values()]))
+    update.record(micro, dict(zip(sums, together, strict=True)))
     return (losses * row["weights"]).sum()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,4 +46,10 @@ class Embedded:
 
         cache = None if self.cache_gb is None else int(self.cache_gb * 2**30)
         sizes = {"max_length": max_length, "max_batch_size": self.max_batch_size, "cache_bytes": cache}
-        return EmbeddedEngine(module, around=model.autocast, **sizes)
+
+        @contextmanager
+        def forward_pass() -> Iterator[None]:
+            with model.autocast(), model.whole_output():  # a loss in chunks takes the output layer out
+                yield
+
+        return EmbeddedEngine(module, around=forward_pass, **sizes)

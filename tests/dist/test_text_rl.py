@@ -1,0 +1,52 @@
+"""Reinforcement learning of language models on several ranks, against the same task in one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfumato.config.load import merge
+from tests.dist.ranks import RankPool
+from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
+from tests.dist.test_text_tasks import NO_CUTS
+from tests.tiny import run_task_here, tiny_text_rl_config
+
+MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "ddp": (2, "qwen3", {"data_parallel_mode": "ddp"}, {}),
+    "fsdp2, tokens a micro-batch, returns": (
+        2,
+        "qwen3",
+        {"max_tokens_per_micro_batch": 96, "ema_decay": 0.5},
+        {"algorithm": {"recipe": "reinforce_pp"}},
+    ),
+    "ulysses, gspo": (
+        2,
+        "qwen3",
+        {"ulysses_parallel_size": 2},
+        {"algorithm": {"recipe": "gspo", "objective": {"gradient": "sequence"}}},
+    ),
+    "tp": (2, "qwen3", {"tensor_parallel_size": 2}, {}),
+    "fsdp2 x ep": (4, "qwen3_moe", {"expert_parallel_size": 2}, {}),
+    "fsdp2, adapters": (2, "qwen3", {}, {"model": {"lora": {"rank": 4}}}),
+    "fsdp2 x ring, chunked loss": (4, "qwen3", {"context_parallel_size": 2, "chunked_loss": True}, {}),
+}
+FAST = ("ddp", "fsdp2, tokens a micro-batch, returns", "ulysses, gspo")
+
+ROUNDING = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}
+"""What is the rounding of kernels alone."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in MESHES]
+)
+def test_a_mesh_equals_one_process(mesh: str, ranks: RankPool, tmp_path: Path) -> None:
+    num_ranks, kind, train, settings = MESHES[mesh]
+    train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, **train}
+    config = merge(tiny_text_rl_config(tmp_path, kind, train=train), settings)
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
+    run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
