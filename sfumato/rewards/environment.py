@@ -1,0 +1,31 @@
+"""The reward that a sample's environment or agent gave while it was drawn."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sfumato.rewards.base import Failure, Reward, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentReward(Reward):
+    """What the environment or the agent of the rollout gave: the sum over its steps."""
+
+    type: ClassVar[str] = "environment"
+
+    key: str = "environment_reward"
+    """What of the rollout's findings is the reward, such as tool_errors."""
+
+    def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
+        """The values; a Failure where the rollout has found none."""
+        return [self._of(sample) for sample in samples]
+
+    def _of(self, sample: Sample) -> float | Failure:
+        value = sample.metadata.get(self.key)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            known = ", ".join(sorted(sample.metadata)) or "none"
+            return Failure(f"the rollout gave no number {self.key!r}; what it gave is {known}")
+        return float(value)

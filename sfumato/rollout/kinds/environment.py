@@ -1,0 +1,199 @@
+"""An environment of one's own: the policy acts in words, and is told what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from sfumato.config.own_functions import import_function
+from sfumato.data.prompt_template import PromptTemplate
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.errors import ConfigError, UserError
+from sfumato.rollout.engines.base import Engine, EngineError, Sampling
+from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.own_calls import call_own, describe
+from sfumato.rollout.seams import defused, tokens_after, tokens_between
+from sfumato.rollout.tools import cut
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment(RolloutKind):
+    """Turns of the policy, each answered by an environment. Metadata for rewards: environment_reward (the sum over the
+    steps), environment_rewards, environment_done."""
+
+    type: ClassVar[str] = "environment"
+
+    path: str
+    """Import path of a class, my_module:MyEnvironment. For each sample one is made with `arguments`; `reset(prompt)`
+    returns the first observation (None: the prompt as it stands), `step(action)` returns (observation, reward, done).
+    Both may be async; `close()` is called at the end where there is one."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Named arguments of the class."""
+    max_turns: int = 8
+    """Most steps."""
+    timeout_s: float = 60.0
+    """Seconds of one call; a sample whose environment takes longer has no reward."""
+    max_output_chars: int = 4000
+    """Letters of an observation that the policy sees; that the rest was cut off is said."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.max_output_chars < 1 or not self.timeout_s > 0:
+            raise ConfigError("rollout.kind: max_turns, max_output_chars and timeout_s must be positive")
+
+    def prepare(self, template: PromptTemplate) -> None:
+        made = self._class()
+        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        if missing:
+            raise ConfigError(f"rollout.kind.path {self.path} has no method {missing[0]}")
+        if template.chat is not None:
+            tokens_between(template, [{"role": "user", "content": "."}], None)
+
+    def _class(self) -> Callable[..., Any]:
+        try:
+            return import_function(self.path)
+        except ConfigError as error:
+            raise ConfigError(f"rollout.kind.path: {error}") from error
+
+    async def draw(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        play = _Play(self, template, prompt)
+        try:
+            await play.reset(self._class())
+            is_truncated = await self._act(play, engine, keys, sampling, limits)
+        except (UserError, EngineError):
+            raise
+        except _EnvironmentError as error:
+            play.damage, is_truncated = str(error), False
+        finally:
+            await play.close()
+        sequences = [play.sequence.finished()] if play.sequence is not None else []
+        return DrawnText(sequences, play.text, play.messages, is_truncated, play.metadata, play.damage)
+
+    async def _act(
+        self, play: _Play, engine: Engine, keys: SampleKeys, sampling: Sampling, limits: LengthLimits
+    ) -> bool:
+        """Turn after turn. Returns whether it ended at a limit."""
+        assert play.sequence is not None
+        sequence = play.sequence
+        for turn in range(self.max_turns):
+            room = limits.room(sequence.num_prompt_tokens, len(sequence))
+            if not room:
+                return True
+            drawn = await sequence.draw(engine, keys.request_seed(turn), room, sampling)
+            observation = await play.step(drawn, sampling)
+            if play.is_done:
+                return False
+            if sequence.finish_reason == "length":
+                return True
+            given = play.tokens_of(observation, drawn[-1])
+            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+                return True
+            if turn < self.max_turns - 1:
+                play.tell(observation, given)
+        return True
+
+
+class _EnvironmentError(Exception):
+    """What went wrong with the environment of a sample."""
+
+
+class _Play:
+    """A sample's environment, and what was said so far."""
+
+    def __init__(self, kind: Environment, template: PromptTemplate, prompt: TextPrompt) -> None:
+        self.kind, self.template, self.prompt = kind, template, prompt
+        self.environment: Any = None
+        self.sequence: SequenceInMaking | None = None
+        self.messages = None if prompt.messages is None else list(prompt.messages)
+        self.text, self.damage, self.is_done = "", "", False
+        self.rewards: list[float] = []
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        rewards = {"environment_reward": math.fsum(self.rewards), "environment_rewards": self.rewards}
+        return rewards | {"environment_done": self.is_done}
+
+    async def reset(self, cls: Callable[..., Any]) -> None:
+        """Makes the environment, and the tokens that it begins with."""
+        self.environment = await self._call(cls, **self.kind.arguments)
+        first = await self._call(self.environment.reset, self.prompt)
+        ids = self.prompt.token_ids
+        if first is not None:
+            first = self._checked(first)
+            content: Any = first
+            if self.messages is not None:
+                head = [each for each in self.messages if each["role"] in ("system", "developer")]
+                content = self.messages = [*head, {"role": "user", "content": first}]
+            ids = tuple(self.template.encode_one(content, self.prompt.where, self.prompt.tools))
+        self.sequence = SequenceInMaking(ids)
+
+    async def step(self, drawn: list[int], sampling: Sampling) -> str:
+        """Has the environment answer what was drawn. Returns the observation."""
+        self.text = self.template.decode(drawn, sampling.stop_token_ids)
+        if self.messages is not None:
+            self.messages.append({"role": "assistant", "content": self.text})
+        result = await self._call(self.environment.step, self.text)
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise _EnvironmentError(
+                f"{self.kind.path}: step must return (observation, reward, done), not {result!r:.200}"
+            )
+        observation, reward, done = result
+        try:
+            number = float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise _EnvironmentError(
+                f"{self.kind.path}: step gave the reward {reward!r:.200}, which is no finite number"
+            )
+        self.rewards.append(number)
+        self.is_done = bool(done)
+        return "" if self.is_done else self._checked(observation)
+
+    def tokens_of(self, observation: str, last_token: int) -> list[int]:
+        """Of an observation, with the beginning of the policy's next turn."""
+        if self.messages is None:
+            return tokens_after(self.template, last_token, defused(observation, self.template.tokenizer))
+        message = {"role": "user", "content": observation}
+        return tokens_between(self.template, [message], last_token, self.prompt.tools)
+
+    def tell(self, observation: str, given: list[int]) -> None:
+        """Appends an observation."""
+        assert self.sequence is not None
+        self.sequence.give(given)
+        if self.messages is not None:
+            self.messages.append({"role": "user", "content": observation})
+
+    async def close(self) -> None:
+        """Tells the environment that it is over. What goes wrong then is the sample's damage."""
+        close = getattr(self.environment, "close", None)
+        if close is None:
+            return
+        try:
+            await self._call(close)
+        except _EnvironmentError as error:
+            self.damage = self.damage or str(error)
+
+    def _checked(self, observation: Any) -> str:
+        if not isinstance(observation, str) or not observation:
+            raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
+        return cut(observation, self.kind.max_output_chars)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        try:
+            return await call_own(function, *args, timeout_s=self.kind.timeout_s, **named)
+        except UserError:
+            raise
+        except Exception as error:
+            name = getattr(function, "__name__", "it")
+            raise _EnvironmentError(f"{self.kind.path}: {name}: {describe(error, self.kind.timeout_s)}") from error
