@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import build_on_meta
+from sfumato.rollout.engines.settings import EngineParts
 
 VOCABULARY, MAX_LENGTH = 128, 1024
 TOKENS = (torch.arange(48).view(3, 16) * 11 + 5) % VOCABULARY
 PYTHON_VARIABLE = "SFUMATO_VLLM_PYTHON"
-
-needs_vllm = pytest.mark.skipif(
-    not os.environ.get(PYTHON_VARIABLE),
-    reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM",
-)
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -62,10 +57,29 @@ def make_model(seed: int = 0, tied: bool = False) -> nn.Module:
     return Qwen3ForCausalLM(tiny_config(tied)).eval()
 
 
+def adapted_model(version: int = 0) -> nn.Module:
+    """The initial model with adapters; those of a version but 0 change what it says."""
+    from sfumato.config.sections import LoraConfig
+    from sfumato.models.lora import add_lora
+
+    module = make_model()
+    module.requires_grad_(False)
+    add_lora(module, LoraConfig(rank=4, alpha=8), ["q_proj", "v_proj", "down_proj"], seed=0)
+    return moved(version, module)
+
+
+def adapted_template() -> nn.Module:
+    return adapted_model().to("meta")
+
+
 def template(tied: bool = False) -> nn.Module:
     from transformers import Qwen3ForCausalLM
 
     return build_on_meta(lambda: Qwen3ForCausalLM(tiny_config(tied)))
+
+
+def parts(model_path: Path | str, folder: Path | str, make: Callable[[], nn.Module] = template) -> EngineParts:
+    return EngineParts(folder=Path(folder), model_path=str(model_path), template=make)
 
 
 def write_model(folder: Path, seed: int = 0, tied: bool = False) -> Path:
@@ -102,11 +116,13 @@ def moved(version: int, module: nn.Module | None = None, seed: int = 0, tied: bo
 class Actor:
     """Sends the model of a version. ``damages`` has it send other weights than it rescores with."""
 
-    def __init__(self, frozen: tuple[str, ...] = (), damages: bool = False) -> None:
-        self.frozen, self.damages = frozen, damages
+    def __init__(self, frozen: tuple[str, ...] = (), damages: bool = False, has_adapters: bool = False) -> None:
+        self.frozen, self.damages, self.has_adapters = frozen, damages, has_adapters
         self.mesh, self.sync = Mesh(Layout(), torch.device("cpu")), None
 
     def model(self, version: int) -> nn.Module:
+        if self.has_adapters:
+            return adapted_model(version)
         module = make_model()
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not any(part in name for part in self.frozen))

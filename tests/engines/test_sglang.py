@@ -14,7 +14,7 @@ from sfumato.rollout.engines.base import EngineError, GenerationRequest, Samplin
 from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
-from tests.engines.served_model import TOKENS, Actor, Sampler, log_probs, moved, template
+from tests.engines.served_model import TOKENS, Actor, Sampler, log_probs, moved, parts
 from tests.engines.sglang_protocol import serve
 
 MODEL = "/models/tiny"
@@ -28,7 +28,7 @@ def served(request, tmp_path):
         url, scheduler, server = serve(MODEL, *faults)
         opened.append(server)
         settings = SglangSettings(url=url, dtype="float32", timeout_s=changes.pop("timeout_s", 30), **changes)
-        engine = settings.build(MODEL, template(), tmp_path)
+        engine = settings.build(parts(MODEL, tmp_path))
         opened.append(engine)
         return engine, scheduler
 
@@ -66,8 +66,8 @@ def test_requests_and_answers_are_in_the_documented_form(served):
             expected = log_probs(scheduler.module, tokens, temperature)[0, 2:]
             torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
             assert completion.versions == [0] * 6 and completion.finish_reason == "length"
-    (sent,) = (body for path, body in scheduler.seen[1:2])
-    assert sent["input_ids"] == [5, 0, 9] and sent["return_logprob"] is True
+    sent = next(body for path, body in scheduler.seen if path == "/generate" and body["input_ids"] == [5, 0, 9])
+    assert sent["return_logprob"] is True and sent["stream"] is False
     params = sent["sampling_params"]
     assert params["max_new_tokens"] == 6 and params["ignore_eos"] is True and params["top_k"] == -1
     assert 0 <= params["sampling_seed"] < 2**31
@@ -145,13 +145,13 @@ def test_what_does_not_fit_is_refused(served, tmp_path):
         served("no seeds")
     url = engine.http.base.text
     with pytest.raises(ConfigError, match=f"has the model {MODEL}, the run /models/other"):
-        SglangSettings(url=url).build("/models/other", template(), tmp_path)
+        SglangSettings(url=url).build(parts("/models/other", tmp_path))
     with pytest.raises(ConfigError, match="either the url of a server or the program"):
-        SglangSettings().build(MODEL, template(), tmp_path)
+        SglangSettings().build(parts(MODEL, tmp_path))
     with pytest.raises(ConfigError, match="was not started by this run"):
         engine.restart()
     with pytest.raises(ConfigError, match="url: 'sglang:30000'"):
-        SglangSettings(url="sglang:30000").build(MODEL, template(), tmp_path)
+        SglangSettings(url="sglang:30000").build(parts(MODEL, tmp_path))
 
 
 def test_a_server_that_fails_is_noticed(served):

@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,19 +28,30 @@ from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
 from tests.engines.served_model import (
     CPU_ENVIRONMENT,
     MAX_LENGTH,
+    PYTHON_VARIABLE,
     TOKENS,
     VOCABULARY,
     Actor,
     Sampler,
+    adapted_model,
+    adapted_template,
     log_probs,
+    make_model,
     moved,
-    needs_vllm,
-    template,
+    parts,
     vllm_program,
     write_model,
 )
 
+needs_vllm = pytest.mark.skipif(
+    not os.environ.get(PYTHON_VARIABLE),
+    reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM",
+)
+
+
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
 
 BOUND = 3e-5
 """Nats between vLLM and transformers in float32 on a CPU; what was measured stands on the page."""
@@ -67,7 +79,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
-    made = settings().build(str(model), template(), tmp_path_factory.mktemp("run"))
+    made = settings().build(parts(model, tmp_path_factory.mktemp("run")))
     yield made
     made.close()
     made.close()
@@ -334,8 +346,8 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
     url = engine.calls.http.base.text
     other = write_model(tmp_path / "other", seed=5)
     with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
-        VllmSettings(url=url, dtype="float32").build(str(other), template(), tmp_path)
-    found = VllmSettings(url=url, dtype="float32").build(str(model), template(), tmp_path)
+        VllmSettings(url=url, dtype="float32").build(parts(other, tmp_path))
+    found = VllmSettings(url=url, dtype="float32").build(parts(model, tmp_path))
     assert drawn(found, requests_of(2)) == drawn(engine, requests_of(2))
     with pytest.raises(ConfigError, match="was not started by this run"):
         found.restart()
@@ -345,24 +357,60 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
         found.health()
 
 
+def test_adapters_alone_are_sent_where_only_they_are_trained(model, tmp_path):
+    engine = settings().build(parts(model, tmp_path, adapted_template))
+    try:
+        assert all(".lora_" in name for name in engine.weights.describe())
+        before = drawn(engine, requests_of(3))
+        assert differences(requests_of(3), before, make_model(), 1.0).max() < BOUND
+        sync = sync_of(engine, Actor(has_adapters=True))
+        for version in (1, 2):
+            report = sync.publish(version)
+            assert report.num_bytes < 50_000, "not the model"
+            completions = drawn(engine, requests_of(8))
+            found = differences(requests_of(8), completions, adapted_model(version), 1.0)
+            print(f"adapters of version {version}: largest {found.max():.2g}, mean {found.mean():.2g} nats")
+            assert found.max() < BOUND and completions[0].versions[0] == version
+            assert differences(requests_of(8), completions, make_model(), 1.0).max() > 0.1
+        expected = drawn(engine, requests_of(2))
+        engine.restart()
+        assert drawn(engine, requests_of(2)) == expected
+        sync.close()
+    finally:
+        engine.close()
+
+
+def test_vllm_in_the_environment_of_the_run(tmp_path):
+    done = subprocess.run(
+        [os.environ[PYTHON_VARIABLE], "-m", "tests.engines.vllm_in_process", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env={**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+    )
+    print(done.stdout)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-6000:]}"
+
+
 def test_what_cannot_start_says_why(model, tmp_path):
     broken = settings(arguments=("--enforce-eager", "--no-such-option"))
     with pytest.raises(EngineError, match=r"(?s)ended with code 2.*no-such-option"):
-        broken.build(str(model), template(), tmp_path)
+        broken.build(parts(model, tmp_path))
     with pytest.raises(ConfigError, match="/nowhere/vllm is not there"):
-        settings(program="/nowhere/vllm").build(str(model), template(), tmp_path)
+        settings(program="/nowhere/vllm").build(parts(model, tmp_path))
     with pytest.raises(EngineError, match=r"was not ready after 1 s"):
-        settings(start_timeout_s=1).build(str(model), template(), tmp_path)
+        settings(start_timeout_s=1).build(parts(model, tmp_path))
     too_much = settings(gpu_memory_utilization=0.999, environment={**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "900"})
     with pytest.raises(EngineError, match=r"(?s)ended with code .*[Mm]emory"):
-        too_much.build(str(model), template(), tmp_path)
+        too_much.build(parts(model, tmp_path))
 
 
 def test_the_server_ends_with_a_run_that_is_killed(model, tmp_path):
     code = f"""
 import signal, os, sys, time
 from tests.engines.test_vllm_server import *
-engine = settings().build({str(model)!r}, template(), __import__("pathlib").Path({str(tmp_path)!r}))
+engine = settings().build(parts({str(model)!r}, {str(tmp_path)!r}))
 print("pids", *(each.pid for each in server_processes(engine)), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

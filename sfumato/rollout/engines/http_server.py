@@ -18,9 +18,13 @@ from typing import Any
 from sfumato.errors import ConfigError
 from sfumato.rewards.http.connection import AttemptError, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.server_process import ServerProcess
 
 MAX_RESPONSE_BYTES = 256 * 2**20
 
+
+SEEN_S = 3.0
+"""In which the end of a process is seen, after its connections were closed."""
 
 NOT_SENT = object()
 """Instead of an answer: a request that was given up before it was sent."""
@@ -33,13 +37,24 @@ class RefusedByServerError(EngineError):
 class HttpServer:
     """One server."""
 
-    def __init__(self, url: str, *, api_key: str = "", timeout_s: float, max_requests: int = 256) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        api_key: str = "",
+        timeout_s: float,
+        max_requests: int = 256,
+        process: ServerProcess | None = None,
+    ) -> None:
         """
         Args:
+            name: what messages call it.
             url: ``http[s]://host[:port][/path]``.
             api_key: sent as bearer token; empty: none.
             timeout_s: longest that a request may take.
             max_requests: requests that are on their way at a time; others wait here.
+            process: the server, if it is ours: errors say how it ended.
 
         Raises:
             ConfigError: when ``url`` is no address.
@@ -48,7 +63,7 @@ class HttpServer:
             self.base = parse_base_url(url)
         except ConfigError as error:
             raise ConfigError(str(error).replace("base_urls", "url")) from error
-        self.timeout_s = timeout_s
+        self.name, self.timeout_s, self.process = name, timeout_s, process
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._tls = ssl.create_default_context() if self.base.scheme == "https" else None
         self._lock, self._num_open, self._num_ends = threading.Lock(), 0, 0
@@ -80,10 +95,13 @@ class HttpServer:
         try:
             answer = exchange(self.base, method, path, data, headers, limits, self._tls)
         except RefusedError as error:
-            raise RefusedByServerError(f"{method} {path}: {error}") from error
+            raise RefusedByServerError(f"{self.name}: {method} {path}: {error}") from error
         except AttemptError as error:
             late = f" ({timeout_s or self.timeout_s:g} s)" if error.kind == "timeout" else ""
-            raise EngineError(f"{method} {path}: {error}{late}") from error
+            is_gone = error.kind in ("connection", "truncated")
+            problem = self.process.problem(SEEN_S if is_gone else 0.0) if self.process is not None else ""
+            said = f"{self.name}: {method} {path}: {error}{late}" + (f": {problem}" if problem else "")
+            raise EngineError(said) from error
         try:
             return json.loads(answer) if answer else None
         except ValueError:
@@ -125,7 +143,7 @@ class HttpServer:
         while self._num_open:
             end()
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.base.text}: {self._num_open} requests were aborted and do not end")
+                raise EngineError(f"{self.name}: {self._num_open} requests were aborted and do not end")
             time.sleep(0.02)
 
     def answers(self, path: str, timeout_s: float = 5.0) -> bool:

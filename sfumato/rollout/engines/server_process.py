@@ -102,11 +102,17 @@ class ServerProcess:
             raise
         LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
 
-    def problem(self) -> str:
-        """Why it does not run, with the end of its log; empty while it runs."""
-        if self._process is None:
+    def problem(self, within_s: float = 0.0) -> str:
+        """Why it does not run, with the end of its log; empty while it runs.
+
+        Args:
+            within_s: how long it may take to end, while this waits.
+        """
+        process, deadline = self._process, time.monotonic() + within_s
+        if process is None:
             return f"{self.name} was ended"
-        code = self._process.poll()
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
 
     def stop(self) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import nn
-
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.settings import EngineParts
 from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
 
 HEALTH_TIMEOUT_S = 30.0
@@ -47,8 +46,7 @@ class SglangServer(ServedEngine):
         """
         self.http, self.process, self.model_path = http, process, model_path
         self.can_sleep, self._num_loads = False, 0
-        name = "the SGLang server" if process else f"the SGLang server at {http.base.text}"
-        super().__init__(name, files, 0)
+        super().__init__(http.name, files, 0)
         try:
             if process is not None:
                 process.start(lambda: http.answers("/health_generate", HEALTH_TIMEOUT_S))
@@ -58,7 +56,7 @@ class SglangServer(ServedEngine):
             raise
 
     def _identify(self) -> None:
-        info = self._ask("GET", "/get_server_info", timeout_s=HEALTH_TIMEOUT_S)
+        info = self.http.ask("GET", "/get_server_info", timeout_s=HEALTH_TIMEOUT_S)
         model, length = info.get("model_path"), info.get("max_req_input_len") or info.get("context_length")
         if Path(str(model)) != Path(self.model_path):
             raise ConfigError(
@@ -77,7 +75,7 @@ class SglangServer(ServedEngine):
 
     def flush(self) -> None:
         """See ``Engine``."""
-        self._ask("POST", "/flush_cache")
+        self.http.ask("POST", "/flush_cache")
 
     def release(self) -> None:
         """See ``Engine``.
@@ -87,11 +85,11 @@ class SglangServer(ServedEngine):
         """
         if not self.can_sleep:
             raise ConfigError(f"{self.name} gives no memory to others: start it with --enable-memory-saver")
-        self._ask("POST", "/release_memory_occupation", {"tags": MEMORY})
+        self.http.ask("POST", "/release_memory_occupation", {"tags": MEMORY})
 
     def restore(self) -> None:
         """See ``Engine``. Weights, of which the memory was given away, are loaded again from their files."""
-        self._ask("POST", "/resume_memory_occupation", {"tags": MEMORY})
+        self.http.ask("POST", "/resume_memory_occupation", {"tags": MEMORY})
         self.load_files(self.weights.applied or Path(self.model_path), self.version)
 
     def health(self) -> None:
@@ -100,23 +98,20 @@ class SglangServer(ServedEngine):
             raise EngineError(f"{self.name} is closed")
         if self.process is not None and (problem := self.process.problem()):
             raise EngineError(problem)
-        self._ask("GET", "/health_generate", timeout_s=HEALTH_TIMEOUT_S)
+        self.http.ask("GET", "/health_generate", timeout_s=HEALTH_TIMEOUT_S)
 
     def load_files(self, folder: Path, version: int) -> None:
         """See ``ServedEngine``."""
         self._num_loads += 1
         body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
-        answer = self._ask("POST", "/update_weights_from_disk", body)
+        answer = self.http.ask("POST", "/update_weights_from_disk", body)
         if not answer.get("success"):
             raise EngineError(f"{self.name}: /update_weights_from_disk: {answer.get('message')}")
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
         num_loads = self._num_loads
         body = {"input_ids": list(request.prompt_ids), "sampling_params": sampling_params(request, sampling)}
-        try:
-            answer = await self.http.ask_async("POST", "/generate", {**body, "return_logprob": True, "stream": False})
-        except EngineError as error:
-            raise self._explained(error) from error
+        answer = await self.http.ask_async("POST", "/generate", {**body, "return_logprob": True, "stream": False})
         if answer is NOT_SENT:
             return ABORTED
         try:
@@ -138,19 +133,19 @@ class SglangServer(ServedEngine):
     def _score(self, tokens: list[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        found = self._ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        found = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
         if [token for _, token, *_ in found] != tokens:
             raise EngineError(f"{self.name} scored other tokens than it was given")
         return [float(log_prob) for log_prob, *_ in found[1:]]
 
     def _pause(self, mode: Literal["keep", "abort"]) -> None:
         """``retract`` gives up keys and values, which would be of earlier weights."""
-        self._ask("POST", "/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
+        self.http.ask("POST", "/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
         if mode == "abort":
-            self.http.end_all(lambda: self._ask("POST", "/abort_request", {"abort_all": True}))
+            self.http.end_all(lambda: self.http.ask("POST", "/abort_request", {"abort_all": True}))
 
     def _resume(self) -> None:
-        self._ask("POST", "/continue_generation", {})
+        self.http.ask("POST", "/continue_generation", {})
 
     def _restart(self) -> None:
         if self.process is None:
@@ -162,16 +157,6 @@ class SglangServer(ServedEngine):
         if self.process is not None:
             self.process.stop()
         self.http.close()
-
-    def _ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        try:
-            return self.http.ask(method, path, body, timeout_s)
-        except EngineError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: EngineError) -> EngineError:
-        problem = self.process.problem() if self.process is not None else ""
-        return EngineError(f"{self.name}: {error}" + (f": {problem}" if problem else ""))
 
 
 def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
@@ -220,7 +205,7 @@ class SglangSettings:
     gpu_memory_utilization: float | None = None
     """Share of the memory of a GPU for weights, keys and values; null: as SGLang chooses."""
     max_model_len: int | None = None
-    """Tokens of the longest prompt with its completion; a server that is started needs it."""
+    """Tokens of the longest prompt with its completion; null: what the run needs."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """That SGLang computes in, and that weights are sent in."""
     sleep: bool = False
@@ -236,13 +221,8 @@ class SglangSettings:
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
 
-    def build(self, model_path: str, template: nn.Module, folder: Path) -> SglangServer:
+    def build(self, parts: EngineParts) -> SglangServer:
         """Starts or finds the server.
-
-        Args:
-            model_path: folder of the model, as SGLang sees it.
-            template: transformers' module as the actor has it, on meta.
-            folder: the run folder.
 
         Raises:
             ConfigError: when settings do not go together, adapters alone are trained, or the server is another one.
@@ -253,7 +233,8 @@ class SglangSettings:
         key = os.environ.get(self.api_key_env, "")
         if self.api_key_env and not key:
             raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
-        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        model_path, template = parts.outside("SGLang")
+        where = parts.folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
         files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
         if files.are_adapters:
             raise ConfigError(
@@ -264,19 +245,26 @@ class SglangSettings:
         if self.program:
             port = free_port()
             url = f"http://127.0.0.1:{port}"
-            command = [self.program, *self._arguments(model_path, port), *self.arguments]
+            command = [
+                self.program,
+                *self._arguments(model_path, port, self.max_model_len or parts.max_length),
+                *self.arguments,
+            ]
             environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
-            log = folder / "sglang.log"
+            log = parts.folder / "sglang.log"
             process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
-        http = HttpServer(url, api_key=key, timeout_s=self.timeout_s, max_requests=self.max_requests)
+        name = f"the SGLang server at {url}" if self.url else "the SGLang server"
+        http = HttpServer(
+            name, url, api_key=key, timeout_s=self.timeout_s, max_requests=self.max_requests, process=process
+        )
         return SglangServer(http, process, files, model_path)
 
-    def _arguments(self, model_path: str, port: int) -> Sequence[str]:
-        if self.max_model_len is None:
+    def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
+        if max_length is None:
             raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
         given = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
         given += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
-        given += ["--max-running-requests", str(self.max_requests), "--context-length", str(self.max_model_len)]
+        given += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
         if self.gpu_memory_utilization is not None:
             given += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
         return [*given, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]

@@ -17,6 +17,7 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.settings import EngineParts
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
 from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
@@ -135,7 +136,7 @@ class VllmSettings:
     """vLLM's program in an environment of its own, such as /opt/vllm/bin/vllm: a server is started with it on this
     machine, and ended with the run."""
     arguments: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, as its help names them; with url none."""
+    """More arguments of vLLM's engine, as the help of `vllm serve` names them; with url none."""
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables of the server that is started."""
     tensor_parallel_size: int = 1
@@ -143,7 +144,7 @@ class VllmSettings:
     gpu_memory_utilization: float | None = None
     """Share of the memory of a GPU (or on CPU of the machine) that vLLM takes; null: as vLLM chooses."""
     max_model_len: int | None = None
-    """Tokens of the longest prompt with its completion; null: as many as the model has positions."""
+    """Tokens of the longest prompt with its completion; null: what the run needs."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """That vLLM computes in, and that weights are sent in."""
     sleep: bool = False
@@ -160,50 +161,49 @@ class VllmSettings:
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
 
-    def build(self, model_path: str, template: nn.Module, folder: Path) -> VllmEngine:
+    def build(self, parts: EngineParts) -> VllmEngine:
         """Starts or finds vLLM.
-
-        Args:
-            model_path: folder of the model, as vLLM sees it.
-            template: transformers' module as the actor has it, on meta, with adapters if adapters are trained.
-            folder: the run folder.
 
         Raises:
             ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
             EngineError: when it does not start.
         """
         self._check()
-        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        model_path, template = parts.outside("vLLM")
+        where = parts.folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
         files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
         rank = max_rank(template) if files.are_adapters else 0
+        arguments = self._arguments(self._options(parts, model_path, rank))
         if self.url or self.program:
-            arguments = self._arguments(model_path, rank)
             calls: VllmCalls = ServerCalls(
                 url=self.url,
                 api_key=os.environ.get(self.api_key_env, "") if self.api_key_env else "",
                 command=[self.program, "serve", *arguments] if self.program else [],
                 environment=self.environment,
                 model_path=model_path,
-                log=folder / "vllm.log",
+                log=parts.folder / "vllm.log",
                 timeout_s=self.timeout_s,
                 start_timeout_s=self.start_timeout_s,
                 max_requests=self.max_requests,
                 has_adapter=bool(rank),
             )
         else:
-            calls = InProcessCalls(self._options(model_path, rank), self.timeout_s, self.start_timeout_s)
+            calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep)
 
     def _check(self) -> None:
         if self.url and self.program:
             raise ConfigError("rollout.engine: url and program: the server runs already, or is started; remove one")
-        given = [name for name in ("arguments", "environment") if getattr(self, name)]
-        if given and not self.program:
-            raise ConfigError(f"rollout.engine.{given[0]} is for the server that program starts: remove it")
+        if self.environment and not self.program:
+            raise ConfigError("rollout.engine.environment is for the server that program starts: remove it")
+        if self.arguments and self.url:
+            raise ConfigError(
+                "rollout.engine.arguments are for vLLM that is started, not for the server at url: remove it"
+            )
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
 
-    def _options(self, model_path: str, rank: int) -> dict[str, Any]:
+    def _options(self, parts: EngineParts, model_path: str, rank: int) -> dict[str, Any]:
         """vLLM's settings, by the names that its Python and command line share."""
         options: dict[str, Any] = {
             "model": model_path,
@@ -213,16 +213,16 @@ class VllmSettings:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_model_len or parts.max_length,
             "enable_sleep_mode": self.sleep or None,
             "enable_lora": bool(rank) or None,
             "max_lora_rank": rank or None,
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def _arguments(self, model_path: str, rank: int) -> list[str]:
-        arguments = [model_path]
-        for name, value in self._options(model_path, rank).items():
+    def _arguments(self, options: dict[str, Any]) -> list[str]:
+        arguments = [options["model"]]
+        for name, value in options.items():
             if name != "model":
                 arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         return [*arguments, *self.arguments]

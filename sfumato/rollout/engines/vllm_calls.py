@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from sfumato import rollout
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError
-from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer, RefusedByServerError
+from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
 
@@ -33,10 +33,11 @@ ADAPTER = "policy"
 HEALTH_TIMEOUT_S = 20.0
 """In which a server that lives answers."""
 
+FILES_ARGUMENTS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
+
 SERVER_ARGUMENTS = (
     "--enable-scale-out",
-    "--weight-transfer-config",
-    f'{{"backend": "{BACKEND}"}}',
+    *FILES_ARGUMENTS,
     "--worker-extension-cls",
     f"{WORKER_MODULE}.VllmWorkerExtension",
 )
@@ -153,7 +154,9 @@ class ServerCalls:
             own = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment}
             whole = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
             self._process = ServerProcess(self.name, whole, own, log, start_timeout_s)
-        self.http = HttpServer(url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests)
+        self.http = HttpServer(
+            self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
+        )
         try:
             if self._process is not None:
                 self._process.start(lambda: self.http.answers("/health"))
@@ -164,7 +167,7 @@ class ServerCalls:
 
     def _identify(self, has_adapter: bool) -> int:
         """Refuses a server with another model or without what is needed. Returns the tokens that it takes."""
-        models = self._ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
+        models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
         base = next((model for model in models if model.get("parent") is None), models[0])
         if Path(base["root"]) != Path(self.model_path):
             raise ConfigError(
@@ -172,7 +175,7 @@ class ServerCalls:
                 "under the same path"
             )
         try:
-            self._ask("GET", "/is_paused", timeout_s=HEALTH_TIMEOUT_S)
+            self.http.ask("GET", "/is_paused", timeout_s=HEALTH_TIMEOUT_S)
             self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
             probe = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
             self.http.ask("POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": probe})
@@ -189,10 +192,7 @@ class ServerCalls:
     async def generate(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> DrawnTokens:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
-        try:
-            answer = await self.http.ask_async("POST", "/inference/v1/generate", body)
-        except EngineError as error:
-            raise self._explained(error) from error
+        answer = await self.http.ask_async("POST", "/inference/v1/generate", body)
         if answer is NOT_SENT:
             return ABORTED
         try:
@@ -213,54 +213,56 @@ class ServerCalls:
     def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
-        answer = self._ask("POST", "/inference/v1/generate", body)
+        answer = self.http.ask("POST", "/inference/v1/generate", body)
         given = (answer.get("prompt_logprobs") or [])[1:]
         return [each[str(token)]["logprob"] for each, token in zip(given, tokens[1:], strict=True)]
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", f"/pause?mode={mode}")
+        self.http.ask("POST", f"/pause?mode={mode}")
         if mode == "abort":
-            self.http.end_all(lambda: self._ask("POST", "/abort_requests", {}))
+            self.http.end_all(lambda: self.http.ask("POST", "/abort_requests", {}))
 
     def resume(self) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/resume")
+        self.http.ask("POST", "/resume")
 
     def reset_prefix_cache(self) -> None:
         """See ``VllmCalls``."""
-        if not self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
+        if not self.http.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
     def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/start_weight_update")
-        self._ask("POST", "/update_weights", {"update_info": dict(update_info)})
-        self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+        self.http.ask("POST", "/start_weight_update")
+        self.http.ask("POST", "/update_weights", {"update_info": dict(update_info)})
+        self.http.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
 
     def set_version(self, version: int) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+        self.http.ask("POST", "/update_weight_version", {"new_version": str(version)})
 
     def load_adapter(self, folder: str) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True})
+        self.http.ask(
+            "POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
+        )
 
     def sleep(self) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/sleep?level=1")
-        if not self._ask("GET", "/is_sleeping")["is_sleeping"]:
+        self.http.ask("POST", "/sleep?level=1")
+        if not self.http.ask("GET", "/is_sleeping")["is_sleeping"]:
             raise EngineError(f"{self.name} does not sleep")
 
     def wake_up(self) -> None:
         """See ``VllmCalls``."""
-        self._ask("POST", "/wake_up")
+        self.http.ask("POST", "/wake_up")
 
     def health(self) -> None:
         """See ``VllmCalls``."""
         if self._process is not None and (problem := self._process.problem()):
             raise EngineError(problem)
-        self._ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        self.http.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     def restart(self) -> None:
         """See ``VllmCalls``."""
@@ -276,17 +278,6 @@ class ServerCalls:
         self.http.close()
         if self._modules is not None:
             self._modules.cleanup()
-
-    def _ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        try:
-            return self.http.ask(method, path, body, timeout_s)
-        except EngineError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: EngineError) -> EngineError:
-        """The error with what is known of the process."""
-        problem = "" if self._process is None or isinstance(error, RefusedByServerError) else self._process.problem()
-        return EngineError(f"{self.name}: {error}" + (f": {problem}" if problem else ""))
 
 
 def _model(adapter: str | None) -> dict[str, str]:

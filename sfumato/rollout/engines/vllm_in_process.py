@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served import DrawnTokens
-from sfumato.rollout.engines.vllm_calls import ADAPTER, BACKEND, HEALTH_TIMEOUT_S
+from sfumato.rollout.engines.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
+
+EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
 
 
 class InProcessCalls:
@@ -22,15 +25,16 @@ class InProcessCalls:
 
     name = "vLLM"
 
-    def __init__(self, options: Mapping[str, Any], timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(self, arguments: Sequence[str], timeout_s: float, start_timeout_s: float) -> None:
         """Starts vLLM and waits until it is ready.
 
         Args:
-            options: of vLLM's ``AsyncEngineArgs``.
+            arguments: of ``vllm serve``, the model first; those of the engine alone.
             timeout_s: longest that an answer may take.
             start_timeout_s: longest that the start may take.
 
         Raises:
+            ConfigError: when vLLM does not know an argument.
             MissingDependencyError: when vLLM is not installed here.
             EngineError: when it does not start.
         """
@@ -44,7 +48,7 @@ class InProcessCalls:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING=0 would have vLLM change this process: unset it")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self._options, self.timeout_s, self._start_timeout_s = dict(options), timeout_s, start_timeout_s
+        self._arguments, self.timeout_s, self._start_timeout_s = list(arguments), timeout_s, start_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -60,14 +64,15 @@ class InProcessCalls:
 
     def _start(self) -> None:
         from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        arguments = AsyncEngineArgs(
-            **self._options,
-            worker_extension_cls="sfumato.rollout.inside_vllm.VllmWorkerExtension",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        )
-        self._llm = self._run(self._made(arguments), self._start_timeout_s)
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        given = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
+        try:
+            parsed = parser.parse_args(given)
+        except (SystemExit, argparse.ArgumentError) as error:
+            raise ConfigError(f"vLLM does not take its arguments {' '.join(given)} ({error})") from error
+        self._llm = self._run(self._made(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
     async def _made(self, arguments: Any) -> Any:
