@@ -14,7 +14,7 @@ from torch import nn
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import build_on_meta
-from sfumato.rollout.engines.settings import EngineParts
+from sfumato.rollout.engines.parts import EngineParts
 
 VOCABULARY, MAX_LENGTH = 128, 1024
 TOKENS = (torch.arange(48).view(3, 16) * 11 + 5) % VOCABULARY
@@ -144,5 +144,5 @@ class Sampler:
     """Receives into an engine."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.version, self.sync = engine.weights, 0, None
+        self.engine, self.version, self.sync = engine, 0, None
         self.mesh = Mesh(Layout(), torch.device("cpu"))

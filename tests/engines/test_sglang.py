@@ -34,7 +34,7 @@ def served(request, tmp_path):
 
     yield start
     for each in reversed(opened):
-        each.close() if hasattr(each, "weights") else (each.shutdown(), each.server_close())
+        each.close() if hasattr(each, "rescore") else (each.shutdown(), each.server_close())
 
 
 def drawn(engine, requests, sampling=Sampling()):  # noqa: B008
@@ -103,7 +103,7 @@ def test_weights_are_loaded_from_files_and_verified(served):
     sync.close()
     scheduler.faults.add("no update")
     with pytest.raises(WeightSyncError, match=r"version 6 of the weights was not loaded .* weights iterator"):
-        engine.take_version(engine.weights.applied, 6)
+        engine.take_version(engine.applied, 6)
 
 
 def test_all_requests_are_aborted_with_what_they_have(served):
@@ -125,8 +125,8 @@ def test_memory_is_given_away_and_weights_are_loaded_again(served, tmp_path):
     engine, scheduler = served("memory saver")
     engine.release()
     assert scheduler.seen[-1] == ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    engine.weights.staged = engine.weights.files.write(iter(moved(3).named_parameters()), 3)
-    engine.weights.apply(3)
+    engine.staged = engine.files.write(iter(moved(3).named_parameters()), 3)
+    engine.apply(3)
     engine.restore()
     path, body = scheduler.seen[-1]
     assert (

@@ -153,9 +153,9 @@ def test_log_probs_are_those_of_the_training_forward_before_and_after_updates(en
             assert len(found) > 300 and found.max() < BOUND
             assert differences(requests, completions, moved(version + 1), temperature).max() > 0.1, "versions differ"
             assert {each for completion in completions for each in completion.versions} == {version}
-        rescored = engine.weights.rescore(TOKENS)
+        rescored = engine.rescore(TOKENS)
         assert (rescored - log_probs(moved(version), TOKENS)).abs().max() < BOUND
-    assert len(list(engine.weights.files.folder.iterdir())) == 1, "versions before are removed"
+    assert len(list(engine.files.folder.iterdir())) == 1, "versions before are removed"
     sync.publish(7)  # for the tests below: versions need not follow each other
     sync.close()
 
@@ -288,7 +288,7 @@ def test_frozen_weights_stay_though_vllm_fuses_them_with_trained_ones(engine):
     actor = Actor(frozen=("k_proj", "embed", "gate_proj"))
     sync = sync_of(engine, actor)
     sync.publish(9)
-    assert (engine.weights.rescore(TOKENS) - log_probs(actor.model(9), TOKENS)).abs().max() < BOUND
+    assert (engine.rescore(TOKENS) - log_probs(actor.model(9), TOKENS)).abs().max() < BOUND
     sync.close()
 
 
@@ -297,15 +297,15 @@ def test_wrong_weights_stop_the_run(engine):
     with pytest.raises(WeightSyncError, match=r"version 10: the log-probs of fixed tokens .* differ by up to"):
         sync.publish(10)
     sync.close()
-    (engine.weights.staged or engine.weights.applied).joinpath("model-00001.safetensors").write_bytes(b"broken")
+    (engine.staged or engine.applied).joinpath("model-00001.safetensors").write_bytes(b"broken")
     with pytest.raises(WeightSyncError, match="version 11 of the weights was not loaded by the vLLM server"):
-        engine.take_version(engine.weights.applied, 11)
+        engine.take_version(engine.applied, 11)
 
 
 def test_a_server_that_is_killed_is_noticed_and_started_again_with_its_weights(engine):
     with pytest.raises(EngineError):
         engine.restart()  # of the broken file above
-    engine.weights.applied = None
+    engine.applied = None
     engine.version = 0
     engine.restart()
     sync = sync_of(engine)
@@ -360,7 +360,7 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
 def test_adapters_alone_are_sent_where_only_they_are_trained(model, tmp_path):
     engine = settings().build(parts(model, tmp_path, adapted_template))
     try:
-        assert all(".lora_" in name for name in engine.weights.describe())
+        assert all(".lora_" in name for name in engine.describe())
         before = drawn(engine, requests_of(3))
         assert differences(requests_of(3), before, make_model(), 1.0).max() < BOUND
         sync = sync_of(engine, Actor(has_adapters=True))

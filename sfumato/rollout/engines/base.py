@@ -65,7 +65,7 @@ class EngineError(RuntimeError):
 
 class Engine(Protocol):
     """An engine. All calls come from one thread, but those that weights arrive by (``Receiver`` in
-    ``runtime/weight_sync/receiver.py``, which an engine with weights of its own has as ``weights``)."""
+    ``runtime/weight_sync/receiver.py``, which an engine with weights of its own implements besides)."""
 
     version: int
     """Version of the weights that it draws by."""

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
@@ -49,7 +49,11 @@ def seed_of(request: GenerationRequest) -> int:
 
 
 class ServedEngine(ABC):
-    """``Engine`` of ``base.py`` for one that computes elsewhere and has weights of its own."""
+    """``Engine`` of ``base.py`` for one that computes elsewhere and has weights of its own, and the ``Receiver`` of
+    ``runtime/weight_sync/receiver.py`` that they reach it by."""
+
+    rescores: ClassVar[bool] = True
+    shards: ClassVar[Shards | None] = None
 
     def __init__(self, name: str, files: WeightFiles, max_length: int) -> None:
         """
@@ -59,8 +63,11 @@ class ServedEngine(ABC):
             max_length: tokens of the longest prompt with its completion.
         """
         self.name, self.max_length, self.version = name, max_length, INITIAL
-        self.weights = EngineWeights(self, files)
-        """``Receiver`` of ``runtime/weight_sync/receiver.py``: ``engine`` of a role's state."""
+        self.files = files
+        self.staged: Path | None = None
+        """A version that was written and is not drawn by yet."""
+        self.applied: Path | None = None
+        """The version that is drawn by, kept for when the engine is started anew."""
         self._is_paused = self._is_closed = False
 
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
@@ -94,14 +101,24 @@ class ServedEngine(ABC):
     def flush(self) -> None:
         """See ``Engine``."""
 
-    def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
-        """See ``Engine``.
+    @overload
+    def rescore(self, sequences: torch.Tensor, temperature: float = 1.0) -> torch.Tensor: ...
+
+    @overload
+    def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]: ...
+
+    def rescore(
+        self, sequences: torch.Tensor | Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """See ``Engine``; of a tensor ``[N, T]`` a tensor ``[N, T - 1]``, as ``Receiver`` has it.
 
         Raises:
             ConfigError: for a temperature other than 1, by which no server scores a prompt, or a sequence too long.
         """
         if temperature != 1:
             raise ConfigError(f"{self.name} scores given tokens at temperature 1 alone, not {temperature:g}")
+        if isinstance(sequences, torch.Tensor):
+            return torch.stack(self.rescore(sequences.tolist(), temperature))
         for sequence in sequences:
             if len(sequence) >= self.max_length:
                 raise ConfigError(
@@ -141,15 +158,36 @@ class ServedEngine(ABC):
         """
         self._restart()
         self._is_paused = False
-        if self.weights.applied is not None:
-            self.load_files(self.weights.applied, self.version)
+        if self.applied is not None:
+            self.load_files(self.applied, self.version)
 
     def close(self) -> None:
         """See ``Engine``."""
         if not self._is_closed:
             self._is_closed = True
             self._close()
-            self.weights.close()
+            for folder in (self.staged, self.applied):
+                self.files.remove(folder)
+
+    def describe(self) -> dict[str, Spec]:
+        """See ``Receiver``."""
+        return self.files.specs
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Receiver``. The engine goes on drawing."""
+        self.files.remove(self.staged)
+        self.staged = self.files.write(tensors, version)
+
+    def apply(self, version: int) -> None:
+        """See ``Receiver``."""
+        assert self.staged is not None, "load a version first"
+        self.take_version(self.staged, version)
+        self.files.remove(self.applied)
+        self.applied, self.staged = self.staged, None
+
+    def checksums(self, names: Iterable[str]) -> Any:
+        """Never called: it rescores."""
+        raise NotImplementedError(f"{self.name} is verified by rescoring, not by checksums")
 
     def take_version(self, folder: Path, version: int) -> None:
         """Draws by the weights in a folder from now on. What is under way waits meanwhile and goes on with them."""
@@ -201,50 +239,6 @@ class ServedEngine(ABC):
             )
         if not 0 <= request.seed < 2**63:
             raise ConfigError(f"seed {request.seed} is not from 0 to 2^63 - 1")
-
-
-class EngineWeights:
-    """``Receiver`` of an engine that loads weights from files."""
-
-    rescores = True
-    shards: Shards | None = None
-
-    def __init__(self, engine: ServedEngine, files: WeightFiles) -> None:
-        self.engine, self.files = engine, files
-        self.staged: Path | None = None
-        """A version that was written and is not drawn by yet."""
-        self.applied: Path | None = None
-        """The version that is drawn by, kept for when the engine is started anew."""
-
-    def describe(self) -> dict[str, Spec]:
-        """See ``Receiver``."""
-        return self.files.specs
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Receiver``. The engine goes on drawing."""
-        self.files.remove(self.staged)
-        self.staged = self.files.write(tensors, version)
-
-    def apply(self, version: int) -> None:
-        """See ``Receiver``."""
-        assert self.staged is not None, "load a version first"
-        self.engine.take_version(self.staged, version)
-        self.files.remove(self.applied)
-        self.applied, self.staged = self.staged, None
-
-    def checksums(self, names: Iterable[str]) -> Any:
-        """Never called: it rescores."""
-        raise NotImplementedError(f"{self.engine.name} is verified by rescoring, not by checksums")
-
-    def rescore(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See ``Receiver``."""
-        return torch.stack(self.engine.rescore(tokens.tolist()))
-
-    def close(self) -> None:
-        """Removes the files."""
-        for folder in (self.staged, self.applied):
-            self.files.remove(folder)
-        self.staged = self.applied = None
 
 
 def _number(label: str) -> int:

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
+from sfumato.rollout.engines.parts import EngineParts
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
-from sfumato.rollout.engines.settings import EngineParts
 from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
 
 HEALTH_TIMEOUT_S = 30.0
@@ -29,7 +29,7 @@ MEMORY = ["kv_cache", "weights"]
 
 
 class SglangServer(ServedEngine):
-    """``Engine`` of ``base.py``, and ``weights``, the ``Receiver``, on an SGLang server."""
+    """``Engine`` of ``base.py`` and ``Receiver`` on an SGLang server."""
 
     def __init__(self, http: HttpServer, process: ServerProcess | None, files: WeightFiles, model_path: str) -> None:
         """Waits for the server that it starts, and looks whether it is the right one.
@@ -90,7 +90,7 @@ class SglangServer(ServedEngine):
     def restore(self) -> None:
         """See ``Engine``. Weights, of which the memory was given away, are loaded again from their files."""
         self.http.ask("POST", "/resume_memory_occupation", {"tags": MEMORY})
-        self.load_files(self.weights.applied or Path(self.model_path), self.version)
+        self.load_files(self.applied or Path(self.model_path), self.version)
 
     def health(self) -> None:
         """See ``Engine``. It draws a token."""
@@ -190,6 +190,7 @@ class SglangSettings:
     """SGLang as a server. Not tested with SGLang itself: see the page."""
 
     type: ClassVar[str] = "sglang"
+    is_server: ClassVar[bool] = True
 
     url: str = ""
     """Server that runs already, http[s]://host[:port]; the page says how to start it."""

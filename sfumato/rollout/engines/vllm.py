@@ -16,8 +16,8 @@ from torch import nn
 
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.parts import EngineParts
 from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
-from sfumato.rollout.engines.settings import EngineParts
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
 from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
@@ -27,7 +27,7 @@ COLDEST = 0.01
 
 
 class VllmEngine(ServedEngine):
-    """``Engine`` of ``base.py``, and ``weights``, the ``Receiver``, on vLLM."""
+    """``Engine`` of ``base.py`` and ``Receiver`` on vLLM."""
 
     def __init__(self, calls: VllmCalls, files: WeightFiles, model_path: str, can_sleep: bool = False) -> None:
         """vLLM must be ready.
@@ -68,7 +68,7 @@ class VllmEngine(ServedEngine):
 
     def load_files(self, folder: Path, version: int) -> None:
         """See ``ServedEngine``."""
-        if self.weights.files.are_adapters:
+        if self.files.are_adapters:
             self.calls.load_adapter(str(folder.absolute()))
             self._has_adapter = True
             self.calls.set_version(version)
@@ -129,6 +129,7 @@ class VllmSettings:
     """vLLM. Without url and program it runs in this process and its own children, and must be installed here."""
 
     type: ClassVar[str] = "vllm"
+    is_server: ClassVar[bool] = True
 
     url: str = ""
     """Server that runs already, http[s]://host[:port]; the page says how to start it."""
