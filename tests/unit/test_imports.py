@@ -32,6 +32,7 @@ FLOORS = {
     "parallel": 3,
     "algorithms": 3,
     "config": 2,
+    "sandbox": 2,
     "errors": 1,
     "kernels": 1,
     "": 0,  # sfumato/__init__.py

@@ -1,0 +1,1 @@
+"""Runs programs that nobody has read: in Linux namespaces, without network, with limits."""

@@ -1,0 +1,396 @@
+"""Programs that nobody has read, run where they can do nothing but compute: see docs/sandbox.md.
+
+Linux on x86_64 only. What cannot be contained is not started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import errno
+import functools
+import json
+import math
+import os
+import platform
+import re
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import ConfigError, UserError
+
+PYTHON = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
+"""The interpreter that programs may use: that of this process, outside of its virtual environment."""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+_OLDEST_KERNEL = (5, 14)  # the first that counts processes by user namespace
+_GRACE_S = 10.0
+_REMEDY = (
+    "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), sysctl -w "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), sysctl -w user.max_user_namespaces=10000; in a container "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined, or a privileged one"
+)
+
+
+class SandboxError(UserError):
+    """Programs cannot be contained here, or could not be started; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use. Raises ConfigError for a limit that is not positive."""
+
+    wall_s: float = 10.0
+    """Seconds from its start to its end, and of CPU time for each of its processes."""
+    memory_mib: int = 1024
+    """Resident memory of all its processes together, and address space of each."""
+    num_processes: int = 32
+    """Processes and threads at the same time."""
+    disk_mib: int = 64
+    """What it may write to /tmp, which lies in memory too."""
+    output_kib: int = 1024
+    """What it may write to its standard output, and to its standard error."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} of the sandbox must be a positive number, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a program ended."""
+
+    exit_code: int | None
+    """Its exit code, or minus the number of the signal that ended it; None when the sandbox ended it."""
+    why: str
+    """Which limit it exceeded: time, memory or output; "asked" when it was ended; else ""."""
+    stdout: bytes
+    """What it wrote, up to the limit."""
+    stderr: bytes
+    """Likewise."""
+    wall_s: float
+    """Seconds from its start to its end."""
+    cpu_s: float
+    """Seconds of CPU time of it and those of its processes that were waited for."""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether it ended by itself with exit code 0."""
+        return self.exit_code == 0 and not self.why
+
+    def describe(self) -> str:
+        """How it ended, in words, with the last line of its standard error."""
+        if self.why:
+            return f"it was ended for {'its ' if self.why != 'asked' else 'being '}{self.why}"
+        how = f"exit code {self.exit_code}" if (self.exit_code or 0) >= 0 else f"signal {-(self.exit_code or 0)}"
+        lines = self.stderr.decode("utf-8", "replace").strip().splitlines()
+        return f"it ended with {how}{f': {lines[-1][:300]}' if lines else ''}"
+
+
+class Running:
+    """A program at work. ``wait`` for it, and it is cleared up."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self._status = status
+        self._report = bytearray()
+
+    def fileno(self) -> int:
+        """Readable when there is more to learn about its end."""
+        return self._status.fileno()
+
+    def end(self) -> None:
+        """Asks for the end of the program and all that it has started."""
+        with contextlib.suppress(OSError):
+            self._status.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Lets go of the program, which then is ended."""
+        self._status.close()
+
+    def poll(self) -> dict[str, Any] | None:
+        """How it ended, once that is known. Raises SandboxError when it could not be started."""
+        part = self._status.recv(65536)
+        self._report += part
+        if part and not self._report.endswith(b"\n"):
+            return None
+        self._status.close()
+        if not self._report:
+            raise SandboxError("the sandbox ended without a word: the system may be out of memory or processes")
+        report = json.loads(self._report.splitlines()[0])
+        if "error" in report:
+            raise SandboxError(_describe(report))
+        return report
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """Waits for the end of the program. Raises SandboxError when it is not seen in time, and as ``poll``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._status.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                if (report := self.poll()) is not None:
+                    return report
+            except TimeoutError:
+                self._status.close()  # which ends what is left of it
+                raise SandboxError(f"the sandbox did not end within {timeout_s:g} s: the machine is too busy") from None
+
+
+class Sandbox:
+    """Where programs run.
+
+    Args:
+        limits: of each program.
+        readable: files and folders that programs may read and run, besides the system's libraries and Python; they
+            stand at the same place within.
+
+    Raises:
+        SandboxError: this system is not Linux, too old, or no x86_64.
+        ConfigError: something in ``readable`` is not there.
+    """
+
+    def __init__(self, limits: Limits | None = None, readable: Sequence[str] = ()) -> None:
+        _refuse_other_systems()
+        self.limits = limits or Limits()
+        for path in readable:
+            if not Path(path).exists():
+                raise ConfigError(f"the sandbox is to show {path}, which does not exist")
+        shown = [*_SYSTEM, *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
+        self._readable = [*shown, *(str(Path(path).resolve()) for path in readable)]
+
+    def check(self) -> None:
+        """Runs a program that looks at its own containment. Raises SandboxError unless it is what it should be."""
+        finished = self.run_python(_LOOK)
+        if finished.stdout != b"contained\n":
+            seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
+            raise SandboxError(f"programs would not be contained here: {seen}; {_REMEDY}")
+
+    def run_python(self, source: str, arguments: Sequence[str] = (), **settings: Any) -> Finished:
+        """Runs a program of Python, without installed packages; see ``run`` for the settings."""
+        files = {**settings.pop("files", {}), "main.py": source.encode("utf-8", "surrogatepass")}
+        return self.run([PYTHON, "-I", "-S", "/tmp/main.py", *arguments], files=files, **settings)
+
+    def run(self, command: Sequence[str], *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
+        """Runs a command to its end.
+
+        Args:
+            command: the path of a program within, and its arguments.
+            files: what lies in /tmp, by name.
+            stdin: its standard input.
+
+        Raises:
+            SandboxError: it could not be started; never for what the program does.
+        """
+        its_input = _file_of(stdin)
+        our_output, its_output = os.pipe()
+        our_error, its_error = os.pipe()
+        try:
+            running = self.start(command, [its_input, its_output, its_error], files=files)
+        except BaseException:
+            for each in (our_output, our_error):
+                os.close(each)
+            raise
+        finally:
+            for each in (its_input, its_output, its_error):
+                os.close(each)
+        return _follow(running, [our_output, our_error], self.limits)
+
+    def start(self, command: Sequence[str], descriptors: Sequence[int], files: Mapping[str, bytes] | None) -> Running:
+        """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
+        limits = self.limits
+        memory, disk = limits.memory_mib * 2**20, limits.disk_mib * 2**20
+        limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 1,
+                   "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
+        request = {
+            "command": list(command),
+            "environment": _ENVIRONMENT,
+            "readable": self._readable,
+            "files": {name: base64.b64encode(content).decode() for name, content in (files or {}).items()},
+            "wall_s": limits.wall_s,
+            "memory_mib": limits.memory_mib,
+            "disk_mib": limits.disk_mib,
+            "rlimits": limited,
+        }
+        ours, its = socket.socketpair()
+        try:
+            _launcher.request(json.dumps(request).encode(), [its.fileno(), *descriptors])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            its.close()
+        return Running(ours)
+
+
+def _file_of(content: bytes) -> int:
+    """A descriptor from which that content can be read."""
+    writing = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    try:
+        with open(writing, "wb", closefd=False) as file:
+            file.write(content)
+        return os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(writing)
+
+
+def _follow(running: Running, outputs: list[int], limits: Limits) -> Finished:
+    """Reads what a program writes until it has ended."""
+    most, is_too_much, report = limits.output_kib * 1024, False, None
+    written: dict[int, bytearray] = {each: bytearray() for each in outputs}
+    deadline = time.monotonic() + limits.wall_s + _GRACE_S
+    with selectors.DefaultSelector() as selector:
+        for each in (*outputs, running):
+            selector.register(each, selectors.EVENT_READ)
+        try:
+            while len(selector.get_map()):
+                ready = selector.select(max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise SandboxError("the sandbox did not end in time: the machine is too busy")
+                for key, _ in ready:
+                    if key.fileobj is running:
+                        selector.unregister(running)  # before poll, which closes it
+                        if (report := running.poll()) is None:
+                            selector.register(running, selectors.EVENT_READ)
+                    elif part := os.read(key.fd, 65536):
+                        written[key.fd] += part[: most + 1 - len(written[key.fd])]
+                        if len(written[key.fd]) > most and not is_too_much:
+                            is_too_much = True
+                            running.end()
+                    else:
+                        selector.unregister(key.fd)
+        finally:
+            running.close()
+            for each in outputs:
+                os.close(each)
+    assert report is not None
+    stdout, stderr = (bytes(written[each][:most]) for each in outputs)
+    why = "output" if is_too_much else report["why"]
+    code = None if why else report["code"]
+    seconds = {name: report[name] for name in ("wall_s", "cpu_s")}
+    return Finished(exit_code=code, why=why, stdout=stdout, stderr=stderr, **seconds)
+
+
+class _Launcher:
+    """The process that starts sandboxes, itself started when it is first needed, and again when it was lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def request(self, content: bytes, descriptors: list[int]) -> None:
+        with self._lock:
+            for is_last in (False, True):
+                if self._process is None or self._process.poll() is not None:
+                    self._begin()
+                try:
+                    assert self._requests is not None
+                    socket.send_fds(self._requests, [struct.pack("Q", len(content))], descriptors)
+                    self._requests.sendall(content)
+                    return
+                except OSError as error:
+                    self._end()
+                    if is_last:
+                        raise SandboxError(f"the process that starts sandboxes was lost: {error}") from error
+
+    def _begin(self) -> None:
+        self._end()
+        ours, its = socket.socketpair()
+        library = str(Path(__file__).parents[2])
+        program = (
+            "import sys; sys.path.append(sys.argv[1])\n"
+            "from sfumato.sandbox.launcher import main; main(int(sys.argv[2]))"
+        )
+        self._process = subprocess.Popen(
+            [PYTHON, "-I", "-S", "-c", program, library, str(its.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={"PATH": _ENVIRONMENT["PATH"]},
+            cwd="/",
+            pass_fds=[its.fileno()],
+        )
+        its.close()
+        self._requests = ours
+
+    def _end(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        if self._process is not None:
+            self._process.wait()
+        self._requests = self._process = None
+
+    def close(self) -> None:
+        """Ends the process; sandboxes that run go on to their limits unless those who wait for them are gone."""
+        with self._lock:
+            self._end()
+
+    def forget(self) -> None:
+        """In a process that was forked: the launcher is the parent's."""
+        if self._requests is not None:
+            self._requests.close()
+        self._lock, self._process, self._requests = threading.Lock(), None, None
+
+
+_launcher = _Launcher()
+atexit.register(_launcher.close)
+os.register_at_fork(after_in_child=_launcher.forget)
+
+
+@functools.cache
+def _refuse_other_systems() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SandboxError(
+            f"programs are only contained on Linux on x86_64, not on {platform.system()} on {platform.machine()}: run "
+            "what needs the sandbox there, such as a reward server"
+        )
+    release = platform.release()
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version is None or tuple(map(int, version.groups())) < _OLDEST_KERNEL:
+        raise SandboxError(
+            f"the sandbox needs Linux 5.14 or newer, which limits processes by sandbox; this is {release}"
+        )
+
+
+def _describe(report: dict[str, Any]) -> str:
+    number = report["errno"]
+    text = f"the sandbox cannot be built: {report['error']}{f' ({os.strerror(number)})' if number else ''}"
+    if number in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.ENOSYS):
+        return f"{text}; {_REMEDY}"
+    return text
+
+
+_LOOK = """
+import ctypes, os, socket
+wrong = []
+state = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+for name, wanted in {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}.items():
+    if state[name].strip() != wanted:
+        wrong.append(f"{name} is {state[name].strip()}")
+if os.getuid() != 1000 or {name for name in os.listdir("/proc") if name.isdigit()} != {"1", str(os.getpid())}:
+    wrong.append("it sees users or processes of others")
+for path in ("/file", "/usr/file", "/proc/sys/kernel/core_pattern"):
+    try:
+        open(path, "w")
+        wrong.append(f"{path} can be written")
+    except OSError:
+        pass
+try:
+    socket.socket()
+    wrong.append("there are sockets of the network")
+except OSError:
+    pass
+if sorted(os.listdir("/sys") if os.path.exists("/sys") else []) or os.path.exists("/etc/passwd"):
+    wrong.append("files of the system are visible")
+if [line.split(":")[0].strip() for line in open("/proc/net/dev").read().splitlines()[2:]] not in ([], ["lo"]):
+    wrong.append("there is a network")
+print("; ".join(wrong) or "contained")
+"""
