@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -89,6 +90,8 @@ def _start(request: dict[str, Any], descriptors: list[int]) -> None:
     its.close()
     if ours.recv(1) == b"u":
         is_root = os.geteuid() == 0
+        if is_root and not _has_user(OUTSIDE_USER):  # root itself is exempt from the limit of processes
+            raise kernel.CallError(f"finding user {OUTSIDE_USER} in the user namespace of this root", errno.EPERM)
         for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
             if name == "gid_map":
                 _write(f"/proc/{child}/setgroups", "deny")
@@ -98,6 +101,12 @@ def _start(request: dict[str, Any], descriptors: list[int]) -> None:
         os.close(each)
     os.waitpid(child, 0)
     os._exit(0)
+
+
+def _has_user(number: int) -> bool:
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        ranges = [[int(each) for each in line.split()] for line in file]
+    return any(first <= number < first + count for first, _, count in ranges)
 
 
 def _write(path: str, text: str) -> None:
@@ -112,7 +121,8 @@ def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socke
     """C: creates the namespaces, and starts I in them."""
     os.setsid()
     if os.geteuid() == 0:
-        os.setgroups([])
+        with contextlib.suppress(PermissionError):  # within a user namespace that forbids it; they give no rights there
+            os.setgroups([])
     kernel.unshare(kernel.ALL_NAMESPACES)
     mapper.send(b"u")
     if mapper.recv(1) != b"m":
@@ -166,6 +176,9 @@ def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     plain = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", _NEW_ROOT, "tmpfs", plain, "size=1m,nr_inodes=1024,mode=755")
+    for name in ("proc", "tmp", "dev"):
+        os.makedirs(f"{_NEW_ROOT}/{name}")
+    kernel.mount("tmpfs", f"{_NEW_ROOT}/tmp", "tmpfs", plain, f"size={disk_mib}m,nr_inodes=16384,mode=1777")
     for path, descriptor in sources.items():
         target = _NEW_ROOT + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -181,14 +194,11 @@ def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -
         if not path.startswith("/dev/"):
             kernel.restrict_mount(target)
         os.close(descriptor)
-    for name in ("proc", "tmp"):
-        os.makedirs(f"{_NEW_ROOT}/{name}", exist_ok=True)
     kernel.mount("proc", f"{_NEW_ROOT}/proc", "proc", plain | kernel.MS_NOEXEC)
     kernel.restrict_mount(f"{_NEW_ROOT}/proc", can_execute=False)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(target, f"{_NEW_ROOT}/dev/{name}")
     os.symlink("/tmp", f"{_NEW_ROOT}/dev/shm")
-    kernel.mount("tmpfs", f"{_NEW_ROOT}/tmp", "tmpfs", plain, f"size={disk_mib}m,nr_inodes=16384,mode=1777")
     kernel.enter_root(_NEW_ROOT)
     kernel.mount(None, "/", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | plain)
 

@@ -32,7 +32,8 @@ from sfumato.errors import ConfigError, UserError
 PYTHON = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
 """The interpreter that programs may use: that of this process, outside of its virtual environment."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "2"}  # fmt: skip
 _OLDEST_KERNEL = (5, 14)  # the first that counts processes by user namespace
 _GRACE_S = 10.0
 _REMEDY = (
@@ -208,7 +209,7 @@ class Sandbox:
         """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
         limits = self.limits
         memory, disk = limits.memory_mib * 2**20, limits.disk_mib * 2**20
-        limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 1,
+        limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
         request = {
             "command": list(command),

@@ -223,12 +223,18 @@ class Remote:
             name, text = (str(each) for each in reply["error"])
         except Exception as error:
             raise AnswerError(f"the answer has ended, or sent no values: {type(error).__name__}") from None
-        known = getattr(builtins, name, None)
-        is_known = isinstance(known, type) and issubclass(known, Exception) and known not in (UnicodeDecodeError,)
+        raise _raised(name, text)
+
+
+def _raised(name: str, text: str) -> Exception:
+    """The builtin exception of that name, if there is one that is made of a text."""
+    known = getattr(builtins, name, None)
+    if isinstance(known, type) and issubclass(known, Exception):
         try:
-            raise known(text) if is_known else AnswerError(f"{name}: {text}")
-        except TypeError:  # an exception that wants more than a text
-            raise AnswerError(f"{name}: {text}") from None
+            return known(text)
+        except TypeError:
+            pass
+    return AnswerError(f"{name}: {text}")
 
 
 def _reference(value: Any) -> Any:
