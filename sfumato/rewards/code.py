@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from sfumato.rewards.answers import column_of, text_of
 from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.coding.tests import CodeTests, code_of, read_tests, same_output
-from sfumato.sandbox.sandbox import PYTHON, Limits, Sandbox, SandboxError
+from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _WITHIN = Path(__file__).parent / "coding" / "within.py"
 _MOST_REPORTED = 1 << 20
@@ -48,7 +48,7 @@ class CodeReward(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive("concurrency", "run_memory_mib")
-        Limits(wall_s=self.run_timeout_s)
+        ProgramLimits(wall_s=self.run_timeout_s)
 
     def prepare(self) -> None:
         """Runs a program that looks at its own containment. Raises SandboxError where programs cannot be contained."""
@@ -69,7 +69,7 @@ class CodeReward(Reward):
             return list(threads.map(self._score_one, samples))
 
     def _sandbox(self) -> Sandbox:
-        return Sandbox(Limits(wall_s=self.run_timeout_s, memory_mib=self.run_memory_mib))
+        return Sandbox(ProgramLimits(wall_s=self.run_timeout_s, memory_mib=self.run_memory_mib))
 
     def _tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
         value = column_of(metadata, self.target_key, self.label, prompt)

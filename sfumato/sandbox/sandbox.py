@@ -48,7 +48,7 @@ class SandboxError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """What one program may use. Raises ConfigError for a limit that is not positive."""
 
     wall_s: float = 10.0
@@ -159,9 +159,9 @@ class Sandbox:
         ConfigError: something in ``readable`` is not there.
     """
 
-    def __init__(self, limits: Limits | None = None, readable: Sequence[str] = ()) -> None:
+    def __init__(self, limits: ProgramLimits | None = None, readable: Sequence[str] = ()) -> None:
         _refuse_other_systems()
-        self.limits = limits or Limits()
+        self.limits = limits or ProgramLimits()
         for path in readable:
             if not Path(path).exists():
                 raise ConfigError(f"the sandbox is to show {path}, which does not exist")
@@ -243,7 +243,7 @@ def _file_of(content: bytes) -> int:
         os.close(writing)
 
 
-def _follow(running: Running, outputs: list[int], limits: Limits) -> Finished:
+def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
     """Reads what a program writes until it has ended."""
     most, is_too_much, report = limits.output_kib * 1024, False, None
     written: dict[int, bytearray] = {each: bytearray() for each in outputs}

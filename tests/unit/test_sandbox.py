@@ -14,7 +14,7 @@ import pytest
 
 from sfumato.errors import ConfigError
 from sfumato.sandbox import kernel
-from sfumato.sandbox.sandbox import PYTHON, Limits, Sandbox, SandboxError
+from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def sandbox():
     try:
-        made = Sandbox(Limits(wall_s=20, memory_mib=256, num_processes=16, disk_mib=8, output_kib=64))
+        made = Sandbox(ProgramLimits(wall_s=20, memory_mib=256, num_processes=16, disk_mib=8, output_kib=64))
         made.check()
     except SandboxError as error:
         pytest.skip(f"programs cannot be contained here: {error}")
@@ -30,7 +30,7 @@ def sandbox():
 
 
 def with_limits(**changes):
-    return Sandbox(Limits(**{"wall_s": 20, "memory_mib": 256, "num_processes": 16, "disk_mib": 8, **changes}))
+    return Sandbox(ProgramLimits(**{"wall_s": 20, "memory_mib": 256, "num_processes": 16, "disk_mib": 8, **changes}))
 
 
 ATTEMPT = """
@@ -292,7 +292,7 @@ def test_descriptors_do_not_run_out(sandbox):
 
 def test_limits_and_paths_without_meaning_are_refused():
     with pytest.raises(ConfigError, match="memory_mib"):
-        Limits(memory_mib=0)
+        ProgramLimits(memory_mib=0)
     with pytest.raises(ConfigError, match="/no/such"):
         Sandbox(readable=["/no/such"])
 
@@ -303,8 +303,8 @@ def test_limits_and_paths_without_meaning_are_refused():
 PROBE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from sfumato.sandbox.sandbox import Limits, Sandbox
-sandbox = Sandbox(Limits(wall_s=20))
+from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
+sandbox = Sandbox(ProgramLimits(wall_s=20))
 sandbox.check()
 print(sandbox.run_python("import os; print(os.getuid())").stdout.decode().strip(), "contained")
 """
