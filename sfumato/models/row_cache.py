@@ -39,8 +39,8 @@ class RowCache(Cache):
         self.num_rows, self.num_columns = 0, 0
         self.positions: Tensor | None = None
         """int64 ``[n, q]``: of the tokens of the forward pass."""
-        self.place: Tensor | None = None
-        """int64 ``[n q]``: where they go, row x columns + column."""
+        self.place: tuple[Tensor, slice, Tensor | slice] | None = None
+        """Rows, heads (all) and columns that their keys and values go to."""
         self.seen: tuple[slice, int] | None = None
         """Rows and number of columns that the tokens look at; None when they look at each other alone."""
 
@@ -55,17 +55,20 @@ class RowCache(Cache):
             layer.resize(num_rows, num_columns)
         self.num_rows, self.num_columns = num_rows, num_columns
 
-    def take(self, rows: Tensor, positions: Tensor, seen: tuple[slice, int] | None) -> None:
+    def take(self, rows: Tensor, positions: Tensor, first: int | None, seen: tuple[slice, int] | None) -> None:
         """Says where the tokens of the next forward pass belong.
 
         Args:
             rows: int64 ``[n]``, the row of each sequence.
-            positions: int64 ``[n, q]``, those of one sequence one after the other.
+            positions: int64 ``[n, q]``.
+            first: position of all rows' first token, which the others follow; None where there is one token a row, each
+                at a position of its own.
             seen: the rows as a slice, and how many columns to look at; None when the tokens are the first of their
                 rows, so that they see none but each other.
         """
         self.positions, self.seen = positions, seen
-        self.place = (rows[:, None] * self.num_columns + positions).flatten()
+        columns = positions[:, 0] if first is None else slice(first, first + positions.shape[1])
+        self.place = (rows, slice(None), columns)
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
         """Copies the first columns of rows into other rows; int64 ``[k]`` each."""
@@ -107,7 +110,7 @@ class _RowLayer(CacheLayerMixin):
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(tensor[0, 0].nbytes for tensor in self._tensors())
+        return sum(tensor[0, :, 0].nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         return [] if self.keys is None else [self.keys, self.values]
@@ -115,7 +118,7 @@ class _RowLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # zeros: what no token wrote is masked, and must not be NaN all the same, since 0 times NaN is NaN
         self.keys, self.values = (
-            states.new_zeros(self._cache.num_rows, self._cache.num_columns, states.shape[1], states.shape[3])
+            states.new_zeros(self._cache.num_rows, states.shape[1], self._cache.num_columns, states.shape[3])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -126,20 +129,18 @@ class _RowLayer(CacheLayerMixin):
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
         for tensor in self._tensors():
-            tensor[targets, :num_columns] = tensor[sources, :num_columns]
+            tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
         for tensor, states in zip(self._tensors(), (key_states, value_states), strict=True):
-            rows = states.transpose(1, 2).reshape(-1, *tensor.shape[2:])
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, cache.place, rows.to(tensor.dtype))
+            tensor[cache.place] = states[:, :, 0] if states.shape[2] == 1 else states
         if cache.seen is None:
             return key_states, value_states
         rows, width = cache.seen
-        keys, values = (tensor[rows, :width].transpose(1, 2) for tensor in self._tensors())
-        return keys, values
+        return self.keys[rows, :, :width], self.values[rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.get_mask_sizes(query_length, 0)
@@ -152,9 +153,9 @@ class _RowLayer(CacheLayerMixin):
 
 
 def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    found = tensor.new_zeros(num_rows, num_columns, *tensor.shape[2:])
-    kept = tensor[:num_rows, :num_columns]
-    found[: kept.shape[0], : kept.shape[1]] = kept
+    found = tensor.new_zeros(num_rows, tensor.shape[1], num_columns, tensor.shape[3])
+    kept = tensor[:num_rows, :, :num_columns]
+    found[: kept.shape[0], :, : kept.shape[2]] = kept
     return found
 
 

@@ -176,6 +176,7 @@ class EmbeddedEngine:
             self._driver = loop.create_task(self._run())
 
     async def _run(self) -> None:
+        self._forward.look()
         while self._num_open and not self._is_paused:
             try:
                 self._step()

@@ -10,53 +10,67 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
 
 from sfumato.models.document_rows import SHORT, WORTH_PADDING, forget_lengths
-from sfumato.models.plain import can_set_attention, set_attention
+from sfumato.models.plain import can_set_attention
 from sfumato.models.row_cache import RowCache, register_row_attention
 from sfumato.rollout.engines.base import EngineError
 
-FEWER_COLUMNS = 32
-"""Columns that are looked at, and room for columns, are multiples of it: kernels then round a row alike whichever rows
-stand beside it."""
+COLUMNS = 32
+"""Columns that are computed, looked at, and kept are multiples of it, and ``FEWEST_ROWS`` rows take part at least: most
+CPU kernels then round a row alike whichever rows stand beside it."""
+
+FEWEST_ROWS = 4
 
 
 class Forward:
-    """Forward passes of a module in evaluation mode, without gradients."""
+    """Forward passes of a module in evaluation mode, without gradients. Afterwards it is as it was."""
 
     def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
         """``around`` makes the context of each forward pass, such as autocast."""
         self.module, self._around = module, around
         self.arguments = inspect.signature(module.forward).parameters
+        self.look()
+
+    def look(self) -> None:
+        """Looks again at what the module is made of: adapters may have come."""
+        # vars, not setattr, which costs a step of a small model a tenth of its time
+        self._flags = [vars(submodule) for submodule in self.module.modules()]
+        configs = [found["config"] for found in self._flags if isinstance(found.get("config"), PreTrainedConfig)]
+        texts = [config.get_text_config() for config in configs]
+        self._configs = list({id(config): config for config in [*configs, *texts]}.values())
 
     @property
     def device(self) -> torch.device:
         """Where the module is now."""
         return self.module.get_input_embeddings().weight.device
 
-    def __call__(self, input_ids: Tensor, **more: object) -> Tensor:
-        """Logits of tokens ``[n, q]``."""
-        with self.evaluating():
-            return self.module(input_ids=input_ids, **more).logits
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Inside, nothing is dropped out and no gradients are kept."""
-        trains = self.module.training
-        if trains:
-            self.module.eval()
+    def __call__(self, input_ids: Tensor, attention: str | None = None, **more: object) -> Tensor:
+        """Logits of tokens ``[n, q]``, with the module's attention or another one."""
+        flags, configs = self._flags, self._configs
+        trained = [found["training"] for found in flags]
+        attentions = [config._attn_implementation for config in configs]
+        for found in flags:
+            found["training"] = False
+        if attention is not None:
+            for config in configs:
+                config._attn_implementation = attention
         try:
             with torch.no_grad(), self._around():
-                yield
+                return self.module(input_ids=input_ids, **more).logits
         finally:
-            if trains:
-                self.module.train()
+            for found, training in zip(flags, trained, strict=True):
+                found["training"] = training
+            for config, known in zip(configs, attentions, strict=True):
+                config._attn_implementation = known
 
     def last(self, input_ids: Tensor) -> Tensor:
         """Logits of the last tokens ``[n, V]`` of whole sequences ``[n, q]``, nothing cached."""
@@ -108,13 +122,13 @@ class CachedRows:
             max_tokens: of prompts, in one forward pass; longer ones are computed in several.
             bytes_per_token: if it is known already.
         """
-        self._forward, self._max_tokens, self._cache = forward, max_tokens, RowCache()
+        self._forward, self._max_tokens, self._cache = forward, rounded_up(max_tokens), RowCache()
         self._attention = register_row_attention()
         self.bytes_per_token = bytes_per_token
 
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``."""
-        self._cache.resize(num_rows, num_columns)
+        self._cache.resize(max(num_rows, FEWEST_ROWS), num_columns)
 
     def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
         """See ``Rows``."""
@@ -135,42 +149,46 @@ class CachedRows:
 
     def _compute(self, part: list[tuple[tuple[int, ...], int]]) -> None:
         """Keys and values of sequences from their first token on."""
-        device, width = self._forward.device, max(len(tokens) for tokens, _ in part)
+        device, width = self._forward.device, rounded_up(max(len(tokens) for tokens, _ in part))
         input_ids = np.zeros((len(part), width), np.int64)
         for index, (tokens, _) in enumerate(part):
             input_ids[index, : len(tokens)] = tokens
         rows = torch.tensor([row for _, row in part], device=device)
         for start in range(0, width, self._max_tokens):
             columns = input_ids[:, start : start + self._max_tokens]
-            positions = torch.arange(start, start + columns.shape[1], device=device).repeat(len(part), 1)
+            end = start + columns.shape[1]
+            positions = torch.arange(start, end, device=device).repeat(len(part), 1)
             seen = None
             if start:
                 assert len(part) == 1, "long sequences are computed one at a time"
-                row = part[0][1]
-                seen = slice(row, row + 1), self._looked_at(start + columns.shape[1])
-            self._pass(torch.from_numpy(columns).to(device), rows, positions, seen)
+                seen = slice(part[0][1], part[0][1] + 1), end
+            self._cache.take(rows, positions, start, seen)
+            self._pass(torch.from_numpy(columns).to(device))
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
-        device, count = tokens.device, len(positions)
-        places = torch.from_numpy(positions).to(device)[:, None]
-        seen = slice(0, count), self._looked_at(int(positions.max()) + 1)
-        return self._pass(tokens[:, None], torch.arange(count, device=device), places, seen)[:, -1]
+        count = len(positions)
+        if count < FEWEST_ROWS:  # more rows, which nobody has taken
+            tokens = functional.pad(tokens, (0, FEWEST_ROWS - count))
+            positions = np.pad(positions, (0, FEWEST_ROWS - count))
+        rows = torch.arange(len(positions), device=tokens.device)
+        seen = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
+        self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, seen)
+        return self._pass(tokens[:, None])[:count, -1]
 
-    def _looked_at(self, length: int) -> int:
-        return min(rounded_up(length), self._cache.num_columns)
-
-    def _pass(self, input_ids: Tensor, rows: Tensor, positions: Tensor, seen: tuple[slice, int] | None) -> Tensor:
-        self._cache.take(rows, positions, seen)
-        module, arguments = self._forward.module, self._forward.arguments
-        more = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
-        before = module.config.get_text_config()._attn_implementation
-        set_attention(module, self._attention)
-        try:
-            return self._forward(input_ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **more)
-        finally:
-            set_attention(module, before)
-            self.bytes_per_token = self._cache.bytes_per_token
+    def _pass(self, input_ids: Tensor) -> Tensor:
+        cache = self._cache
+        more = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        logits = self._forward(
+            input_ids,
+            self._attention,
+            position_ids=cache.positions,
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
+        self.bytes_per_token = cache.bytes_per_token
+        return logits
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
         """See ``Rows``."""
@@ -270,7 +288,7 @@ def _problem_of_cache(
         return f"{name} has an attention of its own", 0
     if not {"position_ids", "past_key_values"} <= set(forward.arguments):
         return f"{name} takes no position_ids", 0
-    rows = CachedRows(forward, max(len(texts[-1]) // 2, 2))  # the longest is computed in parts
+    rows = CachedRows(forward, len(texts[-1]) // 2)  # the longest is computed in parts
     rows.resize(len(texts), rounded_up(len(texts[-1])))
     try:
         found = []
@@ -292,7 +310,7 @@ def _parts(row_of: dict[tuple[int, ...], int], max_tokens: int) -> Iterator[list
     """Sequences that share a forward pass, those of about one length."""
     ordered = sorted(row_of.items(), key=lambda text: (-len(text[0]), text[1]))
     while ordered:
-        count = max(max_tokens // len(ordered[0][0]), 1)
+        count = max(max_tokens // rounded_up(len(ordered[0][0])), 1)
         shortest = WORTH_PADDING * len(ordered[0][0])
         part = [text for text in ordered[:count] if len(text[0]) >= shortest or len(ordered[0][0]) <= SHORT]
         yield part
@@ -300,4 +318,4 @@ def _parts(row_of: dict[tuple[int, ...], int], max_tokens: int) -> Iterator[list
 
 
 def rounded_up(length: int) -> int:
-    return -(-length // FEWER_COLUMNS) * FEWER_COLUMNS
+    return max(-(-length // COLUMNS), 1) * COLUMNS
