@@ -1,7 +1,7 @@
 """The engine that draws with a transformers module in this process: the one that is trained, or a copy.
 
 One thread: requests wait in coroutines of an event loop, and a task of the same loop computes one token for all of
-them at a time and lets the loop run in between. Rows are those of ``next_logits.py``: a request takes one when there is
+them at a time and lets the loop run in between. Rows are those of ``rows.py``: a request takes one when there is
 room, and leaves it when its completion ends; what does not fit waits, or is taken out and computed again.
 """
 
@@ -25,8 +25,10 @@ from sfumato.models.document_rows import group_documents
 from sfumato.models.plain import changing_positions, known_positions
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.drawing import draw
-from sfumato.rollout.engines.next_logits import Forward, RecomputedRows, Rows, choose_rows, rounded_up
+from sfumato.rollout.engines.forward import Forward
+from sfumato.rollout.engines.row_choice import choose_rows
 from sfumato.rollout.engines.row_state import Drawing, RowState
+from sfumato.rollout.engines.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.tokens import FinishReason
 
 LOGGER = logging.getLogger(__name__)
@@ -125,14 +127,14 @@ class EmbeddedEngine:
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
         """See ``Engine``."""
         found: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
-        same_length = isinstance(self._prepared(), RecomputedRows)
+        same_length = not isinstance(self._prepared(), CachedRows)
         number_of = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
         for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
             numbers = [number_of.index(start) for start in starts]
             input_ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
             for row, number in enumerate(numbers):
                 input_ids[row, : lengths[row]] = torch.tensor(sequences[number])
-            logits = self._forward.whole(input_ids.to(self._forward.device))[:, :-1].float() / temperature
+            logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
             log_probs = logits.log_softmax(-1).gather(-1, input_ids.to(logits.device)[:, 1:, None])[..., 0].cpu()
             for row, number in enumerate(numbers):
                 found[number] = log_probs[row, : lengths[row] - 1].clone()
@@ -306,7 +308,7 @@ class EmbeddedEngine:
                 self._forward, min(self.max_length, LONGEST_TRIED), self._max_prefill_tokens
             )
             if why_not is not None:
-                LOGGER.warning("%s: whole sequences are computed again for each token", why_not)
+                LOGGER.warning("drawing will be slow, with %s: %s", type(self._rows).__name__, why_not)
             if self._cache_bytes is None:
                 self._cache_bytes = free_bytes(self._forward.device) // 2
         return self._rows

@@ -1,28 +1,26 @@
-"""Two ways to the logits of the next token of many sequences, by transformers' module as it is.
+"""Ways to the logits of the next token of many sequences, by transformers' module as it is.
 
-``CachedRows`` keeps keys and values and computes one token a row; ``RecomputedRows`` keeps tokens alone and computes
-whole sequences again, those of one length at a time, as recurrent models and others need whose state is no list of
-keys. ``choose_rows`` finds out which one gives what the module gives without either. n rows take part; V tokens of the
-vocabulary.
+``CachedRows`` keeps keys and values of sequences of any lengths in one cache, and computes one token of each in one
+forward pass. ``GroupedRows`` keeps a cache of transformers' own for the sequences of each length, for models whose
+state is more than keys and values, and ``RecomputedRows`` keeps tokens alone and computes whole sequences again. n rows
+take part; V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedConfig
+from transformers import DynamicCache
 
-from sfumato.models.document_rows import SHORT, WORTH_PADDING, forget_lengths
-from sfumato.models.plain import can_set_attention
+from sfumato.models.document_rows import SHORT, WORTH_PADDING
 from sfumato.models.row_cache import RowCache, register_row_attention
-from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.forward import Forward
 
 COLUMNS = 32
 """Columns that are computed, looked at, and kept are multiples of it, and ``FEWEST_ROWS`` rows take part at least: most
@@ -30,58 +28,8 @@ CPU kernels then round a row alike whichever rows stand beside it."""
 
 FEWEST_ROWS = 4
 
-
-class Forward:
-    """Forward passes of a module in evaluation mode, without gradients. Afterwards it is as it was."""
-
-    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
-        """``around`` makes the context of each forward pass, such as autocast."""
-        self.module, self._around = module, around
-        self.arguments = inspect.signature(module.forward).parameters
-        self.look()
-
-    def look(self) -> None:
-        """Looks again at what the module is made of: adapters may have come."""
-        # vars, not setattr, which costs a step of a small model a tenth of its time
-        self._flags = [vars(submodule) for submodule in self.module.modules()]
-        configs = [found["config"] for found in self._flags if isinstance(found.get("config"), PreTrainedConfig)]
-        texts = [config.get_text_config() for config in configs]
-        self._configs = list({id(config): config for config in [*configs, *texts]}.values())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module is now."""
-        return self.module.get_input_embeddings().weight.device
-
-    def __call__(self, input_ids: Tensor, attention: str | None = None, **more: object) -> Tensor:
-        """Logits of tokens ``[n, q]``, with the module's attention or another one."""
-        flags, configs = self._flags, self._configs
-        trained = [found["training"] for found in flags]
-        attentions = [config._attn_implementation for config in configs]
-        for found in flags:
-            found["training"] = False
-        if attention is not None:
-            for config in configs:
-                config._attn_implementation = attention
-        try:
-            with torch.no_grad(), self._around():
-                return self.module(input_ids=input_ids, **more).logits
-        finally:
-            for found, training in zip(flags, trained, strict=True):
-                found["training"] = training
-            for config, known in zip(configs, attentions, strict=True):
-                config._attn_implementation = known
-
-    def last(self, input_ids: Tensor) -> Tensor:
-        """Logits of the last tokens ``[n, V]`` of whole sequences ``[n, q]``, nothing cached."""
-        forget_lengths(self.module)
-        more = {"logits_to_keep": 1} if "logits_to_keep" in self.arguments else {}
-        return self(input_ids, use_cache=False, **more)[:, -1]
-
-    def whole(self, input_ids: Tensor) -> Tensor:
-        """Logits of all tokens ``[n, q, V]`` of whole sequences, nothing cached."""
-        forget_lengths(self.module)
-        return self(input_ids, use_cache=False)
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""What transformers' modules call the cache that they are given."""
 
 
 class Rows(Protocol):
@@ -200,6 +148,122 @@ class CachedRows:
         self._cache.clear()
 
 
+@dataclass(eq=False)
+class _Group:
+    """Sequences of one length."""
+
+    cache: DynamicCache | None
+    """None before their first token."""
+    rows: list[int]
+    """Row of each sequence, -1 for one that has left."""
+    length: int = 0
+    """Tokens in the cache."""
+
+
+class GroupedRows:
+    """A cache of transformers for the sequences of each length."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        max_tokens: int,
+        attention: str | None,
+        gives_positions: bool,
+        bytes_per_token: int = 0,
+    ) -> None:
+        """
+        Args:
+            forward: of the module.
+            max_tokens: of prompts, in one forward pass, but for one that is longer.
+            attention: transformers' name of one that knows caches; None for the module's own.
+            gives_positions: some modules do not find positions in their cache, others count them in their own way.
+            bytes_per_token: if it is known already.
+        """
+        self._forward, self._max_tokens, self._attention = forward, max_tokens, attention
+        self._gives_positions = gives_positions
+        self._argument = next(name for name in CACHE_ARGUMENTS if name in forward.arguments)
+        self._groups: list[_Group] = []
+        self.bytes_per_token = bytes_per_token
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``Rows``. Caches grow by themselves."""
+
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
+        """See ``Rows``."""
+        self._forget(range(first_row, first_row + len(contexts)))
+        members: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for row, context in enumerate(contexts, first_row):
+            members.setdefault(len(context) - 1, {}).setdefault(tuple(context[:-1]), []).append(row)
+        for length, rows_of in sorted(members.items()):
+            texts, size = list(rows_of), max(self._max_tokens // max(length, 1), 1)
+            for start in range(0, len(texts), size):
+                part = texts[start : start + size]
+                group = _Group(None, [row for text in part for row in rows_of[text]])
+                if length:
+                    self._pass(group, torch.tensor(part, device=self._forward.device))
+                    copies = [index for index, text in enumerate(part) for _ in rows_of[text]]
+                    self._select(group, copies)
+                self._groups.append(group)
+
+    def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
+        """See ``Rows``."""
+        self._forget(range(len(positions), 1 + max((row for group in self._groups for row in group.rows), default=0)))
+        found, order = [], []
+        for group in self._groups:
+            alive = [index for index, row in enumerate(group.rows) if row >= 0]
+            if len(alive) < len(group.rows):
+                self._select(group, alive)
+                group.rows = [group.rows[index] for index in alive]
+            if group.rows:
+                rows = torch.tensor(group.rows, device=tokens.device)
+                found.append(self._pass(group, tokens[rows, None])[:, -1])
+                order += group.rows
+        self._groups = [group for group in self._groups if group.rows]
+        return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
+
+    def _pass(self, group: _Group, input_ids: Tensor) -> Tensor:
+        if group.cache is None:
+            group.cache = DynamicCache(config=self._forward.module.config)
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        first, group.length = group.length, group.length + input_ids.shape[1]
+        if self._gives_positions:
+            more["position_ids"] = torch.arange(first, group.length, device=input_ids.device).expand(input_ids.shape)
+        return self._forward(input_ids, self._attention, use_cache=True, **more, **{self._argument: group.cache})
+
+    def _select(self, group: _Group, indices: list[int]) -> None:
+        if group.cache is not None and indices:
+            group.cache.reorder_cache(torch.tensor(indices, device=self._forward.device))
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        gone = {*rows}
+        for group in self._groups:
+            group.rows = [-1 if row in gone else row for row in group.rows]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
+        """See ``Rows``."""
+        self._forget([int(target) for target in targets])
+        new = {int(source): int(target) for source, target in zip(sources, targets, strict=True)}
+        for group in self._groups:
+            group.rows = [new.get(row, row) for row in group.rows]
+
+    def clear(self) -> None:
+        """See ``Rows``."""
+        self._groups = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all caches."""
+        layers = [layer for group in self._groups if group.cache is not None for layer in group.cache.layers]
+        return sum(_bytes_of(value) for layer in layers for value in vars(layer).values())
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_bytes_of, parts))
+
+
 class RecomputedRows:
     """Tokens alone are kept."""
 
@@ -242,68 +306,6 @@ class RecomputedRows:
     def clear(self) -> None:
         """See ``Rows``."""
         self._tokens = np.zeros((0, 0), np.int64)
-
-
-def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
-    """The fastest way that gives what the module gives for whole sequences.
-
-    A few sequences of random tokens, short ones and one that is as long as the engine's are, so that windows and
-    chunks show, go through both.
-
-    Args:
-        forward: of the module.
-        longest: tokens of the longest sequence that is tried.
-        max_tokens: in one forward pass.
-
-    Returns:
-        The way, and why it is not the one with keys and values, if it is not.
-
-    Raises:
-        EngineError: when the module computes NaN.
-    """
-    generator = np.random.default_rng(0)
-    size = forward.module.get_input_embeddings().num_embeddings
-    lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
-    texts = [generator.integers(size, size=length).tolist() for length in lengths]
-    expected = [forward.last(torch.tensor([text], device=forward.device))[0] for text in texts]
-    expected += [forward.last(torch.tensor([text[:-1]], device=forward.device))[0] for text in texts]
-    expected_log_probs = torch.stack(expected).float().log_softmax(-1)
-    if expected_log_probs.isnan().any():
-        raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
-    half = expected[0].dtype != torch.float32 or any(
-        parameter.dtype in (torch.bfloat16, torch.float16) for parameter in forward.module.parameters()
-    )
-    problem, bytes_per_token = _problem_of_cache(forward, texts, expected_log_probs, 0.15 if half else 2e-4)
-    if problem is None:
-        return CachedRows(forward, max_tokens, bytes_per_token), None
-    return RecomputedRows(forward, max_tokens), problem
-
-
-def _problem_of_cache(
-    forward: Forward, texts: list[list[int]], expected: Tensor, bound: float
-) -> tuple[str | None, int]:
-    """Why keys and values cannot be kept, if so, and what a token of them costs."""
-    name = type(forward.module).__name__
-    if not can_set_attention(forward.module):
-        return f"{name} has an attention of its own", 0
-    if not {"position_ids", "past_key_values"} <= set(forward.arguments):
-        return f"{name} takes no position_ids", 0
-    rows = CachedRows(forward, len(texts[-1]) // 2)  # the longest is computed in parts
-    rows.resize(len(texts), rounded_up(len(texts[-1])))
-    try:
-        found = []
-        rows.begin(0, [text[:-1] for text in texts])
-        for last in (2, 1):
-            tokens = torch.tensor([text[-last] for text in texts], device=forward.device)
-            found.append(rows.step(tokens, np.array([len(text) - last for text in texts])))
-    except Exception as error:  # whatever transformers' modules raise
-        return f"{name} does not run with keys and values in rows ({type(error).__name__}: {error})", 0
-    log_probs = torch.cat([found[1], found[0]]).float().log_softmax(-1)
-    apart = (log_probs - expected).abs().masked_fill(log_probs == expected, 0.0)
-    far = float(apart.nan_to_num(nan=torch.inf).max())
-    if far > bound:
-        return f"with keys and values in rows {name} differs from whole sequences by {far:.2g} in a log-probability", 0
-    return None, rows.bytes_per_token
 
 
 def _parts(row_of: dict[tuple[int, ...], int], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:

@@ -1,0 +1,176 @@
+"""Which way to the next token's logits is right for a model: found by trying, not by a list of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.errors import ConfigError
+from sfumato.models.packed_attention import ATTENTION
+from sfumato.models.plain import can_set_attention
+from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.forward import Forward
+from sfumato.rollout.engines.rows import CACHE_ARGUMENTS, CachedRows, GroupedRows, RecomputedRows, Rows, rounded_up
+
+FLOAT32, HALF = 2e-4, 0.3
+"""Nats by which the log-probability of a likely token may differ: rounding. A wrong mask, position or state makes 0.01
+and more."""
+
+PLACES, TEXTS, SHORTER = 64, 8, 512
+"""So many tokens of so many sequences of up to so many tokens are asked whether they notice those that follow."""
+
+OTHERWISE = 0.005
+"""Fraction of tokens for which rounding may take a router to other experts, which changes more than rounding does."""
+
+LIKELIEST = 8
+"""Tokens of the vocabulary that are compared: in half precision the logits of unlikely ones are rounded by much."""
+
+Texts = list[list[int]]
+
+
+def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+    """The fastest way that gives what the module gives for whole sequences.
+
+    A few sequences of random tokens, short ones and one that is as long as the engine's are, so that windows and
+    chunks show, go through the module whole, and then through each way until one gives the same.
+
+    Args:
+        forward: of the module.
+        longest: tokens of the longest sequence that is tried.
+        max_tokens: in one forward pass.
+
+    Returns:
+        The way, and why faster ones are not right, if there are any.
+
+    Raises:
+        ConfigError: when what the module says of a token depends on later ones.
+        EngineError: when the module computes NaN.
+    """
+    with forward.in_full_precision():
+        return _choose(forward, longest, max_tokens)
+
+
+def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+    generator = np.random.default_rng(0)
+    size = forward.module.get_input_embeddings().num_embeddings
+    lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
+    texts = [generator.integers(size, size=length).tolist() for length in lengths]
+    try:
+        expected = _expected(forward, texts)
+    except ConfigError:  # the attention of packed rows, which wants to be told positions
+        forward.gives_positions = True
+        expected = _expected(forward, texts)
+    if expected.isnan().any():
+        raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
+    half = (torch.bfloat16, torch.float16)
+    is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
+    bound = HALF if is_half else FLOAT32
+    _refuse_looking_ahead(forward, size, longest, bound)
+    problems = []
+    for make in _ways(forward, max_tokens):
+        problem, rows = _try(make, forward, texts, expected, bound)
+        if rows is not None:
+            return rows, "; ".join(problems) or None
+        problems.append(problem)
+    return RecomputedRows(forward, max_tokens), "; ".join(problems)
+
+
+def _expected(forward: Forward, texts: Texts) -> Tensor:
+    """Logits of what follows the beginnings of all texts without the last token, and then of what follows the texts."""
+    device = forward.device
+    begun = [forward.last(torch.tensor([text[:-1]], device=device))[0] for text in texts]
+    return torch.stack([*begun, *(forward.last(torch.tensor([text], device=device))[0] for text in texts)])
+
+
+def _refuse_looking_ahead(forward: Forward, size: int, length: int, bound: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(size, (TEXTS, min(length, SHORTER)), generator=generator).to(forward.device)
+    found = []
+    for begun in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
+        places = sorted({*np.linspace(0, begun - 1, PLACES).astype(int).tolist()})
+        whole, cut = forward.some(tokens, places), forward.some(tokens[:, :begun], places)
+        found.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
+    differences = torch.cat(found)
+    noticing = (differences > bound).float().mean()
+    if noticing > OTHERWISE:
+        raise ConfigError(
+            f"{type(forward.module).__name__}: what it says of a token depends on how many tokens follow, by up to "
+            f"{differences.max():.2g} in a log-probability, for {noticing:.0%} of tokens: training could not say again "
+            "what was drawn, so such a model cannot draw for RL"
+        )
+
+
+def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:
+    """Functions that make a way that can be tried, given what a token costs; or say why it cannot be."""
+    name, module = type(forward.module).__name__, forward.module
+
+    def cached(cost: int) -> CachedRows | str:
+        if not can_set_attention(module):
+            return f"{name} has an attention of its own"
+        if not {"position_ids", "past_key_values"} <= set(forward.arguments):
+            return f"{name} takes no position_ids"
+        return CachedRows(forward, max_tokens, cost)
+
+    def grouped(attention: str | None, gives_positions: bool) -> Callable[[int], GroupedRows | str]:
+        def make(cost: int) -> GroupedRows | str:
+            if not {*CACHE_ARGUMENTS} & set(forward.arguments):
+                return f"{name} takes no cache"
+            return GroupedRows(forward, max_tokens, attention, gives_positions, cost)
+
+        return make
+
+    is_packed = module.config.get_text_config()._attn_implementation == ATTENTION  # which knows no caches
+    attentions = ("sdpa", "eager") if is_packed else (None,)
+    positions = (True, False) if "position_ids" in forward.arguments else (False,)
+    return [cached, *(grouped(*settings) for settings in product(attentions, positions))]
+
+
+def _try(
+    make: Callable[[int], CachedRows | GroupedRows | str],
+    forward: Forward,
+    texts: Texts,
+    expected: Tensor,
+    bound: float,
+) -> tuple[str, Rows | None]:
+    """What is wrong with a way, or the way."""
+    rows = make(0)
+    if isinstance(rows, str):
+        return rows, None
+    kind, name = type(rows).__name__, type(forward.module).__name__
+    if isinstance(rows, CachedRows):  # the longest text is computed in parts
+        rows = CachedRows(forward, len(texts[-1]) // 2)
+    texts, count = [*texts, texts[0]], len(texts)  # a group of equal ones, one of which leaves after the first step
+    rows.resize(len(texts), rounded_up(len(texts[-2])))
+    try:
+        rows.begin(0, [text[:-1] for text in texts])
+        first = rows.step(*_at(texts, 2, forward.device))[:count]
+        rows.move([count], [0], len(texts[0]))
+        second = rows.step(*_at(texts[:count], 1, forward.device))
+    except Exception as error:  # whatever transformers' modules raise
+        return f"{name} does not run as {kind} ({type(error).__name__}: {error})", None
+    far = float(_differences(torch.cat([first, second]), expected).max())
+    if far > bound:
+        return f"{name} as {kind} differs from whole sequences by {far:.2g} in a log-probability", None
+    cost = rows.bytes_per_token
+    if isinstance(rows, GroupedRows):
+        cost = rows.held_bytes // sum(map(len, texts[:count]))
+    made = make(cost)
+    assert not isinstance(made, str)
+    return "", made
+
+
+def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
+    """The last but so many tokens of each text, and where they stand."""
+    tokens = torch.tensor([text[-last] for text in texts], device=device)
+    return tokens, np.array([len(text) - last for text in texts])
+
+
+def _differences(found: Tensor, expected: Tensor) -> Tensor:
+    """Largest differences of the log-probabilities of the likeliest tokens, of logits ``[N, V]``: ``[N]``."""
+    found, expected = (logits.double().log_softmax(-1) for logits in (found, expected))
+    likeliest = expected.topk(min(LIKELIEST, expected.shape[-1])).indices
+    return (found - expected).gather(-1, likeliest).abs().amax(-1).nan_to_num(nan=torch.inf)
