@@ -1,0 +1,298 @@
+"""What engines outside of the library stand on: files of weights, owned servers, requests that end, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sfumato.config.base import Variant, find_variants
+from sfumato.errors import ConfigError, MissingDependencyError, WeightSyncError
+from sfumato.parallel.shards import all_parameters
+from sfumato.parallel.weights import build_on_meta
+from sfumato.rollout.engines import weight_files
+from sfumato.rollout.engines.base import EngineError, GenerationRequest
+from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer, RefusedByServerError
+from sfumato.rollout.engines.parts import EngineParts
+from sfumato.rollout.engines.served import seed_of
+from sfumato.rollout.engines.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.vllm import VllmSettings
+from sfumato.rollout.engines.vllm_calls import WORKER_FILE
+from sfumato.rollout.engines.weight_files import WeightFiles
+from tests.engines.served_model import adapted_model, adapted_template, parts, template
+from tests.tiny import ROOT, tiny_language_description
+
+# weights
+
+
+def module_of(kind, tied=False):
+    described = {**tiny_language_description(kind), "tie_word_embeddings": tied}
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(described.pop("model_type"), **described))
+
+
+def tensors_in(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
+def test_weights_are_written_as_the_model_s_own_files(kind, tied, tmp_path, monkeypatch):
+    module = module_of(kind, tied)
+    module.save_pretrained(tmp_path / "own")
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
+    files = WeightFiles(build_on_meta(lambda: module_of(kind, tied)), torch.float32, tmp_path / "sent")
+    assert {name: spec.shape for name, spec in files.specs.items()} == {
+        name: tuple(each.shape) for name, each in all_parameters(module).items()
+    }
+    scratch = torch.empty(2**16)
+
+    def through_one_buffer():  # each is valid until the next is asked for
+        for name, each in all_parameters(module).items():
+            scratch[: each.numel()] = each.detach().flatten()
+            yield name, scratch[: each.numel()].view(each.shape)
+
+    folder = files.write(through_one_buffer(), 3)
+    assert len(list(folder.iterdir())) > 2, "several files"
+    found, expected = tensors_in(folder), tensors_in(tmp_path / "own")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    if kind == "qwen3_moe":
+        assert any("experts.3.down_proj" in name for name in found), "experts one by one"
+
+
+def test_adapters_are_written_as_peft_reads_them(tmp_path):
+    from peft import PeftModel
+
+    from tests.engines.served_model import log_probs, make_model
+
+    module = adapted_model(2)
+    files = WeightFiles(adapted_template(), torch.bfloat16, tmp_path, "/models/base")
+    sent = {name: each for name, each in all_parameters(module).items() if each.requires_grad}
+    assert files.specs.keys() == sent.keys() and {spec.dtype for spec in files.specs.values()} == {torch.float32}
+    folder = files.write(iter(sent.items()), 2)
+    tokens = torch.arange(12).view(1, 12)
+    loaded = PeftModel.from_pretrained(make_model(), folder).eval()
+    torch.testing.assert_close(log_probs(loaded, tokens), log_probs(module.eval(), tokens), rtol=0, atol=1e-5)
+    assert "/models/base" in (folder / "adapter_config.json").read_text()
+
+
+def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightSyncError, match=r"version 4 of the weights could not be written .* weights_folder"):
+        WeightFiles(template(), torch.float32, tmp_path / "file").write(iter([("a", torch.ones(1))]), 4)
+
+    def broken():
+        yield "model.norm.weight", torch.ones(64)
+        raise OSError("no space left")
+
+    files = WeightFiles(template(), torch.float32, tmp_path / "sent")
+    with pytest.raises(WeightSyncError, match="no space left"):
+        files.write(broken(), 4)
+    assert list((tmp_path / "sent").iterdir()) == []
+
+
+# processes
+
+SERVER = """
+import http.server, os, subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("children", child.pid, os.environ.get("COLOUR"), os.environ.get("TAKEN"), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            print("out of memory", flush=True)
+            os._exit(3)
+        self.send_response(200)
+        self.end_headers()
+    log_message = lambda *_: None
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def started(tmp_path, code=SERVER, **changes):
+    port = free_port()
+    environment = {"COLOUR": "blue", "TAKEN": None}
+    given = {"command": [sys.executable, "-c", code, str(port)], "environment": environment, "start_timeout_s": 60.0}
+    process = ServerProcess("the server", log=tmp_path / "a" / "server.log", **{**given, **changes})
+    http = HttpServer("the server", f"http://127.0.0.1:{port}", timeout_s=20, process=process)
+    process.start(lambda: http.answers("/"))
+    return process, http
+
+
+def pids_of(process):
+    return [child.pid for child in psutil.Process(process._process.pid).children(recursive=True)]
+
+
+def wait_for_end(pids):
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_and_its_children_end_and_start_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TAKEN", "yes")
+    process, http = started(tmp_path)
+    first = pids_of(process)
+    assert len(first) == 2 and process.problem() == ""
+    assert "blue None" in process.log.read_text()
+    with pytest.raises(
+        EngineError, match=r"(?s)GET /die: .*the server ended with code 3; the last lines.*out of memory"
+    ):
+        http.ask("GET", "/die")
+    wait_for_end(first)
+    process.start(lambda: http.answers("/"))
+    second = pids_of(process)
+    for pid in second:
+        os.kill(pid, signal.SIGSTOP)
+    process.stop()
+    process.stop()
+    wait_for_end(second)
+    assert process.problem() == "the server was ended"
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(ConfigError, match="/nowhere/python is not there"):
+        started(tmp_path, command=["/nowhere/python"])
+    with pytest.raises(EngineError, match=r"(?s)ended with code 1; the last lines of .*ModuleNotFoundError"):
+        started(tmp_path, code="import not_there")
+    with pytest.raises(EngineError, match=r"was not ready after 0\.5 s: raise start_timeout_s"):
+        started(tmp_path, code="import time; time.sleep(600)", start_timeout_s=0.5)
+
+
+def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
+    code = (
+        "import os, pathlib, psutil, sys\n"
+        "from sfumato.rollout.engines.server_process import ServerProcess\n"
+        f"log = pathlib.Path({str(tmp_path)!r}, 'log')\n"
+        f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], {{}}, log, 60)\n"
+        "server.start(lambda: log.exists() and 'children' in log.read_text())\n"
+        "children = psutil.Process(server._process.pid).children(recursive=True)\n"
+        "print(*(each.pid for each in children), flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    pids = [int(each) for each in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 2, done.stderr
+    wait_for_end(pids)
+
+
+# requests
+
+
+class Slow(BaseHTTPRequestHandler):
+    release, num_asked = threading.Event(), 0
+
+    def do_POST(self):
+        type(self).num_asked += 1
+        self.release.wait(30)
+        status = 400 if self.path == "/refused" else 200
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(b'{"error": "no such token"}' if status == 400 else b"plain")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def slow():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Slow,), {"release": threading.Event()}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_requests_are_asked_side_by_side_and_ended(slow):
+    http = HttpServer("it", f"http://127.0.0.1:{slow.server_port}", timeout_s=20, max_requests=3)
+    handler = slow.RequestHandlerClass
+
+    async def all_of_them():
+        asked = asyncio.gather(*(http.ask_async("POST", "/", {}) for _ in range(8)))
+        while handler.num_asked < 3:
+            await asyncio.sleep(0.01)
+        http.end_all(handler.release.set)
+        return await asked, await http.ask_async("POST", "/", {})
+
+    ended, after = asyncio.run(all_of_them())
+    assert ended == ["plain"] * 3 + [NOT_SENT] * 5 and after == "plain"
+    with pytest.raises(RefusedByServerError, match=r"it: POST /refused: .*400.*no such token"):
+        http.ask("POST", "/refused", {})
+    handler.release.clear()
+    with pytest.raises(EngineError, match=r"no complete answer in time \(0\.2 s\)"):
+        http.ask("POST", "/", timeout_s=0.2)
+    handler.release.set()
+    http.close()
+
+
+def test_a_completion_that_goes_on_has_noise_of_its_own():
+    requests = [GenerationRequest([1], seed, 5, first) for seed in (0, 7, 2**63 - 1) for first in (0, 1, 2)]
+    seeds = [seed_of(each) for each in requests]
+    assert seeds[0::3] == [0, 7, 2**63 - 1] and len(set(seeds)) == 9 and all(0 <= each < 2**63 for each in seeds)
+
+
+# settings
+
+
+def test_engines_are_found_by_type():
+    assert {"embedded", "vllm", "sglang"} <= find_variants("sfumato.rollout.engines").keys()
+    engine = Variant("sfumato.rollout.engines").validate(
+        {"type": "vllm", "program": "/opt/vllm/bin/vllm", "arguments": ["--enforce-eager"], "environment": {"A": "1"}}
+    )
+    assert engine.arguments == ("--enforce-eager",) and engine.is_server
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
+    given = parts("/models/tiny", tmp_path)
+    for settings, text in (
+        (VllmSettings(url="http://a:1", program="/bin/vllm"), "url and program"),
+        (VllmSettings(environment={"A": "1"}), "environment is for the server that program starts"),
+        (VllmSettings(url="http://a:1", arguments=("--x",)), "arguments are for vLLM that is started"),
+        (VllmSettings(url="http://a:1", api_key_env="NOT_SET"), "NOT_SET is not set"),
+        (VllmSettings(url="a:1"), "url: 'a:1' must be of the form"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            settings.build(given)
+    with pytest.raises(ConfigError, match=r"vLLM loads the model from a folder: set model.model_path"):
+        VllmSettings().build(EngineParts(folder=tmp_path))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingDependencyError, match=r"rollout.engine.program"):
+        VllmSettings().build(given)
+
+
+def test_the_command_of_a_server(tmp_path):
+    settings = VllmSettings(tensor_parallel_size=2, gpu_memory_utilization=0.5, sleep=True, arguments=("--x", "1"))
+    given = EngineParts(folder=tmp_path, max_length=2048)
+    arguments = settings._arguments(settings._options(given, "/models/tiny", 16))
+    text = " ".join(arguments)
+    assert text.startswith("/models/tiny --dtype bfloat16 --tensor-parallel-size 2 --max-num-seqs 256")
+    for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode", "--x 1"):
+        assert part in text
+    assert "--logprobs-mode processed_logprobs --generation-config vllm" in text
+    for kind, wrong in (("use_dora", True), ("target_parameters", ["mlp.experts.down_proj"]), ("r", 1000)):
+        module = adapted_template()
+        setattr(module.peft_config["default"], kind, wrong)
+        with pytest.raises(ConfigError, match=r"model\.lora"):
+            VllmSettings(url="http://127.0.0.1:1").build(parts("/models/tiny", tmp_path, lambda module=module: module))
+
+
+def test_what_runs_inside_vllm_stands_alone():
+    source = WORKER_FILE.read_text()
+    assert "import sfumato" not in source and "from sfumato" not in source
