@@ -6,13 +6,16 @@ Values stand in ``tests/golden/test_text_rl.py``.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from sfumato.algorithms.aggregation import row_weights
-from sfumato.algorithms.off_policy import Decoupled, KLRejection, Rejection, log_ratio_of
-from sfumato.algorithms.sequences import Sequences
+from sfumato.algorithms.off_policy import Decoupled, KLRejection, OffPolicy, Rejection, log_ratio_of
+from sfumato.algorithms.sequences import Reduce, Sequences
 from sfumato.algorithms.token_advantages import (
     GAE,
     Returns,
@@ -26,7 +29,7 @@ from sfumato.algorithms.token_advantages import (
     whitened,
 )
 from sfumato.algorithms.token_kl import TokenKL, estimate
-from sfumato.algorithms.token_objectives import CISPO, GMPO, GSPO, SAPO, PolicyGradient, PPOClip, sequence_log_ratio
+from sfumato.algorithms.token_objectives import CISPO, GMPO, GSPO, SAPO, PolicyGradient, PPOClip
 from sfumato.config.base import find_variants
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -48,6 +51,11 @@ OBJECTIVES = [
     SAPO(level="sequence"),
     PolicyGradient(),
 ]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_each_test() -> None:
+    GENERATOR.manual_seed(0)
 
 
 def normal(scale: float = 1.0, size: int = R) -> torch.Tensor:
@@ -86,22 +94,49 @@ def test_what_stands_outside_the_mask_reaches_neither_sums_nor_gradients() -> No
     assert torch.isfinite(values.grad).all() and (values.grad[~MASK] == 0).all() and (values.grad[MASK] != 0).all()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
-def test_corrections_do_not_depend_on_how_a_sequence_is_cut(level: str) -> None:
-    """Two ranks hold every other row of all sequences; each gets the other's sums from the reduction."""
-    apart, part = normal(0.4), Rejection(level, 0.7, 1.3, level, 1.2)
-    whole = part.correct(apart, SEQUENCES, MASK)
-    assert whole.rejected.any() and not whole.rejected.all()
+def on_two_ranks(compute: Callable[[torch.Tensor, Reduce], torch.Tensor]) -> torch.Tensor:
+    """What two ranks compute ``[R]``, of which each holds every other row of all sequences: two threads that meet.
+
+    Gradients pass through the sum over both, as they do through a differentiable all-reduce.
+    """
+    barrier, parts = threading.Barrier(2, timeout=30), [torch.empty(0)] * 2
     halves = [torch.arange(R)[rank::2] for rank in range(2)]
-    for rows, others in (halves, reversed(halves)):
-        rest = Sequences(SEQUENCES.of_row[others], 5)
-        theirs = [rest.sums(apart[others], MASK[others])]
-        theirs += [rest.counts(MASK[others])] if level == "sequence_mean" else []
-        replies = iter(theirs * 2)
-        sequences = Sequences(SEQUENCES.of_row[rows], 5, lambda sums, replies=replies: sums + next(replies))
-        found = part.correct(apart[rows], sequences, MASK[rows])
-        torch.testing.assert_close(found.weights, whole.weights[rows])
-        assert torch.equal(found.rejected, whole.rejected[rows])
+
+    def of_rank(rank: int) -> torch.Tensor:
+        def reduce(values: torch.Tensor) -> torch.Tensor:
+            parts[rank] = values
+            barrier.wait()
+            total = parts[0] + parts[1]
+            barrier.wait()
+            return total
+
+        return compute(halves[rank], reduce)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(of_rank, range(2)))
+    return torch.cat(found)[torch.cat(halves).argsort()]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Rejection("token", 0.6, 1.7, "token", 1.1),
+        Rejection("sequence", 0.6, 1.7, "sequence_mean", 1.1),
+        Rejection("sequence_mean", 0.9, 1.7, "sequence", 1.1),
+        Decoupled("sequence_mean", 1.1),
+        KLRejection("sequence_mean", "k3", 0.117),
+    ],
+    ids=lambda part: f"{part.type}-{part.level}",
+)
+def test_corrections_do_not_depend_on_how_a_sequence_is_cut(part: OffPolicy) -> None:
+    apart = normal(0.4)
+    whole = part.correct(apart, SEQUENCES, MASK).weights
+    assert len(whole.unique()) > 2 and (whole == 0).any() == (part.type != "decoupled")
+
+    def weights(rows: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+        return part.correct(apart[rows], Sequences(SEQUENCES.of_row[rows], 5, reduce), MASK[rows]).weights
+
+    torch.testing.assert_close(on_two_ranks(weights), whole)
 
 
 def test_words_for_steps_and_for_tokens_are_the_same_levels() -> None:
@@ -252,18 +287,21 @@ def test_sequences_that_the_policy_left_teach_nothing_bad() -> None:
     assert stats["ratio/drifted"] == 1
 
 
-def test_mean_log_ratio_of_a_sequence_over_ranks() -> None:
-    """GSPO of a rank's part of the sequences is that of its rows of the whole."""
-    apart = normal(0.3)
-    whole = sequence_log_ratio(apart, MASK, SEQUENCES, "token")
-    rows, others = torch.arange(R) < 8, torch.arange(R) >= 8
-    part = Sequences(SEQUENCES.of_row[rows], 5)
-    rest = Sequences(SEQUENCES.of_row[others], 5)
-    sums = iter([rest.sums(apart[others], MASK[others]), rest.counts(MASK[others])] * 2)
-    found = sequence_log_ratio(
-        apart[rows], MASK[rows], Sequences(part.of_row, 5, lambda value: value + next(sums)), "token"
-    )
-    torch.testing.assert_close(found, whole[rows])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=named)
+def test_losses_and_gradients_do_not_depend_on_how_a_sequence_is_cut(objective: object) -> None:
+    advantages, apart = normal(), normal(0.1)
+    whole, cut = (apart.clone().requires_grad_(True) for _ in range(2))
+    expected, _ = objective.loss(whole, advantages, MASK, SEQUENCES)
+    expected.sum().backward()
+
+    def losses(rows: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+        sequences = Sequences(SEQUENCES.of_row[rows], 5, reduce)
+        return objective.loss(cut[rows], advantages[rows], MASK[rows], sequences)[0]
+
+    found = on_two_ranks(losses)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(cut.grad, whole.grad)
 
 
 def test_objectives_are_found() -> None:
@@ -425,11 +463,8 @@ def test_whitening_is_over_all_ranks(ddof: int, shift_mean: bool) -> None:
     expected = (own - own.mean()) / (own.var(correction=ddof) + 1e-8).sqrt() + (0 if shift_mean else own.mean())
     torch.testing.assert_close(whole[MASK], expected)
     assert (whole[~MASK] == 0).all()
-    rows, others = torch.arange(R) < 6, torch.arange(R) >= 6
-    rest = values[others & MASK]
-    replies = iter([torch.stack([torch.tensor(len(rest)).double(), rest.sum()]), (rest - own.mean()).square().sum()])
-    part = whitened(values[rows], MASK[rows], lambda sums: sums + next(replies), ddof, shift_mean=shift_mean)
-    torch.testing.assert_close(part, whole[rows])
+    found = on_two_ranks(lambda rows, reduce: whitened(values[rows], MASK[rows], reduce, ddof, shift_mean=shift_mean))
+    torch.testing.assert_close(found, whole)
 
 
 def test_whitening_where_there_is_too_little_to_compare() -> None:
