@@ -357,7 +357,7 @@ def test_estimates_and_their_gradients(estimator: str) -> None:
     }[estimator]
     torch.testing.assert_close(estimate(apart, estimator), expected)
     log_probs = normal().requires_grad_(True)
-    reference = log_probs.detach() - apart
+    reference = (log_probs.detach() - apart).requires_grad_(True)
     kl = TokenKL(0.1, estimator, gradient="k2")
     found = kl.penalty(log_probs, reference)
     torch.testing.assert_close(found, expected)
@@ -367,6 +367,7 @@ def test_estimates_and_their_gradients(estimator: str) -> None:
     TokenKL(0.1, estimator).penalty(log_probs, reference).sum().backward()
     slope = {"k1": torch.ones(R), "abs": apart.sign(), "k2": apart, "k3": 1 - torch.exp(-apart)}[estimator]
     torch.testing.assert_close(log_probs.grad, slope.double())
+    assert reference.grad is None  # even of a reference that could learn
 
 
 def test_k3_of_tokens_that_the_policy_draws_is_the_kl() -> None:
@@ -549,6 +550,8 @@ def test_sequences_far_from_the_behaviour_policy_are_left_out_though_signs_cance
     found = KLRejection("sequence_mean", estimator, 0.05).correct(apart, ids)
     assert found.rejected.tolist() == [True, True, False, False]
     assert found.weights.tolist() == pytest.approx([0, 0, math.exp(0.01), math.exp(0.02)])
+    far = KLRejection("token", estimator, 0.5, None).correct(torch.tensor([0.97, -0.97]), torch.arange(2))
+    assert far.rejected.tolist() == [estimator == "k3", False]  # exp(l) - 1 - l: 0.668 and 0.349; l^2 / 2: 0.470
     unweighted = KLRejection("token", estimator, 0.05, None).correct(
         torch.tensor([0.5, 0.1, math.nan]), torch.arange(3)
     )
