@@ -1,4 +1,4 @@
-"""The pages of RL of language models: what they show can be configured, and their options are those of the parts."""
+"""The pages of algorithms of RL of language models: what they show can be configured, and their options are those of the parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 from sfumato.config.base import Variant, find_variants
 from tests.golden.test_text_rl import CASES
 
-PAGES = sorted((Path(__file__).parents[2] / "docs" / "text_rl").glob("*.md"))
+ALGORITHMS = "cispo dapo distillation dr_grpo gspo grpo ppo reinforce_pp rloo sapo".split()
+PAGES = [Path(__file__).parents[2] / "docs" / "text_rl" / f"{name}.md" for name in ALGORITHMS]
 PARTS = {
     "advantage": "sfumato.algorithms.advantages",
     "token_advantage": "sfumato.algorithms.token_advantages",
@@ -39,9 +40,8 @@ def test_what_a_page_shows_can_be_configured(page: str, shown: dict) -> None:
         Variant("sfumato.rewards").validate(reward)
 
 
-def test_every_algorithm_has_a_page() -> None:
-    assert {page for page, _ in blocks()} == {page.stem for page in PAGES}
-    assert len(PAGES) == 10
+def test_every_page_shows_how_its_algorithm_is_configured() -> None:
+    assert {page for page, _ in blocks()} == set(ALGORITHMS)
 
 
 def test_options_of_tables_exist_with_the_defaults_that_they_name() -> None:
