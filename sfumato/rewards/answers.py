@@ -21,7 +21,7 @@ _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), (
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$)")
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{(.*)\}")
 
-Extraction = Literal["all", "marker", "boxed", "last_number"]
+Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
 
 
 def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
@@ -30,7 +30,8 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
     Args:
         text: what the model wrote.
         how: ``all``: all of it; ``marker``: the rest of the line after the last ``marker``; ``boxed``: what stands in
-            the last ``\boxed{}``; ``last_number``: the last decimal number, with its commas and sign.
+            the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
+            the last decimal number, with its commas and sign.
         marker: as it is written; asterisks, underscores and backticks around what follows it are removed.
 
     Returns:
@@ -42,6 +43,9 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         found = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
     elif how == "boxed":
         found = last_boxed(text)
+    elif how == "tags":
+        before, closed, _ = text.rpartition("</answer>")
+        found = before.rpartition("<answer>")[2] if closed and "<answer>" in before else None
     elif how == "last_number":
         numbers = _NUMBER.findall(text)
         found = numbers[-1] if numbers else None
@@ -117,8 +121,8 @@ class AnswerReward(Reward):
     target_key: str = "answer"
     """Column with what is correct; dots lead into it, as in reward_model.ground_truth."""
     extract: Extraction = "all"
-    """What of the answer counts: all, the rest of the line after the last marker, what is in the last \\boxed{}, or the
-    last number. The column is read likewise where it has such a part."""
+    """What of the answer counts: all, the rest of the line after the last marker, what is in the last \\boxed{} or
+    <answer></answer>, or the last number. The column is read likewise where it has such a part."""
     marker: str = "####"
     """What the answer stands behind with extract marker."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ from sfumato.config.own_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.calculator import CalculationError, calculate
 from sfumato.rollout.own_calls import call_own, describe
+from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,9 @@ def _python(timeout_s: float) -> Tool:
 
 
 @cache
-def _sandbox(timeout_s: float) -> Any:
-    """A sandbox that was looked at. Raises ConfigError when there is none."""
-    try:
-        module = importlib.import_module("sfumato.sandbox.sandbox")
-    except ModuleNotFoundError as error:
-        raise ConfigError("rollout.kind.use: this version has no sandbox, without which no tool runs Python") from error
-    sandbox = module.Sandbox(module.Limits(wall_s=timeout_s))
+def _sandbox(timeout_s: float) -> Sandbox:
+    """A sandbox that was looked at. Raises SandboxError where programs cannot be contained."""
+    sandbox = Sandbox(ProgramLimits(wall_s=timeout_s))
     sandbox.check()
     return sandbox
 

@@ -1,0 +1,59 @@
+"""Problems of reasoning-gym, made by the name of a task: rows for prompts, which its reward can score."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from sfumato.errors import ConfigError, MissingDependencyError
+
+
+def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Problems of a task, the same ones for the same arguments and version of reasoning-gym.
+
+    Args:
+        task: name in reasoning-gym, such as ``basic_arithmetic``.
+        size: how many.
+        seed: of the problems; another one gives others.
+        parameters: fields of the task's configuration, such as ``{"max_digits": 2}``; JSON.
+
+    Returns:
+        Rows with ``question`` and ``answer`` (one that is correct; others may be, too), texts, and ``metadata``: what
+        the reward ``reasoning_gym`` needs to make the problem again.
+
+    Raises:
+        MissingDependencyError: reasoning-gym is not installed.
+        ConfigError: there is no such task, it has no such parameters, or they are refused.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"problems of reasoning-gym need a package that is missing ({error}): pip install 'sfumato[environments]'"
+        ) from error
+    settings = dict(parameters or {})
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS, 3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(sorted(DATASETS))}"
+        raise ConfigError(f"reasoning-gym has no task {task!r}; {hint}")
+    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
+    if unknown := set(settings) - known:
+        raise ConfigError(
+            f"task {task!r} of reasoning-gym has no parameter {min(unknown)!r}: it has {', '.join(sorted(known))}"
+        )
+    if size < 1:
+        raise ConfigError(f"size of task {task!r} must be at least 1, not {size}")
+    try:
+        problems = create_dataset(task, size=size, seed=seed, **settings)
+        entries = [problems[index] for index in range(size)]
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"task {task!r} of reasoning-gym refuses {settings or 'its size and seed'}: {error}"
+        ) from error
+    own = {"task": task, "size": size, "seed": seed, "parameters": settings}
+    return [
+        {"question": entry["question"], "answer": str(entry["answer"]), "metadata": {**own, "index": index}}
+        for index, entry in enumerate(entries)
+    ]

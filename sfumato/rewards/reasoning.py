@@ -1,0 +1,119 @@
+"""Problems of reasoning-gym, scored by their tasks' own verifiers in the sandbox: some of them evaluate the answer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sfumato.errors import DataError, MissingDependencyError
+from sfumato.rewards.answers import Extraction, column_of, extract_answer, text_of
+from sfumato.rewards.base import Failure, Reward, Sample
+from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
+
+_VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
+_FIELDS = {"task": str, "size": int, "seed": int, "index": int, "parameters": dict}
+_START_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(Reward):
+    """The score of a problem of reasoning-gym by its own verifier, from 0 to 1."""
+
+    type: ClassVar[str] = "reasoning_gym"
+
+    target_key: str = "metadata"
+    """Column that says which problem it is, as sfumato.data.reasoning_gym makes it."""
+    extract: Extraction = "tags"
+    """What of the answer the verifier is given: what is in the last <answer></answer>, or as for the reward exact."""
+    marker: str = "####"
+    """What the answer stands behind with extract marker."""
+    run_timeout_s: float = 10.0
+    """Seconds that the verifier may take for one answer; then it has no reward."""
+
+    def prepare(self) -> None:
+        """Looks for the package and starts a verifier in the sandbox.
+
+        Raises:
+            MissingDependencyError: reasoning-gym is not installed.
+            SandboxError: programs cannot be contained here.
+        """
+        self._sandbox(1).check()
+        self._verify([])
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raises DataError when the row does not say which problem it is."""
+        self._problem(prompt, metadata)
+
+    def call_timeout_s(self, num_samples: int) -> float:
+        """The start of the verifier, and what all answers may take."""
+        return self.timeout_s + self._wall_s(num_samples)
+
+    def score(self, samples: list[Sample]) -> list[float | Failure]:
+        """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
+        values: list[float | Failure] = [0.0] * len(samples)
+        asked, places = [], []
+        for place, sample in enumerate(samples):
+            problem = self._problem(sample.prompt, sample.metadata)
+            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            if found is not None:
+                asked.append({**problem, "given": found, "limit_s": self.run_timeout_s})
+                places.append(place)
+        try:
+            answers = self._verify(asked) if asked else []
+        except SandboxError as error:
+            answers = [str(error)] * len(asked)
+        for place, answer in zip(places, answers, strict=True):
+            values[place] = Failure(answer) if isinstance(answer, str) else float(answer)
+        return values
+
+    def _problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        value = column_of(metadata, self.target_key, self.label, prompt)
+        if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _FIELDS.items()):
+            raise DataError(
+                f"column {self.target_key!r} of prompt {prompt!r} must say which problem of reasoning-gym it is "
+                f"({', '.join(_FIELDS)}) for reward {self.label!r}: make the rows with sfumato.data.reasoning_gym.load"
+            )
+        return {**{name: value[name] for name in _FIELDS}, "answer": column_of(metadata, "answer", self.label, prompt)}
+
+    def _wall_s(self, count: int) -> float:
+        return _START_S + count * self.run_timeout_s
+
+    def _sandbox(self, count: int) -> Sandbox:
+        limits = ProgramLimits(wall_s=self._wall_s(count), memory_mib=4096)
+        return Sandbox(limits, readable=_folders())
+
+    def _verify(self, asked: list[dict[str, Any]]) -> list[float | str]:
+        """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
+        request = json.dumps({"paths": _folders(), "asked": asked}).encode()
+        files = {"verifier.py": _VERIFIER.read_bytes()}
+        finished = self._sandbox(len(asked)).run([PYTHON, "-I", "-S", "/tmp/verifier.py"], files=files, stdin=request)
+        if not finished.is_success:
+            raise SandboxError(f"the verifier of reasoning-gym gave no scores: {finished.describe()}")
+        found = json.loads(finished.stdout)
+        return [each if isinstance(each, str) else _checked(each) for each in found]
+
+
+def _checked(value: Any) -> float | str:
+    is_score = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1
+    return float(value) if is_score else f"its verifier gave {value!r}, which is no score from 0 to 1"
+
+
+@functools.cache
+def _folders() -> list[str]:
+    """Where reasoning-gym and what it needs are installed. Raises MissingDependencyError."""
+    found = importlib.util.find_spec("reasoning_gym")
+    if found is None or found.origin is None:
+        raise MissingDependencyError(
+            "the reasoning_gym reward needs reasoning-gym: pip install 'sfumato[environments]'"
+        )
+    folders = [str(Path(found.origin).resolve().parents[1])]
+    for name in ("sympy", "numpy"):  # they may stand in another folder of the path
+        other = importlib.util.find_spec(name)
+        if other is not None and other.origin is not None:
+            folders.append(str(Path(other.origin).resolve().parents[1]))
+    return list(dict.fromkeys(folders))

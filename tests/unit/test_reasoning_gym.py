@@ -1,0 +1,105 @@
+"""Problems of reasoning-gym by the name of a task, and their own verifiers as a reward, in the sandbox."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sfumato.data.reasoning_gym import load
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
+from sfumato.rewards.base import Sample
+from sfumato.rewards.reasoning import ReasoningGym, _folders
+from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.sandbox.sandbox import SandboxError
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    """reasoning-gym, installed or in the folder that SFUMATO_REASONING_GYM names (pip install --target)."""
+    folder = os.environ.get("SFUMATO_REASONING_GYM", "")
+    if folder and (Path(folder) / "reasoning_gym").is_dir():
+        monkeypatch.setattr(sys, "path", [*sys.path, folder])
+    _folders.cache_clear()
+    return pytest.importorskip(
+        "reasoning_gym",
+        reason="reasoning-gym is not installed: set SFUMATO_REASONING_GYM to the folder of pip --target",
+    )
+
+
+@pytest.fixture
+def reward(gym):
+    made = ReasoningGym()
+    try:
+        made.prepare()
+    except SandboxError as error:
+        pytest.skip(f"programs cannot be contained here: {error}")
+    return made
+
+
+def sample(row, text):
+    metadata = {name: each for name, each in row.items() if name != "question"}
+    return Sample(text=text, prompt=row["question"], metadata=json.loads(json.dumps(metadata)), group_id=0)
+
+
+def test_problems_are_a_function_of_their_arguments(gym):
+    rows = load("basic_arithmetic", 5, 3, {"max_digits": 2})
+    assert (
+        rows == load("basic_arithmetic", 5, 3, {"max_digits": 2}) != load("basic_arithmetic", 5, 4, {"max_digits": 2})
+    )
+    assert [row["metadata"]["index"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(isinstance(row["question"], str) and int(row["answer"]) is not None for row in rows)
+
+
+def test_tasks_and_parameters_that_are_not_there_are_refused_by_name(gym):
+    with pytest.raises(ConfigError, match="did you mean basic_arithmetic"):
+        load("basic_arithmetics", 5, 3)
+    with pytest.raises(ConfigError, match="no parameter 'max_digit'"):
+        load("basic_arithmetic", 5, 3, {"max_digit": 2})
+    with pytest.raises(ConfigError, match="refuses"):
+        load("basic_arithmetic", 5, 3, {"max_digits": -1})
+    with pytest.raises(ConfigError, match="size"):
+        load("basic_arithmetic", 0, 3)
+
+
+def test_verifiers_score_right_wrong_and_missing_answers(reward):
+    rows = [*load("basic_arithmetic", 2, 3), *load("countdown", 1, 3), *load("spiral_matrix", 1, 3)]
+    samples = []
+    for row in rows:
+        reward.check_row(row["question"], {name: row[name] for name in ("answer", "metadata")})
+        samples += [sample(row, f"<answer>{row['answer']}</answer>"), sample(row, f"{row['answer']}")]
+    samples.append(sample(rows[0], "<answer>no</answer>"))
+    scores = Scorer([reward]).score(samples)
+    assert not scores.failed
+    assert scores.total[:-1].tolist() == [1.0, 0.0] * 4 and scores.total[-1] < 0.1
+
+
+def test_an_answer_that_a_verifier_evaluates_reaches_nothing(reward, tmp_path):
+    """spiral_matrix evaluates what looks like a list."""
+    row = load("spiral_matrix", 1, 3)[0]
+    attack = f"[__import__('os').system('touch {tmp_path}/escaped; touch /tmp/left'), 1]"
+    other = "[__import__('os').path.exists('/tmp/left') and 1 / 0]"
+    scores = Scorer([reward]).score(
+        [sample(row, f"<answer>{text}</answer>") for text in (attack, row["answer"], other)]
+    )
+    assert not (tmp_path / "escaped").exists() and not Path("/tmp/left").exists()
+    assert scores.total[1] == 1.0
+
+
+def test_what_cannot_be_scored_has_no_value(reward):
+    row = load("basic_arithmetic", 1, 3)[0]
+    changed = {**row, "answer": "another"}
+    scores = Scorer([reward]).score([sample(changed, "<answer>1</answer>"), sample(row, "<answer>1</answer>")])
+    assert math.isnan(scores.total[0]) and not math.isnan(scores.total[1])
+    assert "makes another problem" in next(iter(scores.failed))
+    for metadata in ({}, {"metadata": {}}, {"metadata": {**row["metadata"], "seed": "3"}, "answer": "1"}):
+        with pytest.raises(DataError, match="'metadata'"):
+            reward.check_row("p", metadata)
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(MissingDependencyError, match=r"sfumato\[environments\]"):
+        load("basic_arithmetic", 1, 1)
