@@ -14,7 +14,6 @@ from torch import nn
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import build_on_meta
-from sfumato.rollout.engines.parts import EngineParts
 
 VOCABULARY, MAX_LENGTH = 128, 1024
 TOKENS = (torch.arange(48).view(3, 16) * 11 + 5) % VOCABULARY
@@ -78,8 +77,10 @@ def template(tied: bool = False) -> nn.Module:
     return build_on_meta(lambda: Qwen3ForCausalLM(tiny_config(tied)))
 
 
-def parts(model_path: Path | str, folder: Path | str, make: Callable[[], nn.Module] = template) -> EngineParts:
-    return EngineParts(folder=Path(folder), model_path=str(model_path), template=make)
+def parts(
+    model_path: Path | str, folder: Path | str, make: Callable[[], nn.Module] = template
+) -> tuple[str, nn.Module, Path]:
+    return str(model_path), make(), Path(folder)
 
 
 def write_model(folder: Path, seed: int = 0, tied: bool = False) -> Path:

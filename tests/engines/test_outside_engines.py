@@ -24,7 +24,6 @@ from sfumato.parallel.weights import build_on_meta
 from sfumato.rollout.engines import weight_files
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer, RefusedByServerError
-from sfumato.rollout.engines.parts import EngineParts
 from sfumato.rollout.engines.served import seed_of
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.vllm import VllmSettings
@@ -269,18 +268,15 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
         (VllmSettings(url="a:1"), "url: 'a:1' must be of the form"),
     ):
         with pytest.raises(ConfigError, match=text):
-            settings.build(given)
-    with pytest.raises(ConfigError, match=r"vLLM loads the model from a folder: set model.model_path"):
-        VllmSettings().build(EngineParts(folder=tmp_path))
+            settings.build(*given)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingDependencyError, match=r"rollout.engine.program"):
-        VllmSettings().build(given)
+        VllmSettings().build(*given)
 
 
 def test_the_command_of_a_server(tmp_path):
     settings = VllmSettings(tensor_parallel_size=2, gpu_memory_utilization=0.5, sleep=True, arguments=("--x", "1"))
-    given = EngineParts(folder=tmp_path, max_length=2048)
-    arguments = settings._arguments(settings._options(given, "/models/tiny", 16))
+    arguments = settings._arguments(settings._options("/models/tiny", 16, 2048))
     text = " ".join(arguments)
     assert text.startswith("/models/tiny --dtype bfloat16 --tensor-parallel-size 2 --max-num-seqs 256")
     for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode", "--x 1"):
@@ -290,7 +286,7 @@ def test_the_command_of_a_server(tmp_path):
         module = adapted_template()
         setattr(module.peft_config["default"], kind, wrong)
         with pytest.raises(ConfigError, match=r"model\.lora"):
-            VllmSettings(url="http://127.0.0.1:1").build(parts("/models/tiny", tmp_path, lambda module=module: module))
+            VllmSettings(url="http://127.0.0.1:1").build(*parts("/models/tiny", tmp_path, lambda module=module: module))
 
 
 def test_what_runs_inside_vllm_stands_alone():

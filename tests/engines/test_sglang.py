@@ -28,7 +28,7 @@ def served(request, tmp_path):
         url, scheduler, server = serve(MODEL, *faults)
         opened.append(server)
         settings = SglangSettings(url=url, dtype="float32", timeout_s=changes.pop("timeout_s", 30), **changes)
-        engine = settings.build(parts(MODEL, tmp_path))
+        engine = settings.build(*parts(MODEL, tmp_path))
         opened.append(engine)
         return engine, scheduler
 
@@ -145,13 +145,13 @@ def test_what_does_not_fit_is_refused(served, tmp_path):
         served("no seeds")
     url = engine.http.base.text
     with pytest.raises(ConfigError, match=f"has the model {MODEL}, the run /models/other"):
-        SglangSettings(url=url).build(parts("/models/other", tmp_path))
+        SglangSettings(url=url).build(*parts("/models/other", tmp_path))
     with pytest.raises(ConfigError, match="either the url of a server or the program"):
-        SglangSettings().build(parts(MODEL, tmp_path))
+        SglangSettings().build(*parts(MODEL, tmp_path))
     with pytest.raises(ConfigError, match="was not started by this run"):
         engine.restart()
     with pytest.raises(ConfigError, match="url: 'sglang:30000'"):
-        SglangSettings(url="sglang:30000").build(parts(MODEL, tmp_path))
+        SglangSettings(url="sglang:30000").build(*parts(MODEL, tmp_path))
 
 
 def test_a_server_that_fails_is_noticed(served):

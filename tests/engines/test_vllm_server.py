@@ -79,7 +79,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
-    made = settings().build(parts(model, tmp_path_factory.mktemp("run")))
+    made = settings().build(*parts(model, tmp_path_factory.mktemp("run")))
     yield made
     made.close()
     made.close()
@@ -346,8 +346,8 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
     url = engine.calls.http.base.text
     other = write_model(tmp_path / "other", seed=5)
     with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
-        VllmSettings(url=url, dtype="float32").build(parts(other, tmp_path))
-    found = VllmSettings(url=url, dtype="float32").build(parts(model, tmp_path))
+        VllmSettings(url=url, dtype="float32").build(*parts(other, tmp_path))
+    found = VllmSettings(url=url, dtype="float32").build(*parts(model, tmp_path))
     assert drawn(found, requests_of(2)) == drawn(engine, requests_of(2))
     with pytest.raises(ConfigError, match="was not started by this run"):
         found.restart()
@@ -358,7 +358,7 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
 
 
 def test_adapters_alone_are_sent_where_only_they_are_trained(model, tmp_path):
-    engine = settings().build(parts(model, tmp_path, adapted_template))
+    engine = settings().build(*parts(model, tmp_path, adapted_template))
     try:
         assert all(".lora_" in name for name in engine.describe())
         before = drawn(engine, requests_of(3))
@@ -396,21 +396,21 @@ def test_vllm_in_the_environment_of_the_run(tmp_path):
 def test_what_cannot_start_says_why(model, tmp_path):
     broken = settings(arguments=("--enforce-eager", "--no-such-option"))
     with pytest.raises(EngineError, match=r"(?s)ended with code 2.*no-such-option"):
-        broken.build(parts(model, tmp_path))
+        broken.build(*parts(model, tmp_path))
     with pytest.raises(ConfigError, match="/nowhere/vllm is not there"):
-        settings(program="/nowhere/vllm").build(parts(model, tmp_path))
+        settings(program="/nowhere/vllm").build(*parts(model, tmp_path))
     with pytest.raises(EngineError, match=r"was not ready after 1 s"):
-        settings(start_timeout_s=1).build(parts(model, tmp_path))
+        settings(start_timeout_s=1).build(*parts(model, tmp_path))
     too_much = settings(gpu_memory_utilization=0.999, environment={**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "900"})
     with pytest.raises(EngineError, match=r"(?s)ended with code .*[Mm]emory"):
-        too_much.build(parts(model, tmp_path))
+        too_much.build(*parts(model, tmp_path))
 
 
 def test_the_server_ends_with_a_run_that_is_killed(model, tmp_path):
     code = f"""
 import signal, os, sys, time
 from tests.engines.test_vllm_server import *
-engine = settings().build(parts({str(model)!r}, {str(tmp_path)!r}))
+engine = settings().build(*parts({str(model)!r}, {str(tmp_path)!r}))
 print("pids", *(each.pid for each in server_processes(engine)), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

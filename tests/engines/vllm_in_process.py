@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     settings = VllmSettings(
         dtype="float32", max_model_len=MAX_LENGTH, timeout_s=120, max_requests=16, arguments=("--enforce-eager",)
     )
-    engine = settings.build(parts(model, folder / "run"))
+    engine = settings.build(*parts(model, folder / "run"))
     try:
         sync = WeightSync(
             LocalRole(Actor()), LocalRole(Sampler(engine), "sampler"), bucket_mb=0.05, rescoring=Rescoring(TOKENS, 1e-3)

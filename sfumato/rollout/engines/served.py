@@ -70,6 +70,11 @@ class ServedEngine(ABC):
         """The version that is drawn by, kept for when the engine is started anew."""
         self._is_paused = self._is_closed = False
 
+    @property
+    def weights(self) -> ServedEngine:
+        """What weights arrive by, as ``Receiver``: the engine itself."""
+        return self
+
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
         """See ``Engine``."""
         self._check(request, sampling)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torch import nn
+
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
-from sfumato.rollout.engines.parts import EngineParts
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
@@ -222,8 +223,16 @@ class SglangSettings:
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
 
-    def build(self, parts: EngineParts) -> SglangServer:
+    def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> SglangServer:
         """Starts or finds the server.
+
+        Args:
+            model_path: folder of the model's own files, which the engine loads, too.
+            template: transformers' module as the actor has it, on meta, with adapters if adapters alone are trained:
+                its names are those that weights are sent by.
+            folder: the run folder.
+            max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
+                does not say; None: as many as the engine takes.
 
         Raises:
             ConfigError: when settings do not go together, adapters alone are trained, or the server is another one.
@@ -234,8 +243,8 @@ class SglangSettings:
         key = os.environ.get(self.api_key_env, "")
         if self.api_key_env and not key:
             raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
-        model_path, template = parts.outside("SGLang")
-        where = parts.folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        model_path = str(Path(model_path).absolute())
+        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
         files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
         if files.are_adapters:
             raise ConfigError(
@@ -248,11 +257,11 @@ class SglangSettings:
             url = f"http://127.0.0.1:{port}"
             command = [
                 self.program,
-                *self._arguments(model_path, port, self.max_model_len or parts.max_length),
+                *self._arguments(model_path, port, self.max_model_len or max_length),
                 *self.arguments,
             ]
             environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
-            log = parts.folder / "sglang.log"
+            log = folder / "sglang.log"
             process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
         name = f"the SGLang server at {url}" if self.url else "the SGLang server"
         http = HttpServer(

@@ -16,7 +16,6 @@ from torch import nn
 
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.parts import EngineParts
 from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
@@ -162,19 +161,27 @@ class VllmSettings:
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
 
-    def build(self, parts: EngineParts) -> VllmEngine:
+    def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> VllmEngine:
         """Starts or finds vLLM.
+
+        Args:
+            model_path: folder of the model's own files, which the engine loads, too.
+            template: transformers' module as the actor has it, on meta, with adapters if adapters alone are trained:
+                its names are those that weights are sent by.
+            folder: the run folder.
+            max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
+                does not say; None: as many as the engine takes.
 
         Raises:
             ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
             EngineError: when it does not start.
         """
         self._check()
-        model_path, template = parts.outside("vLLM")
-        where = parts.folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        model_path = str(Path(model_path).absolute())
+        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
         files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
         rank = max_rank(template) if files.are_adapters else 0
-        arguments = self._arguments(self._options(parts, model_path, rank))
+        arguments = self._arguments(self._options(model_path, rank, max_length))
         if self.url or self.program:
             calls: VllmCalls = ServerCalls(
                 url=self.url,
@@ -182,7 +189,7 @@ class VllmSettings:
                 command=[self.program, "serve", *arguments] if self.program else [],
                 environment=self.environment,
                 model_path=model_path,
-                log=parts.folder / "vllm.log",
+                log=folder / "vllm.log",
                 timeout_s=self.timeout_s,
                 start_timeout_s=self.start_timeout_s,
                 max_requests=self.max_requests,
@@ -204,7 +211,7 @@ class VllmSettings:
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
 
-    def _options(self, parts: EngineParts, model_path: str, rank: int) -> dict[str, Any]:
+    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
         """vLLM's settings, by the names that its Python and command line share."""
         options: dict[str, Any] = {
             "model": model_path,
@@ -214,7 +221,7 @@ class VllmSettings:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_model_len": self.max_model_len or parts.max_length,
+            "max_model_len": self.max_model_len or max_length,
             "enable_sleep_mode": self.sleep or None,
             "enable_lora": bool(rank) or None,
             "max_lora_rank": rank or None,
