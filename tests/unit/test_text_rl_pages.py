@@ -1,4 +1,4 @@
-"""The pages of algorithms of RL of language models: what they show can be configured, and their options are those of the parts."""
+"""Pages of algorithms of RL of language models: what they show can be configured, with the options that parts have."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from sfumato.config.base import Variant, find_variants
+from sfumato.config.text_recipes import TEXT_RECIPES
+from sfumato.config.text_rl import TextAlgorithmConfig
 from tests.golden.test_text_rl import CASES
 
-ALGORITHMS = "cispo dapo distillation dr_grpo gspo grpo ppo reinforce_pp rloo sapo".split()
+ALGORITHMS = ["cispo", "dapo", "distillation", "dr_grpo", "gspo", "grpo", "ppo", "reinforce_pp", "rloo", "sapo"]
 PAGES = [Path(__file__).parents[2] / "docs" / "text_rl" / f"{name}.md" for name in ALGORITHMS]
 PARTS = {
     "advantage": "sfumato.algorithms.advantages",
@@ -32,10 +34,13 @@ def blocks() -> list[tuple[str, dict]]:
 
 @pytest.mark.parametrize(("page", "shown"), blocks())
 def test_what_a_page_shows_can_be_configured(page: str, shown: dict) -> None:
-    algorithm = shown["algorithm"]
-    assert {*PARTS, "aggregation"} - {"drop_no_spread"} <= set(algorithm), page
-    built = {name: Variant(source).validate(algorithm[name]) for name, source in PARTS.items()}
-    assert built["token_advantage"].takes_rewards == (built["advantage"].type == "raw")
+    assert {*PARTS, "aggregation"} <= set(shown["algorithm"]), page
+    built = TextAlgorithmConfig.model_validate(shown["algorithm"])
+    recipe = f"{page}_baseline" if page == "reinforce_pp" and not built.token_advantage.takes_rewards else page
+    if recipe in TEXT_RECIPES and page != "distillation":  # which is shown as returns of a penalty
+        preset = TextAlgorithmConfig.model_validate({"recipe": recipe, **TEXT_RECIPES[recipe]})
+        for name in ("advantage", "token_advantage", "objective", "aggregation"):
+            assert getattr(built, name) == getattr(preset, name), name
     for reward in shown.get("reward", {}).get("rewards", []):
         Variant("sfumato.rewards").validate(reward)
 
