@@ -241,6 +241,21 @@ def processes():
     return " ".join(found)
 
 
+def test_a_run_that_is_killed_takes_its_programs_along(sandbox):
+    source = "from sfumato.sandbox.sandbox import *\nSandbox(ProgramLimits(wall_s=300)).run(['/bin/sleep', '54322'])"
+    with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT) as run:
+        assert waited_for(lambda: "/bin/sleep\0" + "54322" in processes())
+        run.kill()
+    assert waited_for(lambda: "/bin/sleep\0" + "54322" not in processes())
+
+
+def waited_for(holds):
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
 def test_deep_recursion_and_crashes_end_the_program_alone():
     source = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f(x)]\nf(0)"
     assert not with_limits(wall_s=2.0).run_python(source).is_success
