@@ -87,7 +87,9 @@ def test_weights_are_loaded_from_files_and_verified(served):
     roles = LocalRole(Actor()), LocalRole(Sampler(engine), "sampler")
     sync = WeightSync(*roles, bucket_mb=0.05, rescoring=Rescoring(TOKENS, 1e-4))
     waiting = begin(engine, scheduler, requests_of(3, 60))
-    sync.publish(4)
+    engine.pause("keep")
+    sync.publish(4)  # which scores tokens, though it pauses
+    engine.resume()
     for request, completion in zip(requests_of(3, 60), waiting.result(), strict=True):
         old = completion.versions.count(0)
         assert completion.versions == [0] * old + [4] * (60 - old) and old < 60
@@ -96,6 +98,7 @@ def test_weights_are_loaded_from_files_and_verified(served):
         torch.testing.assert_close(torch.tensor(completion.log_probs[old:]), expected, rtol=0, atol=1e-5)
     paths = [path for path, _ in scheduler.seen if path != "/generate"]
     assert paths[1:5] == ["/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"]
+    assert paths[5:] == ["/pause_generation", "/continue_generation"]
     assert ("/pause_generation", {"mode": "retract"}) in scheduler.seen
     scheduler.faults.add("old weights")
     with pytest.raises(WeightSyncError, match="version 5: the log-probs of fixed tokens"):

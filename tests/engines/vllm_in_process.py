@@ -83,7 +83,11 @@ def check_updates_and_aborts(engine, sync):
     while len(engine.calls._open) < 4:
         time.sleep(0.01)
     time.sleep(0.3)
-    sync.publish(3)
+    engine.pause("keep")
+    sync.publish(3)  # which scores tokens, though it pauses
+    time.sleep(0.3)
+    assert not waiting.done() and len(engine.calls._open) == 4
+    engine.resume()
     for completion in waiting.result():
         assert completion.versions == sorted(completion.versions) and completion.versions[-1] == 3
     waiting = ThreadPoolExecutor(1).submit(complete, engine, requests_of(30, 900), Sampling())
