@@ -1,9 +1,9 @@
-"""Preference training of language models from existing pairs: DPO (arXiv 2305.18290), IPO, SLiC.
+"""Preference training of language models from existing pairs: DPO (arXiv 2305.18290), IPO, SLiC, SimPO, ORPO.
 
     bash train.sh tasks/train_text_dpo.py configs/text/qwen3_8b_dpo.yaml --dpo.beta 0.05
 
 Both answers of a pair go through the model in one packed row. The reference is the model before training: with LoRA the
-model itself without its adapters, otherwise a frozen copy that is sharded like the model.
+model itself without its adapters, otherwise a frozen copy that is sharded like the model. SimPO and ORPO have none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main(config: TrainTextDpoConfig) -> None:
 
     model = build_language_model(config.model, config.train)
     check_length(model.module.config, config.data.max_seq_len)
-    reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
+    has_copy = config.dpo.has_reference and not config.model.lora
+    reference = build_language_model(config.model, config.train, frozen=True) if has_copy else None
     flops = FlopCount(model.module)
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
@@ -65,7 +66,7 @@ def main(config: TrainTextDpoConfig) -> None:
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         with run.timed("reference"):
-            fields = reference_fields(model, reference, batches)
+            fields = reference_fields(model, reference, batches) if config.dpo.has_reference else None
         num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         num_chosen = mesh.sum(sum(chosen_tokens(batch) for batch in batches))
         seen = PairSums()
@@ -87,7 +88,10 @@ def main(config: TrainTextDpoConfig) -> None:
                 metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths) + flops.forward(batch.lengths) for batch in batches),
+            flops=sum(
+                flops.training(batch.lengths) + config.dpo.has_reference * flops.forward(batch.lengths)
+                for batch in batches
+            ),
         )
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -113,14 +117,18 @@ def dpo_loss(
     """This micro-batch's part of the mean loss over the pairs of the step."""
     log_probs = scores.log_probs(row["labels"])
     loss_mask = (row["labels"] != IGNORED).to(log_probs)
-    by_token = torch.stack([log_probs, log_probs - row["reference"], loss_mask])  # [3, B, T]
+    log_ratios = log_probs - row["reference"] if dpo.has_reference else log_probs
+    by_token = torch.stack([log_probs, log_ratios, loss_mask])  # [3, B, T]
     num_documents = max(len(batch.lengths), 2)
     by_document = by_token.new_zeros(3, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
     policy, log_ratio, lengths = model.sum_over_sequence(by_document)
     chosen, rejected = log_ratio[0::2], log_ratio[1::2]
     if not batch.lengths:
         return policy.sum() * 0.0  # a placeholder: its gradients are zero
-    losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, (lengths[0::2], lengths[1::2]))
+    of_pairs = lengths[0::2], lengths[1::2]
+    if not dpo.has_reference:
+        chosen, rejected = chosen / of_pairs[0], rejected / of_pairs[1]
+    losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, of_pairs, dpo.gamma)
     seen.add(
         len(losses),
         loss=losses.detach().sum(),
@@ -151,7 +159,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, implicit rewards and accuracy on the validation pairs."""
     seen = PairSums()
-    fields = reference_fields(model, reference, batches)
+    fields = reference_fields(model, reference, batches) if dpo.has_reference else None
     for index, scores, row in model.score(batches, fields):
         dpo_loss(scores, row, batches[index], model, dpo, num_pairs=1, num_chosen=1, seen=seen)
     return seen.means(mesh, "eval/")

@@ -191,7 +191,7 @@ def tiny_text_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -> d
         "train": {**_train(tmp_path), "micro_batch_size": 1, "global_batch_size": 4},
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 1, "max_new_tokens": 4},
     }
-    if overrides.get("data", {}).get("data_type") == "preference":  # which answers no prompts
+    if overrides.get("data", {}).get("data_type") in ("preference", "unpaired"):  # which answers no prompts
         base["eval"] = {"every_steps": 3, "num_rows": 8}
     return merge(base, overrides)
 

@@ -31,7 +31,10 @@ from sfumato.tracking.progress import quiet_libraries
 
 
 class Exportable(Protocol):
-    """A model that knows the folders that other programs load."""
+    """A model that knows the folders that other programs load.
+
+    One whose adapters alone would be of no use has ``exports_merged = True``.
+    """
 
     @property
     def trained(self) -> nn.Module:
@@ -61,6 +64,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
     Raises:
         NonFiniteError: on every rank, when a weight is not finite; an earlier export stays.
     """
+    merge = merge or getattr(model, "exports_merged", False)
     only_adapters = has_adapters(model.trained) and not merge
     with averaged_weights(ema):
         bad = weights_not_finite(model.trained, mesh)
@@ -140,11 +144,17 @@ def _build(run: Path) -> Exportable:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
     plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
-    if task in ("train_text", "train_text_dpo"):
-        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+    if task == "train_text_reward":
+        from sfumato.config.text_reward import TrainTextRewardConfig
+        from sfumato.models.scalar_head import build_scalar_model
+
+        config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return build_scalar_model(config.model, config.train, config.model.head)
+    if task in ("train_text", "train_text_dpo", "train_text_kto"):
+        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
         from sfumato.models.language_load import build_language_model
 
-        schema = TrainTextConfig if task == "train_text" else TrainTextDpoConfig
+        schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return build_language_model(config.model, config.train)
     if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):

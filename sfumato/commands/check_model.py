@@ -15,7 +15,8 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
-from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
+from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.errors import ConfigError, UserError
 from sfumato.models.diffusion.base import set_output
 from sfumato.models.flops import FlopCount
@@ -25,6 +26,7 @@ from sfumato.models.planned import (
     plan_autoencoder,
     plan_diffusion_model,
     plan_language_model,
+    plan_scalar_model,
 )
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
@@ -112,8 +114,12 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
 def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     """The model of a configuration, for ``plan_memory``."""
     train = config.train
+    if isinstance(config, TrainTextRewardConfig):
+        return plan_scalar_model(config.model, config.data, train, layout, on_gpu)
     if isinstance(config, TrainTextConfig):
-        reference = isinstance(config, TrainTextDpoConfig)
+        reference = isinstance(config, TrainTextKtoConfig)
+        if isinstance(config, TrainTextDpoConfig):
+            reference = config.dpo.has_reference
         return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
@@ -198,7 +204,8 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
     modes = ("none", "selective", "full")
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
-    if is_text and not train.chunked_loss and layout.tp == layout.pp == 1:
+    has_logits = is_text and not isinstance(config, TrainTextRewardConfig)
+    if has_logits and not train.chunked_loss and layout.tp == layout.pp == 1:
         yield "train.chunked_loss true", {"chunked_loss": True}, True
     if train.micro_batch_size > 1:
         yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True

@@ -16,6 +16,8 @@ from sfumato.errors import ConfigError
 TASKS = {
     "train_text": ("sfumato.config.text", "TrainTextConfig"),
     "train_text_dpo": ("sfumato.config.text", "TrainTextDpoConfig"),
+    "train_text_kto": ("sfumato.config.text", "TrainTextKtoConfig"),
+    "train_text_reward": ("sfumato.config.text_reward", "TrainTextRewardConfig"),
     "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
     "train_dit_dpo": ("sfumato.config.dit", "TrainDitDpoConfig"),
     "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),

@@ -62,15 +62,20 @@ class TrainTextConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainTextConfig:
-        if self.data.data_type.documents_per_sample == 2:
-            raise ValueError(f"data.data_type {self.data.data_type.type} is trained by tasks/train_text_dpo.py")
+        kind = self.data.data_type
+        if kind.documents_per_sample == 2:
+            raise ValueError(f"data.data_type {kind.type} is trained by tasks/train_text_dpo.py")
+        if kind.numbers:
+            raise ValueError(
+                f"data.data_type {kind.type} is trained by tasks/train_text_reward.py or tasks/train_text_kto.py"
+            )
         if self.model.lora is None:
             why = (
                 "without model.lora, since nothing is frozen: remove it, or set train.mixed_precision to bf16, which "
                 "computes in bf16"
             )
             refuse_needless(self.model, "model", ("dtype",), why)
-        _check_text(self.data, self.train, self.eval)
+        check_text(self.data, self.train, self.eval)
         return self
 
 
@@ -78,13 +83,35 @@ class DpoConfig(Section):
     """Direct preference optimisation (arXiv 2305.18290) and its relatives, on existing pairs."""
 
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull towards the reference."""
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """sigmoid: DPO; ipo: arXiv 2310.12036; hinge: SLiC, arXiv 2305.10425."""
+    """Strength of the pull towards the reference; simpo: scale of the rewards; orpo: weight of the odds ratio."""
+    loss: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] = "sigmoid"
+    """sigmoid: DPO; ipo: arXiv 2310.12036; hinge: SLiC, arXiv 2305.10425. Without a reference: simpo, arXiv 2405.14734;
+    orpo, arXiv 2403.07691."""
+    gamma: float = Field(0.0, ge=0)
+    """simpo: target margin of the rewards."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of pairs whose preference is the wrong way round (conservative DPO)."""
     sft_coef: float = Field(0.0, ge=0)
-    """Weight of the mean negative log-likelihood of the better answers, added to the loss (arXiv 2404.19733)."""
+    """Weight of the mean negative log-likelihood of the better answers, added to the loss (arXiv 2404.19733); orpo
+    needs it, 1 in its paper."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss not in ("simpo", "orpo")
+
+    @model_validator(mode="after")
+    def _parameters_fit(self) -> DpoConfig:
+        why = f"with dpo.loss {self.loss}: remove it, or take "
+        if self.loss not in ("sigmoid", "simpo"):
+            refuse_needless(self, "dpo", ("label_smoothing",), why + "sigmoid or simpo")
+        if self.loss != "simpo":
+            refuse_needless(self, "dpo", ("gamma",), why + "simpo")
+        if self.loss == "orpo" and self.sft_coef == 0:
+            raise ValueError(
+                "dpo.loss orpo is added to the likelihood of the better answers: set dpo.sft_coef, to 1 as in its paper"
+            )
+        return self
 
 
 class TrainTextDpoConfig(TrainTextConfig):
@@ -103,16 +130,54 @@ class TrainTextDpoConfig(TrainTextConfig):
             raise ValueError(
                 "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
             )
-        if self.dpo.loss != "sigmoid":
-            why = f"with dpo.loss {self.dpo.loss}: remove it, or take sigmoid"
-            refuse_needless(self.dpo, "dpo", ("label_smoothing",), why)
+        if self.data.data_type.numbers:
+            raise ValueError(
+                f"data.data_type {self.data.data_type.type} is for tasks/train_text_reward.py: take preference"
+            )
+        if not self.dpo.has_reference and self.model.lora is None:
+            why = "without a reference and adapters, since nothing is frozen: remove it"
+            refuse_needless(self.model, "model", ("dtype",), why)
         why = "here: preference training scores the answers of the data and writes none: remove it"
         refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
-        _check_text(self.data, self.train, self.eval)
+        check_text(self.data, self.train, self.eval)
         return self
 
 
-def _check_text(data: TextDataConfig, train: TextTrainConfig, evaluation: TextEvalConfig) -> None:
+class KtoConfig(Section):
+    """Learning from answers that are good or bad (KTO, arXiv 2402.01306)."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull towards the reference."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """Weight of good answers; with many more bad ones raise it until both weigh about the same."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """Weight of bad answers."""
+
+
+class TrainTextKtoConfig(TrainTextConfig):
+    """Preference training of language models from answers that are good or bad."""
+
+    kto: KtoConfig = KtoConfig()
+    """Objective."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainTextKtoConfig:
+        if self.data.data_type.numbers != "labels":
+            raise ValueError("data.data_type must be unpaired, or another format with labels of answers")
+        if self.train.ema_decay:
+            raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")
+        if self.model.made_by is not None:
+            raise ValueError(
+                "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
+            )
+        why = "here: preference training scores the answers of the data and writes none: remove it"
+        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
+        check_text(self.data, self.train, self.eval)
+        return self
+
+
+def check_text(data: TextDataConfig, train: TextTrainConfig, evaluation: TextEvalConfig) -> None:
+    """Raises ValueError when sections of a task that learns from text do not fit together."""
     if data.eval_path is None and data.synthetic is None:
         names = list(type(evaluation).model_fields)
         refuse_needless(evaluation, "eval", names, "without data.eval_path: remove it, or set data.eval_path")

@@ -141,7 +141,8 @@ class TextBatch:
     tensors: dict[str, torch.Tensor]
     """int64 ``[B, T]`` each. ``input_ids``. ``position_ids``: start at 0 with each document. ``labels``: the next token
     of the same document where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of
-    the document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source.
+    the document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source. Where the
+    format says them, ``numbers`` of tokens, float32, NaN elsewhere; a placeholder has none.
 
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.
@@ -181,6 +182,8 @@ def make_batch(
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
     fills = {"input_ids": pad_token_id, "position_ids": 0, "labels": IGNORED, "documents": 0, "sources": 0}
     tensors = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
+    if documents and documents[0].numbers is not None:
+        tensors["numbers"] = np.full((len(rows), width), np.nan, np.float32)
     for index, row in enumerate(rows):
         end = 0
         for number in row:
@@ -191,6 +194,8 @@ def make_batch(
             tensors["labels"][place] = _labels(documents[number])
             tensors["documents"][place] = number
             tensors["sources"][place] = origins[number]
+            if "numbers" in tensors:
+                tensors["numbers"][place] = documents[number].numbers
         if packed or not row:
             tensors["position_ids"][index, end:] = np.arange(width - end)
         else:

@@ -34,6 +34,9 @@ class Document:
     """int32 ``[L]``, L is at least 2."""
     loss_mask: np.ndarray
     """bool ``[L]``: whether the token is a target; the first never is, since nothing predicts it."""
+    numbers: np.ndarray | None = None
+    """float32 ``[L]``: what a format says of a token, such as the label of the step that it ends; NaN elsewhere. All
+    documents of a format have them, or none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class TextSample:
 
 class TextTransform(Protocol):
     """Turns rows into samples. It can be pickled, since it runs in worker processes.
+
+    One whose documents say numbers of tokens has ``has_numbers = True``.
 
     Two methods more, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)`` is a
     generator that yields lists of texts, is sent the tokens of each, and returns what a call returns; ``encode(texts)``
@@ -76,6 +81,9 @@ class TextFormat(ABC):
     type: ClassVar[str]
     documents_per_sample: ClassVar[int] = 1
     """2 for a better and a worse answer, which tasks/train_text_dpo.py compares."""
+    numbers: ClassVar[str] = ""
+    """What the numbers are that documents say of tokens: margins (at the last token of the better answer), labels (at
+    the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
     has_answers: ClassVar[bool] = True
     """Whether the loss mask holds answers, the last token of which ends them."""
     ignores: ClassVar[tuple[str, ...]] = ()

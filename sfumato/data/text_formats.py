@@ -1,15 +1,18 @@
-"""The formats of text data: plain text, conversations, and pairs of a better and a worse answer."""
+"""The formats of text data: plain text, conversations, pairs of a better and a worse answer, answers that are good or
+bad, and answers whose steps are right or wrong."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from math import nan
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.rows import text_field
+from sfumato.data.steps import SEPARATORS, place_steps, read_label, read_list, read_number, step_ends, with_last
 from sfumato.data.text import (
     Document,
     Messages,
@@ -71,6 +74,67 @@ class Preference(TextFormat):
         template = build_chat_template(config.chat_template, tokenizer)
         made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class PreferenceMargin(TextFormat):
+    """Pairs with how much better the one answer is; columns prompt, chosen, rejected and margin, a number."""
+
+    type: ClassVar[str] = "preference_margin"
+    documents_per_sample: ClassVar[int] = 2
+    numbers: ClassVar[str] = "margins"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
+        if len(keys) not in (3, 4):
+            raise ConfigError(
+                "data.text_keys of preference_margin data must be three columns (better and worse conversation, margin)"
+                f" or four (prompt, better and worse answer, margin), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, made_of, keys[-1])
+
+
+@dataclass(frozen=True)
+class Unpaired(TextFormat):
+    """Answers that are good or bad; columns prompt, completion and label (true or false), or pairs, which are taken
+    apart."""
+
+    type: ClassVar[str] = "unpaired"
+    numbers: ClassVar[str] = "labels"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "completion", "label"]
+        if len(keys) != 3:
+            raise ConfigError(
+                f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class Process(TextFormat):
+    """Answers in steps that are right or wrong; columns prompt, steps or completions, and labels, one for each step."""
+
+    type: ClassVar[str] = "process"
+    numbers: ClassVar[str] = "steps"
+
+    steps_by: Literal["paragraph", "line"] = "paragraph"
+    """What stands between two steps of an answer: an empty line, or a line break."""
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "steps", "completions", "labels"]
+        if len(keys) < 3:
+            raise ConfigError(
+                f"data.text_keys of process data must be the columns of prompt, steps and labels, not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        settings = (config.max_seq_len, config.overlong, made_of)
+        return ProcessTransform(template, keys, *settings, separator=SEPARATORS[self.steps_by])
 
 
 @dataclass(frozen=True)
@@ -179,6 +243,90 @@ class PreferenceTransform(ConversationTransform):
                 )
         history = [{**message, "loss_mask": 0} for message in chosen[:shared]]
         return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
+
+
+@dataclass(frozen=True)
+class MarginTransform(PreferenceTransform):
+    """As ``PreferenceTransform``; the last token of the better document has the margin."""
+
+    has_numbers: ClassVar[bool] = True
+    margin_key: str = "margin"
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample."""
+        margin = read_number(row, self.margin_key, where)
+        (sample,) = yield from super().asks(row, where)
+        chosen, rejected = sample.documents
+        return [TextSample((with_last(chosen, margin), with_last(rejected, nan)))]
+
+
+@dataclass(frozen=True)
+class UnpairedTransform(ConversationTransform):
+    """An answer that is good or bad; its last token has the label, 1 or 0. ``keys`` are the columns of the prompt, the
+    answer and the label."""
+
+    has_numbers: ClassVar[bool] = True
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample; of a pair two, the better one first."""
+        tools, found = read_tools(row, where), []
+        for messages, label in self._answers(row, where):
+            encoded = yield from self.template.asks(messages, where, tools)
+            if len(encoded) > 1:
+                raise DataError(
+                    f"{where}: the chat template renders earlier answers anew after each message, so an answer of "
+                    "several assistant messages is no single text"
+                )
+            document = fit(encoded[0], self.max_seq_len, self.overlong, where)
+            found.append(TextSample((with_last(document, label),)))
+        return found
+
+    def _answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
+        prompt_key, answer_key, label_key = self.keys
+        prompt = _as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
+        pairs = [(answer_key, None)]
+        if row.get(answer_key) is None and row.get("chosen") is not None:
+            pairs = [("chosen", 1.0), ("rejected", 0.0)]
+        found = []
+        for key, known in pairs:
+            answer = _as_messages(row[find_key(row, [key], where)], "assistant", where)
+            if answer[0].get("role") != "assistant":
+                raise DataError(f"{where}: column {key!r} must begin with the assistant: the prompt has its own column")
+            found.append(
+                (prompt + answer, read_label(row.get(label_key), label_key, where) if known is None else known)
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class ProcessTransform(ConversationTransform):
+    """An answer in steps; the token that ends a step has its label. ``keys`` are the columns of the prompt, the steps
+    (the first that a row has) and the labels."""
+
+    has_numbers: ClassVar[bool] = True
+    separator: str = "\n\n"
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample."""
+        prompt_key, *step_keys, label_key = self.keys
+        prompt = _as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        steps = read_list(row[find_key(row, step_keys, where)], "the steps", where)
+        labels = read_list(row[find_key(row, [label_key], where)], "the labels", where)
+        if len(steps) != len(labels):
+            raise DataError(f"{where}: {len(steps)} steps have {len(labels)} labels: each step needs one")
+        text, places = place_steps(self.template, prompt, steps, self.separator, where)
+        (tokens,) = yield [text]
+        ends = step_ends(tokens, places)
+        mask = np.zeros(len(tokens.input_ids), bool)
+        mask[ends] = True
+        if len(set(ends.tolist())) < len(ends):
+            raise DataError(f"{where}: two steps end in one token of this tokenizer: join them, or part them further")
+        numbers = np.full(len(mask), nan, np.float32)
+        numbers[ends] = [read_label(label, label_key, where) for label in labels]
+        document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
+        numbers = numbers[: len(document.input_ids)]
+        return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]
 
 
 def _as_messages(value: Any, role: str, where: str) -> Messages:

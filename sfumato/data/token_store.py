@@ -34,6 +34,9 @@ CHUNK_ROWS = 256
 COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2"}
 """Files of a store and what they hold: per token, per token (the loss mask), per document, per sample."""
 
+NUMBERS = {"numbers": "<f4"}
+"""Likewise, per token, where the format says numbers of tokens."""
+
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
@@ -47,7 +50,8 @@ class TokenStore:
             DataError: when a file is missing, damaged or of the wrong size.
         """
         manifest = read_manifest(folder, "token store")
-        columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in COLUMNS.items()}
+        kinds = COLUMNS | (NUMBERS if "numbers" in manifest else {})
+        columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in kinds.items()}
         self.folder = folder
         self.names = list(names)
         """Names of the sources."""
@@ -64,6 +68,7 @@ class TokenStore:
         self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
         """Tokens of each sample: int64 ``[N]``."""
         self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
+        self._numbers = columns.get("numbers")
         self._ends = np.cumsum(columns["document_lengths"])
 
     def __len__(self) -> int:
@@ -76,7 +81,8 @@ class TokenStore:
         for number in range(first, first + self.documents_per_sample):
             stop = int(self._ends[number])
             start = int(self._ends[number - 1]) if number else 0
-            documents.append(Document(self._tokens[start:stop], self._loss_mask[start:stop].view(bool)))
+            numbers = None if self._numbers is None else self._numbers[start:stop]
+            documents.append(Document(self._tokens[start:stop], self._loss_mask[start:stop].view(bool), numbers))
         return TextSample(tuple(documents))
 
 
@@ -165,7 +171,8 @@ def _build(
         for start in range(0, len(rows), CHUNK_ROWS)
     ]
     first = np.cumsum([0, *map(len, sources.rows)])
-    columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
+    kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
+    columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
     num_samples = [0] * len(sources.rows)
     with closing(_tokenise_all(sources.rows, transform, chunks, num_workers)) as parts:
@@ -178,6 +185,8 @@ def _build(
             if part.documents:
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
+                if "numbers" in columns:
+                    columns["numbers"].add(np.concatenate([document.numbers for document in part.documents]))
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
             columns["source_of"].add([source] * part.num_samples)
     if 0 in num_samples:

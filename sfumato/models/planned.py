@@ -25,6 +25,7 @@ from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
 from sfumato.models.plain import check_length
 from sfumato.models.saved_bytes import autocast, register_stand_in
+from sfumato.models.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
 from sfumato.parallel.mesh import Mesh
@@ -35,27 +36,34 @@ CHUNK_TOKENS = 1024
 """Tokens whose logits are in memory at a time under ``train.chunked_loss``."""
 
 
-def language_model_on_meta(config: LanguageModelConfig, on_gpu: bool) -> nn.Module:
+def language_model_on_meta(config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False) -> nn.Module:
     """The model with its adapters on meta. Its attention is a stand-in for ``saved_bytes``.
 
     Args:
         config: the model section.
         on_gpu: whether it will run on a GPU, where attention does not repeat keys and values.
+        has_scalar_head: whether it says one number of each token.
 
     Raises:
         ConfigError: when the folder or description is missing or wrong.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     attention = register_stand_in(on_gpu, scores=config.attention == "eager")
-    described = read_model_config(config)
+    described, auto_class = read_model_config(config), AutoModelForCausalLM
+    if has_scalar_head:
+        check_classifier(described, config.trust_remote_code)
+        described.num_labels, auto_class = 1, AutoModelForSequenceClassification
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
     settings = {"attn_implementation": attention, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
-        module = AutoModelForCausalLM.from_config(described, **settings)
+        module = auto_class.from_config(described, **settings)
         if config.lora is not None:
             module.requires_grad_(False)
             add_lora(module, config.lora, language_targets(module), seed=0)
+        if has_scalar_head:
+            check_head(module)
+            getattr(module, HEAD).float().requires_grad_(True)
     return module.train()
 
 
@@ -115,6 +123,41 @@ def plan_language_model(
         loss_bytes=loss_bytes,
         num_micro_batches=-int(-per_rank // train.micro_batch_size) + fills,
         reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
+        shares_samples=layout.cp,
+    )
+
+
+def plan_scalar_model(
+    model: LanguageModelConfig, data: TextDataConfig, train: TextTrainConfig, layout: Layout, on_gpu: bool
+) -> Planned:
+    """What is to be known of the memory of a model with a scalar head; arguments as for ``plan_language_model``.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    module = language_model_on_meta(model, on_gpu, has_scalar_head=True)
+    check_scalar_settings(Mesh(layout, torch.device("cpu")), train)
+    check_length(module.config, data.max_seq_len)
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    if train.rmpad_with_pos_ids:
+        rows, length = 1, rows * length
+
+    def run(module: nn.Module) -> Tensor:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        positions = torch.arange(length).expand(rows, length)
+        base = getattr(module, module.base_model_prefix)
+        with autocast(DTYPES[train.mixed_precision]):
+            hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            return (hidden.float() @ getattr(module, HEAD).weight.float().T).sum()
+
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    return Planned(
+        build=lambda: language_model_on_meta(model, on_gpu, has_scalar_head=True),
+        plan=language_plan(module),
+        dtype=DTYPES[train.mixed_precision],
+        run=run,
+        loss_bytes=2 * rows * length * 4,  # values and their gradients
+        num_micro_batches=-int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1),
         shares_samples=layout.cp,
     )
 

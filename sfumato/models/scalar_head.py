@@ -51,6 +51,8 @@ class ScalarModel(PackedModel[Tensor]):
     """
 
     says: ClassVar[tuple[str, str]] = ("a value", "values")
+    exports_merged: ClassVar[bool] = True
+    """Adapters alone would lose the head."""
 
     def __init__(
         self,
@@ -120,15 +122,10 @@ class ScalarModel(PackedModel[Tensor]):
         Args:
             folder: where to.
             weights: whole weights by the names of the plain module, adapters included; emptied.
-            merge: merge the adapters, if there are any.
-
-        Raises:
-            ConfigError: with adapters and without ``merge``: adapters alone would lose the head.
+            merge: adapters are always merged, since they hold no head.
         """
         plain = build_on_meta(self._build)
         if adapters := self._adapters():
-            if not merge:
-                raise ConfigError("adapters under a scalar head are exported merged, since adapters hold no head")
             whole = build_on_meta(self._build)
             for name, adapter in adapters.items():
                 whole.add_adapter(adapter, name)
@@ -185,12 +182,7 @@ def build_scalar_model(
     from transformers import AutoModelForSequenceClassification
 
     described = read_model_config(config)
-    known = AutoModelForSequenceClassification._model_mapping.get(type(described), None)
-    if known is None and not config.trust_remote_code:
-        raise ConfigError(
-            f"transformers has no sequence classification for models of type {described.model_type}, which a scalar "
-            "head is: take another model"
-        )
+    check_classifier(described, config.trust_remote_code)
     tokenizer = build_tokenizer(config)
     is_new = not any(str(name).endswith("ForSequenceClassification") for name in described.architectures or ())
     described = copy.deepcopy(described)
@@ -216,12 +208,38 @@ def build_scalar_model(
     return ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
 
 
+def last_tokens(batch: TextBatch, pad_token_id: int) -> Tensor:
+    """Whether each token is the last of its document that is not the padding token, bool ``[B, T]``.
+
+    There transformers' own module reads the output of a document. A document of padding tokens alone has its first.
+    """
+    ids, documents = (batch.tensors[name].flatten() for name in ("input_ids", "documents"))
+    is_last = torch.zeros_like(ids, dtype=torch.bool)
+    for number, length in enumerate(batch.lengths):
+        start = int((documents == number).nonzero()[0])
+        kept = (ids[start : start + length] != pad_token_id).nonzero()
+        is_last[start + (int(kept[-1]) if len(kept) else 0)] = True
+    return is_last.view_as(batch.tensors["input_ids"])
+
+
 def check_scalar_settings(mesh: Mesh, config: ParallelConfig) -> None:
     """Raises ConfigError for settings that no model with a scalar head can be trained with."""
     if mesh.layout.pp > 1:
         raise ConfigError("a model with a scalar head is not cut into stages: set train.pipeline_parallel_size to 1")
     if getattr(config, "chunked_loss", False):
         raise ConfigError("train.chunked_loss is for logits, and a scalar head makes none: set it to false")
+
+
+def check_classifier(described: Any, trust_remote_code: bool) -> None:
+    """Raises ConfigError when transformers has no classifier of sequences for such a configuration."""
+    from transformers import AutoModelForSequenceClassification
+
+    known = AutoModelForSequenceClassification._model_mapping.get(type(described), None)
+    if known is None and not trust_remote_code:
+        raise ConfigError(
+            f"transformers has no sequence classification for models of type {described.model_type}, which a scalar "
+            "head is: take another model"
+        )
 
 
 def check_head(module: nn.Module) -> None:

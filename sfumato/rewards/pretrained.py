@@ -202,10 +202,45 @@ class TextRewardModel(PretrainedReward):
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
         """The single logit of each conversation, [B]; NaN for one that is longer than the model can read."""
-        return network([self._conversation(sample) for sample in samples])
+        conversations = []
+        for sample in samples:
+            prompt, text = self._read(sample)
+            conversations.append(sample.messages or [*prompt, {"role": "assistant", "content": text}])
+        return network(conversations)
 
-    def _conversation(self, sample: Sample) -> list[dict[str, Any]]:
+    def _read(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
+        """The messages before the last answer, and that answer."""
         if sample.text is None:
             raise DataError(f"reward {self.label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")
+        if sample.messages and sample.messages[-1].get("role") == "assistant":
+            return sample.messages[:-1], sample.messages[-1].get("content") or ""
         question = sample.metadata.get("messages") or [{"role": "user", "content": sample.prompt}]
-        return [*question, {"role": "assistant", "content": sample.text}]
+        return question, sample.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRewardModel(TextRewardModel):
+    """Probabilities that the steps of the generated text are right, by a process reward model, as one number."""
+
+    type: ClassVar[str] = "process_reward_model"
+    loader: ClassVar[str] = "sfumato.rewards.networks.classifier:load_step_classifier"
+
+    aggregation: Literal["min", "product", "mean", "last"] = "min"
+    """Of the steps' probabilities: the smallest (arXiv 2312.08935), their product (arXiv 2305.20050), their mean, or
+    that of the last step."""
+    steps_by: Literal["paragraph", "line"] = "paragraph"
+    """What parts steps, an empty line or a line break, as in the data that the model was trained on."""
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """The aggregated probability of each answer, [B]; NaN for one without steps, or longer than the model reads."""
+        import torch
+
+        from sfumato.rewards.networks.classifier import aggregate_steps
+
+        separator, answers = {"paragraph": "\n\n", "line": "\n"}[self.steps_by], []
+        for sample in samples:
+            prompt, text = self._read(sample)
+            answers.append((prompt, [step for step in text.split(separator) if step.strip()]))
+        found = network(answers, separator)
+        nothing = torch.tensor(torch.nan)
+        return torch.stack([aggregate_steps(each, self.aggregation) if len(each) else nothing for each in found])

@@ -49,20 +49,28 @@ class SourceLosses:
         return metrics
 
 
-class PairSums:
-    """What the preference pairs of a step or an evaluation looked like."""
+class MeanSums:
+    """What the pairs, answers or steps of an optimiser's step or an evaluation looked like."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
 
     def add(self, count: int, **sums: torch.Tensor) -> None:
-        """Counts pairs of this rank; ``sums`` are scalars by the metric's name, each the sum over these pairs."""
+        """Counts some of this rank; ``sums`` are scalars by the metric's name, each the sum over these."""
         for name, value in {"count": count, **sums}.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
-    def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
-        """Means over the pairs of all ranks, and the margin: how much higher the better answer's reward is."""
-        total = mesh.sum_dict(mesh.sum_dict(self.sums), over="pp")  # pipeline stages but the last have seen nothing
+    def means(self, mesh: Mesh, prefix: str, over: str = "data") -> dict[str, float]:
+        """Means over those of all ranks of a view, each of which has others."""
+        total = mesh.sum_dict(mesh.sum_dict(self.sums, over), over="pp")  # stages but the last have seen nothing
         count = max(total.pop("count", 0.0), 1)
-        means = {f"{prefix}{name}": value / count for name, value in total.items()}
+        return {f"{prefix}{name}": value / count for name, value in total.items()}
+
+
+class PairSums(MeanSums):
+    """What the preference pairs of a step or an evaluation looked like."""
+
+    def means(self, mesh: Mesh, prefix: str, over: str = "data") -> dict[str, float]:
+        """Means over the pairs of all ranks, and the margin: how much higher the better answer's reward is."""
+        means = super().means(mesh, prefix, over)
         return means | {f"{prefix}margin": means[f"{prefix}reward_chosen"] - means[f"{prefix}reward_rejected"]}

@@ -71,6 +71,24 @@ CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
         60,
         {"data": {"data_type": "preference"}, "eval": {"every_steps": 20}},
     ),
+    "train_text_kto": (
+        "train_text_kto",
+        tiny_text_config,
+        1,
+        60,
+        {"data": {"data_type": "unpaired"}, "eval": {"every_steps": 20}},
+    ),
+    "train_text_reward": (
+        "train_text_reward",
+        tiny_text_config,
+        1,
+        60,
+        {
+            "data": {"data_type": "preference"},
+            "reward": {"objective": "bradley_terry"},
+            "eval": {"every_steps": 20},
+        },
+    ),
     "rl_diffusion": ("rl_diffusion", tiny_rl_config, 1, 30, {"train": EMA, "eval": {"every_steps": 10}}),
     "train_text on two ranks": ("train_text", tiny_text_config, 2, 60, {"train": EMA, "eval": {"every_steps": 20}}),
 }

@@ -24,6 +24,7 @@ MODULES = {
     f"{ALGORITHMS}.{name}"
     for name in (
         "advantages", "aggregation", "flow_matching", "forward_kl", "kl", "objectives", "off_policy", "preference",
+        "reward_models",
         "sequences", "token_advantages", "token_kl", "token_objectives",
     )
 }  # fmt: skip
@@ -218,6 +219,10 @@ CALLS = {
         of_kind(f"token_objectives:{name}"), normal(R), SIGNS, MASK, sequences())
        for name in ("PPOClip", "GSPO", "GMPO", "CISPO", "SAPO", "PolicyGradient")},
     "token_objectives:sequence_log_ratio": lambda: (normal(R), MASK, sequences(), "token"),
+    "preference:log1mexp": lambda: (-torch.rand(3),),
+    "preference:kto_loss": lambda: (normal(3), torch.tensor([1.0, 0.0, 1.0]), 0.1, 0.1),
+    "reward_models:bradley_terry_loss": lambda: (normal(3), normal(3), normal(3), 0.1),
+    "reward_models:step_loss": lambda: (normal(3), torch.rand(3)),
     "forward_process.noised:NoisedSamples.velocity_of": lambda: (noised(), "old"),
     "forward_process.noised:NoisedSamples.predicted_x0": lambda: (noised(), latents()),
     "forward_process.noised:NoisedSamples.error": lambda: (noised(), latents()),

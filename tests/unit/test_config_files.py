@@ -1,6 +1,7 @@
 """Every shipped YAML file is valid, and no typo in any of its keys goes unnoticed."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,10 @@ def made_tiny(path, tmp_path):
         tiny = tiny_text_config(tmp_path, kind)
         model = tiny["model"] | {"model_path": None, "made_by": None}
         data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
+        if content["data"]["data_type"] == "process":
+            row = {"prompt": "Add 1 and 2.", "steps": ["One and two.", "3"], "labels": [True, False]}
+            (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
+            data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
     if task.startswith("rl_diffusion"):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
@@ -276,6 +281,9 @@ REAL = {  # file: GPUs, description of the model, parameters in units of 10^9
     "qwen3_0_6b_lora": (1, "qwen3_0_6b", 0.62),
     "qwen3_8b_sft": (8, "qwen3_8b", 8.19),
     "qwen3_8b_dpo": (8, "qwen3_8b", 8.19),
+    "qwen3_8b_kto": (8, "qwen3_8b", 8.19),
+    "qwen3_8b_reward": (8, "qwen3_8b", 7.57),
+    "qwen3_8b_process_reward": (8, "qwen3_8b", 7.57),
     "qwen3_32b_sft": (32, "qwen3_32b", 32.8),
     "qwen3_30b_a3b_sft": (16, "qwen3_30b_a3b", 30.5),
     "qwen3_235b_a22b_sft": (128, "qwen3_235b_a22b", 235.1),

@@ -40,6 +40,7 @@ RUNS = {
     "train_text, adapters": ("train_text", tiny_text_config, LORA),
     "train_text, experts": ("train_text", tiny_text_config, {"kind": "qwen3_moe", "train": {"expert_bias_rate": 0.01}}),
     "train_text_dpo": ("train_text_dpo", tiny_text_config, {"data": {"data_type": "preference"}}),
+    "train_text_kto": ("train_text_kto", tiny_text_config, {"data": {"data_type": "unpaired"}}),
 }
 
 

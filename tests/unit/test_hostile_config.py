@@ -27,6 +27,17 @@ BASES: dict[str, dict[str, Any]] = {
         "data": {"synthetic": {}, "data_type": "preference"},
         "train": {"output_dir": "out"},
     },
+    "train_text_kto": {
+        "model": TEXT,
+        "data": {"synthetic": {}, "data_type": "unpaired"},
+        "train": {"output_dir": "out"},
+    },
+    "train_text_reward": {
+        "model": TEXT,
+        "data": {"synthetic": {}, "data_type": "preference"},
+        "reward": {"objective": "bradley_terry"},
+        "train": {"output_dir": "out"},
+    },
     "train_dit": GLYPHS,
     "train_dit_dpo": GLYPHS,
     "train_autoencoder": GLYPHS,

@@ -28,6 +28,7 @@ from sfumato.rewards.pretrained import (
     ImageSimilarity,
     PickScore,
     PretrainedReward,
+    ProcessRewardModel,
     TextRewardModel,
 )
 from sfumato.rewards.scoring.scorer import Scorer
@@ -326,6 +327,54 @@ def test_a_text_model_without_padding_reads_one_at_a_time(tmp_path):
     folder = tiny.write_text_reward_model(tmp_path / "text", pad_token_id=None)
     reward = TextRewardModel(model_path=str(folder), device="cpu")
     np.testing.assert_allclose(reward.score(texts()), [reward.score([each])[0] for each in texts()], **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_step_probabilities_are_read_where_steps_end(tmp_path, kind, num_labels):
+    import transformers
+
+    folder = tiny.write_text_reward_model(tmp_path / "text", num_labels=num_labels)
+    if kind == "Token":
+        model = transformers.AutoModelForTokenClassification.from_pretrained(folder)
+        tiny.randomise(model, 5)
+        model.save_pretrained(folder)
+    reward = {
+        how: ProcessRewardModel(model_path=str(folder), device="cpu", aggregation=how, steps_by="line")
+        for how in ("min", "product", "mean", "last")
+    }
+    if kind == "Sequence" and num_labels == 2:
+        refusal(reward["min"], "2 outputs, not 1")
+        return
+    model = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    begin = "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    expected = []
+    with torch.no_grad():
+        for text in ("It is", "It is\n3.", "It is\n3.\nabc cba"):
+            ids = tokenizer(begin + text, return_tensors="pt")["input_ids"]
+            logits = model.score(model.model(ids).last_hidden_state[0, -1])
+            expected.append(float(logits.softmax(-1)[1] if num_labels == 2 else logits[0].sigmoid()))
+    assert np.std(expected) > 0.001
+    answer = {"prompt": "What is 1 + 2?", "group_id": 0}
+    given = [Sample(text="It is\n3.\n\nabc cba", **answer), Sample(text=" \n", **answer), texts()[1]]
+    found = {how: each.score(given) for how, each in reward.items()}
+    wanted = {"min": min(expected), "product": math.prod(expected), "mean": np.mean(expected), "last": expected[-1]}
+    for how, value in wanted.items():
+        assert found[how][0] == pytest.approx(value, rel=1e-5), how
+        assert math.isnan(found[how][1]) and math.isfinite(found[how][2])
+        assert reward[how].score(given[2:]) == pytest.approx(found[how][2:], rel=1e-5)
+
+
+def test_the_last_answer_of_several_turns_is_scored_with_all_of_them(folders):
+    chat = [{"role": "user", "content": "Sort cab."}, {"role": "assistant", "content": "abc"}]
+    whole = [*chat, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "It is 3."}]
+    reward = build("text_reward_model", folders)
+    long = Sample(text="It is 3.", prompt="Sort cab.", messages=whole, group_id=0)
+    same = Sample(text="It is 3.", prompt="", metadata={"messages": whole[:3]}, group_id=0)
+    short = Sample(text="It is 3.", prompt="Sort cab.", group_id=0)
+    values = reward.score([long, same, short])
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] != pytest.approx(values[2], rel=1e-3)
 
 
 # All of them

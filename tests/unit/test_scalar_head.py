@@ -52,9 +52,9 @@ def causal_folder(tmp_path, **changes):
     return tmp_path / "causal", module
 
 
-def exported(model, folder, merge=False):
+def exported(model, folder):
     folder.mkdir()
-    model.save_export(folder, dict(whole_weights(model.trained, model.mesh)), merge)
+    model.save_export(folder, dict(whole_weights(model.trained, model.mesh)))
     return folder
 
 
@@ -137,9 +137,7 @@ def test_a_head_is_trained_beside_adapters_and_exported_with_them(tmp_path):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
     given = [batch(samples())]
-    with pytest.raises(ConfigError, match="exported merged"):
-        exported(model, tmp_path / "adapters")
-    merged = build({"model_path": str(exported(model, tmp_path / "merged", merge=True))})
+    merged = build({"model_path": str(exported(model, tmp_path / "merged"))})
     torch.testing.assert_close(merged.values(given), model.values(given), rtol=1e-4, atol=1e-5)
 
 

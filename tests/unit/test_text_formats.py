@@ -9,10 +9,11 @@ from sfumato.commands.check import FITS, check_config
 from sfumato.config.help import format_help
 from sfumato.config.load import dump_config, load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.data import text
 from sfumato.data.text import build_transform
 from sfumato.data.text_formats import Conversation, PlainText, Preference
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.tracking.trackers import read_jsonl
 from tests.question_answer import QuestionAnswer
@@ -81,7 +82,7 @@ WRONG = {
     "tests.nowhere:Format": "cannot import type 'tests.nowhere:Format': No module named 'tests.nowhere'",
     "tests.question_answer:Missing": "cannot import type .* has no attribute 'Missing'",
     "tests.question_answer:NotAFormat": "cannot import type .* it is not a dataclass",
-    "tests.question_answer:Transform": "cannot import type .* it has no has_answers, ignores, transform, type",
+    "tests.question_answer:Transform": "cannot import type .* it has no has_answers, ignores, numbers, transform, ",
     "tests.question_answer:Unfinished": "cannot make Unfinished: .* abstract",
 }
 
@@ -95,7 +96,7 @@ def test_a_wrong_name_is_one_clear_line(tmp_path, name):
 
 def test_formats_are_in_the_help_and_checked(tmp_path):
     shown = format_help(TrainTextConfig)
-    assert "--data.data_type {type: conversation|plaintext|preference}" in shown
+    assert "--data.data_type {type: conversation|plaintext|preference|preference_margin|process|unpaired}" in shown
     assert "type: plaintext  Texts, every token of which is in the loss" in shown
     path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
     found = check_config(path)
@@ -111,3 +112,87 @@ def test_fields_that_a_format_ignores_are_refused(tmp_path):
         load_config(TrainTextConfig, overrides=tiny_text_config(tmp_path, data={"data_type": "preference"}))
     with pytest.raises(ConfigError, match="or another format of two documents a sample"):
         load_config(TrainTextDpoConfig, overrides=tiny_text_config(tmp_path, data={"data_type": "plaintext"}))
+
+
+def made(data_type, rows, folder, **data):
+    """Samples of rows, with the tokenizer of bytes and ChatML."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TextDataConfig(data_type=data_type, train_path=str(path), **data)
+    transform = build_transform(config, build_byte_tokenizer())
+    return [each for index, row in enumerate(rows) for each in transform(row, f"row {index + 1}")]
+
+
+def text_of(tokens):
+    return build_byte_tokenizer().decode(tokens.tolist())
+
+
+def marked(document):
+    """What stands before each token with a number, and the number."""
+    return [
+        (text_of(document.input_ids[: place + 1]), float(document.numbers[place]))
+        for place in range(len(document.numbers))
+        if document.numbers[place] == document.numbers[place]
+    ]
+
+
+BEGIN = "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_tokens_that_end_steps_have_their_labels(tmp_path):
+    row = {"prompt": "Add.", "completions": ["One. ", "Two\nthree.", "One."], "labels": [True, False, 0.25]}
+    sample, other = made("process", [row, {**row, "steps": row["completions"]}], tmp_path)
+    (document,) = sample.documents
+    assert marked(document) == [
+        (BEGIN + "One.", 1.0),
+        (BEGIN + "One.\n\nTwo\nthree.", 0.0),
+        (BEGIN + "One.\n\nTwo\nthree.\n\nOne.", 0.25),
+    ]
+    assert (document.loss_mask == (document.numbers == document.numbers)).all()
+    assert (other.documents[0].input_ids == document.input_ids).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"labels": [True]}, "2 steps have 1 labels"),
+        ({"labels": [True, 2]}, "a number from 0 to 1, not 2"),
+        ({"labels": [True, None]}, "not None"),
+        ({"steps": ["One.", " "]}, "texts that are not empty"),
+        ({"steps": [], "labels": []}, "texts that are not empty"),
+        ({"steps": 3}, "the steps must be a list"),
+    ],
+)
+def test_steps_that_cannot_be_labelled_are_named(tmp_path, changes, reason):
+    row = {"prompt": "Add.", "steps": ["One.", "Two."], "labels": [True, False]} | changes
+    with pytest.raises(DataError, match=f"row 1: .*{reason}"):
+        made("process", [row], tmp_path)
+
+
+def test_answers_have_their_label_and_pairs_are_taken_apart(tmp_path):
+    chat = [{"role": "user", "content": "Add."}]
+    rows = [
+        {"prompt": "Add.", "completion": "3", "label": True},
+        {"prompt": chat, "completion": [{"role": "assistant", "content": "4"}], "label": 0},
+        {"prompt": "Add.", "chosen": "3", "rejected": "4"},
+    ]
+    found = [sample.documents[0] for sample in made("unpaired", rows, tmp_path)]
+    answers = [(text_of(each.input_ids[each.loss_mask]), float(each.numbers[-1])) for each in found]
+    assert answers == [("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0), ("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0)]
+    with pytest.raises(DataError, match="row 1: a label in column 'label' must be true, false"):
+        made("unpaired", [{"prompt": "Add.", "completion": "3"}], tmp_path)
+
+
+def test_pairs_have_margins(tmp_path):
+    row = {"prompt": "Add.", "chosen": "3", "rejected": "4", "margin": 1.5}
+    (sample,) = made("preference_margin", [row], tmp_path)
+    chosen, rejected = sample.documents
+    assert [number for _, number in marked(chosen)] == [1.5] and chosen.numbers[-1] == 1.5 and not marked(rejected)
+    with pytest.raises(DataError, match="column 'margin' must be a finite number, not 'much'"):
+        made("preference_margin", [{**row, "margin": "much"}], tmp_path)
+
+
+@pytest.mark.parametrize("data_type", ["process", "unpaired", "preference_margin"])
+def test_plain_training_refuses_numbers(tmp_path, data_type):
+    with pytest.raises(ConfigError, match=r"is trained by tasks/train_text_(reward|dpo)\.py"):
+        load_config(TrainTextConfig, overrides=settings(tmp_path, data_type))

@@ -1,4 +1,4 @@
-"""Classifiers of conversations with one output, as reward models for text are published."""
+"""Classifiers of conversations with one output, as reward models for text are published, and of answers' steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.networks.folder import check_folder, load_model, load_tokenizer, loader_of, read_json
+
+STEP_CLASSIFIERS = {"SequenceClassification": (1,), "TokenClassification": (1, 2)}
+"""Kinds of models of transformers that rate steps, and how many outputs they may have."""
 
 
 class Classifier:
@@ -63,3 +66,114 @@ class Classifier:
 
 
 load_classifier = loader_of(Classifier)
+
+
+class StepClassifier:
+    """Gives the steps of answers probabilities of being right.
+
+    A classifier of sequences with one output is read at the tokens that end steps, a classifier of tokens with one
+    output or two (of which the second is right) as it is.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError when the model is no such classifier or its tokenizer has no chat template."""
+        import transformers
+
+        self.lock = threading.Lock()
+        self.device = device
+        check_folder(folder, "config.json")
+        architectures = [str(name) for name in read_json(folder / "config.json").get("architectures") or []]
+        kinds = [kind for kind in STEP_CLASSIFIERS if any(name.endswith(f"For{kind}") for name in architectures)]
+        if not kinds:
+            raise ConfigError(
+                f"model_path {folder} holds {', '.join(architectures) or 'no named architecture'}, but a process "
+                "reward model is one for sequence or token classification"
+            )
+        auto_class = getattr(transformers, f"AutoModelFor{kinds[0]}")
+        self.model = load_model(auto_class, folder, dtype, device)
+        if self.model.config.num_labels not in STEP_CLASSIFIERS[kinds[0]]:
+            known = " or ".join(map(str, STEP_CLASSIFIERS[kinds[0]]))
+            raise ConfigError(f"model_path {folder}: the model has {self.model.config.num_labels} outputs, not {known}")
+        if not isinstance(getattr(self.model, "score", None), torch.nn.Linear):
+            raise ConfigError(f"model_path {folder}: {type(self.model).__name__} has no linear layer 'score'")
+        self.tokenizer = load_tokenizer(folder)
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"model_path {folder}: the tokenizer has no chat template: add chat_template.jinja")
+        if not self.tokenizer.is_fast:
+            raise ConfigError(f"model_path {folder}: the tokenizer does not say where tokens stand: add tokenizer.json")
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = limit or math.inf
+
+    def __call__(self, answers: list[tuple[list[dict[str, Any]], list[str]]], separator: str) -> list[torch.Tensor]:
+        """The probability of each step of each answer.
+
+        Args:
+            answers: the messages before the answer, and its steps.
+            separator: what stands between two steps.
+
+        Returns:
+            float32 ``[steps]`` of each answer on the CPU; ``[0]`` where there are none, or it is too long.
+        """
+        rows, ends = [], []
+        for prompt, steps in answers:
+            ids, places = self._encode(prompt, [step.strip() for step in steps], separator)
+            rows.append(ids)
+            ends.append(places)
+        found = [torch.zeros(0)] * len(rows)
+        fitting = [index for index, row in enumerate(rows) if 0 < len(row) <= self.max_length]
+        if fitting:
+            probabilities = self._forward([rows[index] for index in fitting]).cpu()
+            for place, index in enumerate(fitting):
+                found[index] = probabilities[place, ends[index]]
+        return found
+
+    def _encode(
+        self, prompt: list[dict[str, Any]], steps: list[str], separator: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of a conversation, int64 ``[L]``, and those that hold the last character of each step, int64
+        ``[steps]``; nothing of a conversation without steps, or whose template changes one."""
+        nothing, place, places = torch.zeros(0, dtype=torch.int64), 0, []
+        messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
+        begin, text = (
+            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt)
+            for chat in (prompt, messages)
+        )
+        place = len(begin) if text.startswith(begin) else text.rfind(messages[-1]["content"])
+        for step in steps:
+            found = text.find(step, max(place, 0))
+            if found < 0:
+                return nothing, nothing
+            place = found + len(step)
+            places.append(place)
+        if not places:
+            return nothing, nothing
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = torch.tensor([start for start, _ in encoded["offset_mapping"]])
+        return torch.tensor(encoded["input_ids"]), torch.searchsorted(starts, torch.tensor(places) - 1, right=True) - 1
+
+    def _forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """The probability at each token, float32 ``[B, L]``."""
+        pad = torch.nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
+        base = getattr(self.model, self.model.base_model_prefix)
+        hidden = base(input_ids=pad(rows, batch_first=True).to(self.device), attention_mask=mask).last_hidden_state
+        logits = self.model.score(hidden).float()
+        return logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0].sigmoid()
+
+
+load_step_classifier = loader_of(StepClassifier)
+
+
+def aggregate_steps(probabilities: torch.Tensor, how: str) -> torch.Tensor:
+    """The reward of an answer from the probabilities that its steps are right.
+
+    Args:
+        probabilities: ``[S]``, at least one.
+        how: min, product, mean or last.
+
+    Returns:
+        A scalar.
+    """
+    if how == "last":
+        return probabilities[-1]
+    return {"min": torch.min, "product": torch.prod, "mean": torch.mean}[how](probabilities)

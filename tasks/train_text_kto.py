@@ -1,0 +1,183 @@
+"""Preference training of language models from answers that are good or bad: KTO (arXiv 2402.01306).
+
+    bash train.sh tasks/train_text_kto.py configs/text/qwen3_8b_kto.yaml --kto.beta 0.05
+
+How far the policy is from its reference is estimated at each step, from every prompt with the answer to another one.
+The reference is the model before training: with LoRA the model itself without its adapters, otherwise a frozen copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.preference import kto_loss
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.text import KtoConfig, TrainTextKtoConfig
+from sfumato.data.mismatched import mismatched
+from sfumato.data.packing import TextBatch
+from sfumato.data.text_loader import open_text_data
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language_load import build_language_model
+from sfumato.models.plain import check_length
+from sfumato.models.probe import probe
+from sfumato.models.scores import TokenScores
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.tracking.run import start_run
+from sfumato.tracking.step_sums import MeanSums
+from sfumato.tracking.task import run_task
+
+
+def main(config: TrainTextKtoConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_text_kto")
+
+    model = build_language_model(config.model, config.train)
+    check_length(model.module.config, config.data.max_seq_len)
+    reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
+    flops = FlopCount(model.module)
+    loader, validation, identity = open_text_data(
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
+    )
+
+    model.parallelize(mesh, config.train)
+    probe(model, config.model, config.train, config.data.max_seq_len, run.say)
+    if reference is not None:
+        reference.parallelize(mesh, config.train)
+        reference.take(model.attention, model.rows)
+    optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
+    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
+    checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and validation is not None:
+        with run.timed("evaluate"):
+            metrics = evaluate(model, reference, validation.batches, config, mesh)
+        run.log(0, metrics, show={})
+
+    for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
+        num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
+        with run.timed("reference"):
+            fields = [{"reference": log_probs} for log_probs in reference_log_probs(model, reference, batches)]
+            others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+            kl = estimate_kl(model, reference, others, num_answers, mesh)
+        seen = Answers()
+        loss_of = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, seen=seen)
+        losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
+        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        balance = model.balance_experts()
+        state.step = step + 1
+
+        metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "answers": num_answers, "kl": kl}
+        metrics |= seen.means(mesh, "answers/") | balance
+        if validation is not None and run.is_due(state.step, config.eval.every_steps):
+            with run.timed("evaluate"):
+                metrics |= evaluate(model, reference, validation.batches, config, mesh)
+        lengths = [batch.lengths for batch in batches]
+        run.count(
+            tokens=sum(map(sum, lengths)),
+            flops=sum(map(flops.training, lengths))
+            + sum(map(flops.forward, lengths))
+            + 2 * sum(flops.forward(batch.lengths) for batch in others),
+        )
+        run.log(state.step, metrics, show={"loss": "loss", "kl": "kl"})
+        checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            run.attempt(export_model, model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.finish()
+
+
+class Answers:
+    """What the answers of a step or an evaluation looked like: all, the good and the bad ones."""
+
+    def __init__(self) -> None:
+        self.all, self.good, self.bad = MeanSums(), MeanSums(), MeanSums()
+
+    def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
+        """Means over the answers of all ranks."""
+        found = self.all.means(mesh, prefix)
+        return found | self.good.means(mesh, f"{prefix}good_") | self.bad.means(mesh, f"{prefix}bad_")
+
+
+def answer_loss(
+    scores: TokenScores,
+    row: Tensors,
+    batch: TextBatch,
+    model: LanguageModel,
+    kto: KtoConfig,
+    kl: float,
+    num_answers: float,
+    seen: Answers,
+) -> torch.Tensor:
+    """This micro-batch's part of the mean loss over the answers of the step."""
+    log_ratios = scores.log_probs(row["labels"]) - row["reference"]
+    labels = row["numbers"].nan_to_num() if batch.lengths else torch.zeros_like(log_ratios)
+    by_token = torch.stack([log_ratios, labels.to(log_ratios)])  # [2, B, T]
+    num_documents = max(len(batch.lengths), 1)
+    by_document = by_token.new_zeros(2, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+    log_ratio, label = model.sum_over_sequence(by_document)
+    if not batch.lengths:
+        return log_ratio.sum() * 0.0  # a placeholder: its gradients are zero
+    losses = kto_loss(log_ratio, label, kl, kto.beta, kto.desirable_weight, kto.undesirable_weight)
+    rewards, is_good = kto.beta * log_ratio.detach(), label > 0.5
+    seen.all.add(len(losses), loss=losses.detach().sum())
+    seen.good.add(int(is_good.sum()), reward=rewards[is_good].sum())
+    seen.bad.add(int((~is_good).sum()), reward=rewards[~is_good].sum())
+    return losses.sum() / num_answers
+
+
+def reference_log_probs(
+    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TextBatch]
+) -> list[torch.Tensor]:
+    """The reference's log-probabilities of the labels of each micro-batch, ``[B, T]``."""
+    own = reference is None
+    return model.token_log_probs(batches, reference=True) if own else reference.token_log_probs(batches)
+
+
+def estimate_kl(
+    model: LanguageModel, reference: LanguageModel | None, others: list[TextBatch], num_answers: float, mesh: Mesh
+) -> float:
+    """The mean log-ratio of answers to other prompts over all ranks, at least 0; 0 where there is one answer alone."""
+    policy, fixed = model.token_log_probs(others), reference_log_probs(model, reference, others)
+    total = sum(float((ours - theirs).double().sum()) for ours, theirs in zip(policy, fixed, strict=True))
+    return max(mesh.sum(total) / num_answers, 0.0) if num_answers > 1 else 0.0
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    reference: LanguageModel | None,
+    batches: list[TextBatch],
+    config: TrainTextKtoConfig,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Loss, KL and implicit rewards on the validation answers."""
+    num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
+    others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+    kl = estimate_kl(model, reference, others, num_answers, mesh)
+    fields = [{"reference": log_probs} for log_probs in reference_log_probs(model, reference, batches)]
+    seen = Answers()
+    for index, scores, row in model.score(batches, fields):
+        answer_loss(scores, row, batches[index], model, config.kto, kl, num_answers=1, seen=seen)
+    return {"eval/kl": kl} | seen.means(mesh, "eval/")
+
+
+if __name__ == "__main__":
+    run_task(main, TrainTextKtoConfig)

@@ -1,0 +1,175 @@
+"""Training of reward models: from pairs of answers (Bradley-Terry), or from labels of the steps of an answer.
+
+    bash train.sh tasks/train_text_reward.py configs/text/qwen3_8b_reward.yaml --train.lr 5e-6
+
+A language model with a scalar head gives every token a value. The reward of an answer is the value of its last token,
+that of a step the value of the token that ends it. What is exported is a classifier of sequences of transformers, which
+the reward `text_reward_model` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.reward_models import bradley_terry_loss, step_loss
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.text_reward import RewardObjectiveConfig, TrainTextRewardConfig
+from sfumato.data.packing import TextBatch
+from sfumato.data.text_loader import open_text_data
+from sfumato.models.flops import FlopCount
+from sfumato.models.packed_model import Tensors
+from sfumato.models.plain import check_length
+from sfumato.models.probe import probe
+from sfumato.models.scalar_head import ScalarModel, build_scalar_model, last_tokens
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.tracking.run import start_run
+from sfumato.tracking.step_sums import MeanSums
+from sfumato.tracking.task import run_task
+
+
+def main(config: TrainTextRewardConfig) -> None:
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_text_reward")
+
+    model = build_scalar_model(config.model, config.train, config.model.head)
+    check_length(model.module.config, config.data.max_seq_len)
+    flops = FlopCount(model.module)
+    loader, validation, identity = open_text_data(
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
+    )
+
+    model.parallelize(mesh, config.train)
+    probe(model, config.model, config.train, config.data.max_seq_len, run.say)
+    optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
+    state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
+    checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and validation is not None:
+        with run.timed("evaluate"):
+            metrics = evaluate(model, validation.batches, config.reward, mesh)
+        run.log(0, metrics, show={})
+
+    unit = "pairs" if config.reward.objective == "bradley_terry" else "steps"
+    for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
+        num_labels = mesh.sum(sum(count_labels(batch, config.reward) for batch in batches))
+        seen = MeanSums()
+        loss_of = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, seen=seen)
+        losses = model.forward_backward(batches, loss_of, step, reward_fields(model, batches))
+        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        balance = model.balance_experts()
+        state.step = step + 1
+
+        metrics = {"loss": mesh.sum(sum(losses), over=losses_over(config.reward)), "grad_norm": grad_norm, "lr": lr}
+        metrics |= {unit: num_labels} | seen.means(mesh, f"{unit}/", over=losses_over(config.reward)) | balance
+        if validation is not None and run.is_due(state.step, config.eval.every_steps):
+            with run.timed("evaluate"):
+                metrics |= evaluate(model, validation.batches, config.reward, mesh)
+        run.count(
+            tokens=sum(sum(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths) for batch in batches),
+        )
+        run.log(state.step, metrics, show={"loss": "loss", "accuracy": f"{unit}/accuracy"})
+        checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            run.attempt(export_model, model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.finish()
+
+
+def reward_loss(
+    values: torch.Tensor,
+    row: Tensors,
+    batch: TextBatch,
+    model: ScalarModel,
+    reward: RewardObjectiveConfig,
+    num_labels: float,
+    seen: MeanSums,
+) -> torch.Tensor:
+    """This micro-batch's part of the mean loss over all pairs, or all steps of answers."""
+    if reward.objective == "process":
+        return process_loss(values, row, batch, num_labels, seen)
+    num_documents = max(len(batch.lengths), 2)
+    margins = row["numbers"].nan_to_num() if "numbers" in row else torch.zeros_like(values)
+    by_token = torch.stack([values * row["is_last"], margins])  # [2, B, T]
+    by_document = by_token.new_zeros(2, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+    rewards, margin = model.sum_over_sequence(by_document)
+    if not batch.lengths:
+        return rewards.sum() * 0.0  # a placeholder: its gradients are zero
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    losses = bradley_terry_loss(chosen, rejected, margin[0::2], reward.center_coef)
+    seen.add(
+        len(losses),
+        loss=losses.detach().sum(),
+        accuracy=(chosen > rejected).sum(),
+        margin=(chosen - rejected).detach().sum(),
+        reward=(chosen + rejected).detach().sum() / 2,
+    )
+    return losses.sum() / num_labels
+
+
+def process_loss(
+    values: torch.Tensor, row: Tensors, batch: TextBatch, num_labels: float, seen: MeanSums
+) -> torch.Tensor:
+    """The mean cross entropy at the tokens that end steps; those of this rank's part of a sequence."""
+    if not batch.lengths:
+        return values.sum() * 0.0
+    ends_step = ~row["numbers"].isnan()
+    labels, values_of_steps = row["numbers"][ends_step], values[ends_step]
+    losses = step_loss(values_of_steps, labels)
+    seen.add(
+        len(losses),
+        loss=losses.detach().sum(),
+        accuracy=((values_of_steps > 0) == (labels > 0.5)).sum(),
+        right=(labels > 0.5).sum(),
+        probability=values_of_steps.detach().sigmoid().sum(),
+    )
+    return losses.sum() / num_labels
+
+
+def count_labels(batch: TextBatch, reward: RewardObjectiveConfig) -> int:
+    """Pairs of a micro-batch, or steps with a label."""
+    if reward.objective == "bradley_terry":
+        return len(batch.sample_ids)
+    return int((~batch.tensors["numbers"].isnan()).sum()) if batch.lengths else 0
+
+
+def reward_fields(model: ScalarModel, batches: Sequence[TextBatch]) -> list[Tensors]:
+    """The tokens at which documents have their rewards."""
+    return [{"is_last": last_tokens(batch, model.pad_token_id)} for batch in batches]
+
+
+def losses_over(reward: RewardObjectiveConfig) -> str:
+    """The ranks that have parts of a sum: those of a sequence have all of its pairs, but each has its own steps."""
+    return "data" if reward.objective == "bradley_terry" else "loss"
+
+
+@torch.no_grad()
+def evaluate(
+    model: ScalarModel, batches: list[TextBatch], reward: RewardObjectiveConfig, mesh: Mesh
+) -> dict[str, float]:
+    """Loss and accuracy on the validation set."""
+    seen = MeanSums()
+    for index, values, row in model.score(batches, reward_fields(model, batches)):
+        reward_loss(values, row, batches[index], model, reward, num_labels=1, seen=seen)
+    return seen.means(mesh, "eval/", over=losses_over(reward))
+
+
+if __name__ == "__main__":
+    run_task(main, TrainTextRewardConfig)
