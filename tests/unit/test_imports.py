@@ -162,7 +162,7 @@ def test_rewards_know_neither_models_nor_algorithms():
         assert not known, f"{relative(path)} imports {known}"
 
 
-TASK_CONFIGS = {"diffusion_rl", "dit", "text", "text_rl"}
+TASK_CONFIGS = {"diffusion_rl", "dit", "text", "text_reward", "text_rl"}
 """Modules of sfumato.config that hold the configuration of one modality's tasks."""
 
 
