@@ -374,7 +374,7 @@ def test_the_last_answer_of_several_turns_is_scored_with_all_of_them(folders):
     same = Sample(text="It is 3.", prompt="", metadata={"messages": whole[:3]}, group_id=0)
     short = Sample(text="It is 3.", prompt="Sort cab.", group_id=0)
     values = reward.score([long, same, short])
-    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] != pytest.approx(values[2], rel=1e-3)
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] != pytest.approx(values[2], rel=1e-4)
 
 
 # All of them
