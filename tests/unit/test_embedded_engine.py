@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.complete import complete
 from sfumato.rollout.engines.embedded import EmbeddedEngine
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import tiny_language_description
 
 WARM = Sampling(temperature=0.7, stop_token_ids=(2, 7, 9))
@@ -83,6 +85,59 @@ def test_log_probs_are_those_of_one_forward_pass_before_and_after_updates(kind: 
         engine.flush()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gemma2", "CachedRows"),  # windows, a cap on scores
+        ("gpt_oss", "CachedRows"),  # windows, sinks
+        ("lfm2", "GroupedRows"),  # convolutions
+        ("bloom", "GroupedRows"),  # no positions
+        ("camembert", "RecomputedRows"),  # positions that a cache would change
+    ],
+)
+def test_other_architectures_are_drawn_with_in_the_way_that_is_right(name: str, kind: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager")
+    requests = make_requests()
+    engine = EmbeddedEngine(module, max_length=80)
+    found = complete(engine, requests, WARM)
+    assert type(engine._rows).__name__ == kind
+    assert farthest(module, requests, found, 0.7) < 1e-5
+    few = EmbeddedEngine(module, max_length=80, max_batch_size=3)
+    assert [one.token_ids for one in complete(few, requests, WARM)] == [one.token_ids for one in found]
+    change(module, 1)
+    engine.flush()
+    assert farthest(module, requests, complete(engine, requests, WARM), 0.7) < 1e-5
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    class LooksAhead(type(make_module())):
+        def forward(self, input_ids: Tensor, **more: Any) -> Any:
+            found = super().forward(input_ids, **more)
+            found.logits = found.logits + 0.001 * input_ids.shape[1] * torch.arange(259)
+            return found
+
+    module = make_module()
+    module.__class__ = LooksAhead
+    with pytest.raises(ConfigError, match="how many tokens follow"):
+        complete(EmbeddedEngine(module), make_requests(), WARM)
+
+
+def test_long_prompts_are_computed_in_parts_and_in_half_precision() -> None:
+    module, requests = make_module(), make_requests()
+    whole = complete(EmbeddedEngine(module), requests, WARM)
+    parts = complete(EmbeddedEngine(module, max_prefill_tokens=32), requests, WARM)
+    assert [one.token_ids for one in parts] == [one.token_ids for one in whole]
+    for engine in (
+        EmbeddedEngine(copy.deepcopy(module).bfloat16()),
+        EmbeddedEngine(module, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    ):
+        found = complete(engine, requests, WARM)
+        assert type(engine._rows).__name__ == "CachedRows"
+        assert 1e-3 < farthest(module, requests, found, 0.7) < 0.3
+
+
 def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
     requests = make_requests(max_new_tokens=40)
     found = complete(EmbeddedEngine(make_module()), requests, WARM)
@@ -94,7 +149,7 @@ def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
 
 
 def test_completions_do_not_depend_on_the_batch() -> None:
-    module, requests = make_module(), make_requests(groups=9)
+    module, requests = make_module(), make_requests(groups=9, max_new_tokens=10)
     whole = complete(EmbeddedEngine(module), requests, WARM)
     assert len({tuple(one.token_ids) for one in whole}) == len(whole)
     for size in (1, 2, 7, 32):

@@ -338,12 +338,17 @@ class EmbeddedEngine:
 def _max_length(module: nn.Module, wanted: int | None) -> int:
     positions = known_positions(module.config.get_text_config())
     stretched = changing_positions(module.config)
-    if stretched is not None:  # log-probs of a token would depend on what comes after it
+    if stretched is not None:
         positions = min(stretched, positions or stretched)
     if wanted is None:
         if positions is None:
             raise ConfigError(f"{type(module).__name__} knows any number of positions: give the engine a max_length")
         return positions
+    if stretched is not None and wanted > stretched:
+        raise ConfigError(
+            f"max_length {wanted} is above {stretched} tokens: beyond these all rotary positions of this model depend "
+            "on the length of the text, so that training could not say again what was drawn"
+        )
     if positions is not None and wanted > positions:
         raise ConfigError(f"max_length {wanted} is above the {positions} positions that the model knows")
     return wanted

@@ -16,9 +16,11 @@ from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.forward import Forward
 from sfumato.rollout.engines.rows import CACHE_ARGUMENTS, CachedRows, GroupedRows, RecomputedRows, Rows, rounded_up
 
-FLOAT32, HALF = 2e-4, 0.3
+FLOAT32, HALF = (5e-5, 5e-3), 0.3
 """Nats by which the log-probability of a likely token may differ: rounding. A wrong mask, position or state makes 0.01
-and more."""
+and more. In float32 at least and at most: in between it is ``TIMES`` what one more token at the end of a row makes."""
+
+TIMES = 10
 
 PLACES, TEXTS, SHORTER = 64, 8, 512
 """So many tokens of so many sequences of up to so many tokens are asked whether they notice those that follow."""
@@ -68,8 +70,8 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
         raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
     half = (torch.bfloat16, torch.float16)
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
-    bound = HALF if is_half else FLOAT32
-    _refuse_looking_ahead(forward, size, longest, bound)
+    noise = _refuse_looking_ahead(forward, size, longest, HALF if is_half else FLOAT32[1])
+    bound = HALF if is_half else min(max(TIMES * noise, FLOAT32[0]), FLOAT32[1])
     problems = []
     for make in _ways(forward, max_tokens):
         problem, rows = _try(make, forward, texts, expected, bound)
@@ -86,7 +88,8 @@ def _expected(forward: Forward, texts: Texts) -> Tensor:
     return torch.stack([*begun, *(forward.last(torch.tensor([text], device=device))[0] for text in texts)])
 
 
-def _refuse_looking_ahead(forward: Forward, size: int, length: int, bound: float) -> None:
+def _refuse_looking_ahead(forward: Forward, size: int, length: int, bound: float) -> float:
+    """Returns what rounding does to nearly all tokens when others follow."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(size, (TEXTS, min(length, SHORTER)), generator=generator).to(forward.device)
     found = []
@@ -102,6 +105,7 @@ def _refuse_looking_ahead(forward: Forward, size: int, length: int, bound: float
             f"{differences.max():.2g} in a log-probability, for {noticing:.0%} of tokens: training could not say again "
             "what was drawn, so such a model cannot draw for RL"
         )
+    return float(differences.quantile(0.99))
 
 
 def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:

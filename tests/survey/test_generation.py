@@ -1,0 +1,109 @@
+"""The embedded engine draws with every architecture of the survey as training computes it, or says why it cannot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from sfumato.data.packing import make_batch
+from sfumato.data.text import Document, TextSample
+from sfumato.errors import ConfigError
+from sfumato.models.language import LanguageModel
+from sfumato.models.probe import probe
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
+from sfumato.rollout.engines.complete import complete
+from sfumato.rollout.engines.embedded import EmbeddedEngine
+from tests.survey.survey import LARGEST_LOG_PROB, MAX_SEQ_LEN, MODES, NAMES, _build, _configs, _module, _with_attention
+
+pytestmark = pytest.mark.slow
+
+PROMPTS, NEW = (17, 3, 30, 1), 20
+
+NOT_TRAINED = {"cpmant", "git", "reformer", "mixtral jitter", "phimoe jitter", "gpt2 dropout", "seed_oss dropout"}
+"""Training refuses them in its first mode."""
+LOOK_AHEAD = {"doge", "prophetnet", "xlm"}
+"""They look at later tokens, or (doge) choose keys among equals by the length of the row."""
+STRETCHED = {"llama dynamic rope", "phi3 longrope"}
+"""Their rotary positions depend on the length of the text, from 16 tokens on."""
+IN_ROWS = {
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "mixtral",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "olmo3",
+        "glm4",
+    ),
+    *("deepseek_v3", "phi3", "granite", "smollm3", "cohere2"),
+}
+"""At least these keep keys and values in rows, the fastest way."""
+NOT_AS_THEIR_FORWARD = {
+    *("bart", "blenderbot", "blenderbot-small", "blt", "camembert", "data2vec-text", "marian", "mbart", "pegasus"),
+    *("plbart", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "moshi"),
+}
+"""Their ``generate`` counts positions otherwise than their forward pass, forces tokens, or fails."""
+
+
+def _as_in_a_run(name: str) -> LanguageModel:
+    model = _build(name, MODES[0], _module(name))
+    config, train = _configs(MODES[0])
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
+    probe(model, config, train, MAX_SEQ_LEN, lambda *_: None)
+    return model
+
+
+def _training_log_probs(model: LanguageModel, request: GenerationRequest, drawn: Completion) -> torch.Tensor:
+    tokens = np.array([*request.prompt_ids, *drawn.token_ids], np.int32)
+    sample = TextSample((Document(tokens, np.arange(len(tokens)) >= len(request.prompt_ids)),))
+    batch = make_batch([sample], [0], [0], True, 0, 1)
+    return model.token_log_probs([batch])[0][batch.tensors["labels"] != IGNORED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_drawn_is_what_training_computes(name: str) -> None:
+    if name in NOT_TRAINED:
+        with pytest.raises(ConfigError):
+            _as_in_a_run(name)
+        return
+    model = _as_in_a_run(name)
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 250, size=length).tolist() for length in PROMPTS]
+    requests = [GenerationRequest(prompt, seed, NEW) for seed, prompt in enumerate(2 * prompts)]
+    if name in STRETCHED:
+        with pytest.raises(ConfigError, match="above 16 tokens: beyond these all rotary positions"):
+            EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN)
+        return
+    engine = EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN, around=model.autocast)
+    if name in LOOK_AHEAD:
+        with pytest.raises(ConfigError, match="how many tokens follow"):
+            complete(engine, requests, Sampling())
+        return
+    found = complete(engine, requests, Sampling())
+    for request, one in zip(requests, found, strict=True):
+        far = (_training_log_probs(model, request, one) - torch.tensor(one.log_probs)).abs().max()
+        assert float(far) < LARGEST_LOG_PROB
+    few = EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN, around=model.autocast, max_batch_size=3)
+    assert [one.token_ids for one in complete(few, requests, Sampling())] == [one.token_ids for one in found]
+    assert name not in IN_ROWS or type(engine._rows).__name__ == "CachedRows"
+    if name not in NOT_AS_THEIR_FORWARD:
+        greedy = complete(engine, requests[: len(prompts)], Sampling(temperature=0.0))
+        assert [one.token_ids for one in greedy] == [_generated(name, prompt) for prompt in prompts]
+
+
+def _generated(name: str, prompt: list[int]) -> list[int]:
+    plain = _with_attention(name, _module(name), "eager").eval()
+    plain.generation_config = GenerationConfig()  # no token is forced, or kept from ending a text
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    given = torch.tensor([prompt])
+    found = plain.generate(given, attention_mask=torch.ones_like(given), generation_config=GenerationConfig(**settings))
+    return found[0, len(prompt) :].tolist()
