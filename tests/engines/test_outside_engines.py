@@ -28,7 +28,7 @@ from sfumato.rollout.engines.served import seed_of
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.rollout.engines.vllm_calls import WORKER_FILE
-from sfumato.rollout.engines.weight_files import WeightFiles
+from sfumato.rollout.engines.weight_files import WeightFiles, own_folder
 from tests.engines.served_model import adapted_model, adapted_template, parts, template
 from tests.tiny import ROOT, tiny_language_description
 
@@ -103,6 +103,18 @@ def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(WeightSyncError, match="no space left"):
         files.write(broken(), 4)
     assert list((tmp_path / "sent").iterdir()) == []
+
+
+def test_processes_that_share_a_folder_have_parts_of_their_own(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mine = own_folder(tmp_path)
+    left = mine.with_name(f"{mine.name.rpartition('-')[0]}-{gone.pid}")
+    other, elsewhere = mine.with_name(f"{mine.name.rpartition('-')[0]}-{os.getppid()}"), tmp_path / "another-host-7"
+    for folder in (left, other, elsewhere, mine):
+        folder.mkdir()
+    assert own_folder(tmp_path) == mine
+    assert {each.name for each in tmp_path.iterdir()} == {mine.name, other.name, elsewhere.name}
 
 
 # processes

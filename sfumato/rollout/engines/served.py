@@ -171,8 +171,7 @@ class ServedEngine(ABC):
         if not self._is_closed:
             self._is_closed = True
             self._close()
-            for folder in (self.staged, self.applied):
-                self.files.remove(folder)
+            self.files.close()
 
     def describe(self) -> dict[str, Spec]:
         """See ``Receiver``."""

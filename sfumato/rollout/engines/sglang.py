@@ -20,7 +20,7 @@ from sfumato.rollout.engines.base import EngineError, GenerationRequest, Samplin
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
-from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
+from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles, own_folder, process_name
 
 HEALTH_TIMEOUT_S = 30.0
 """In which a server that lives draws a token."""
@@ -245,7 +245,7 @@ class SglangSettings:
             raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
         model_path = str(Path(model_path).absolute())
         where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
+        files = WeightFiles(template, DTYPES[self.dtype], own_folder(where), model_path)
         if files.are_adapters:
             raise ConfigError(
                 "SGLang cannot put adapters in the place of others that requests are drawn by: train without "
@@ -261,7 +261,7 @@ class SglangSettings:
                 *self.arguments,
             ]
             environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
-            log = folder / "sglang.log"
+            log = folder / f"sglang-{process_name()}.log"
             process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
         name = f"the SGLang server at {url}" if self.url else "the SGLang server"
         http = HttpServer(

@@ -19,7 +19,7 @@ from sfumato.rollout.engines.base import EngineError, GenerationRequest, Samplin
 from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
-from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles
+from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles, own_folder, process_name
 
 COLDEST = 0.01
 """vLLM draws by this temperature where a lower one is asked for."""
@@ -179,7 +179,7 @@ class VllmSettings:
         self._check()
         model_path = str(Path(model_path).absolute())
         where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        files = WeightFiles(template, DTYPES[self.dtype], where, model_path)
+        files = WeightFiles(template, DTYPES[self.dtype], own_folder(where), model_path)
         rank = max_rank(template) if files.are_adapters else 0
         arguments = self._arguments(self._options(model_path, rank, max_length))
         if self.url or self.program:
@@ -189,7 +189,7 @@ class VllmSettings:
                 command=[self.program, "serve", *arguments] if self.program else [],
                 environment=self.environment,
                 model_path=model_path,
-                log=folder / "vllm.log",
+                log=folder / f"vllm-{process_name()}.log",
                 timeout_s=self.timeout_s,
                 start_timeout_s=self.start_timeout_s,
                 max_requests=self.max_requests,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 FILE_BYTES = 2**31
 """Most bytes of a file but for its last tensor, which are held in memory until it is written."""
+
+
+def process_name() -> str:
+    """Names this process among those that share a folder: each rank has an engine of its own."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def own_folder(shared: Path) -> Path:
+    """This process's part of a folder that several write weights to. Parts of processes of this machine that have died
+    are removed."""
+    for left in shared.glob(f"{socket.gethostname()}-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdecimal() and not Path("/proc", number).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return shared / process_name()
 
 
 class WeightFiles:
@@ -93,6 +110,10 @@ class WeightFiles:
         named = revert_weight_conversion(self.template, held)
         whole = {name: tensor.contiguous() for name, tensor in named.items()}
         save_file(whole, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+
+    def close(self) -> None:
+        """Removes all that was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove(self, folder: Path | None) -> None:
         """Removes a version that nobody needs any more."""
