@@ -20,7 +20,7 @@ from sfumato.data.prompts import PromptLoader
 from sfumato.data.rows import RowTable
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.data.text import Messages
-from sfumato.data.text_prompt_formats import PromptRow
+from sfumato.data.text_prompt_formats.base import PromptRow
 from sfumato.errors import ConfigError, DataError
 
 Curriculum = Callable[[int, list[dict[str, Any]], int], Any]

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MODEL = "policy"
 """Name of the model."""
 
+KEY_HEADER = "x-api-key"
+"""Header that may hold the key in the place of ``Authorization: Bearer``."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -159,7 +162,8 @@ class Endpoint:
         return StreamingResponse(_streamed(content, body, is_chat), media_type="text/event-stream")
 
     def _session_of(self, request: Request) -> Session:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.headers.get(KEY_HEADER, bearer)
         session = self._sessions.get(key)
         if session is None:
             raise CallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
