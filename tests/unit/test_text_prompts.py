@@ -1,7 +1,10 @@
 """Prompts of language models: formats, tokens, those that are too long, and the order in which they are taken."""
 
+import importlib.util
 import json
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyarrow
@@ -13,8 +16,9 @@ from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.synthetic_text import Problem
+from sfumato.data.text_prompt_formats.base import PromptFormat, PromptRow
 from sfumato.data.text_prompts import TextPromptLoader, check_text_prompts, draw_by_weight, load_text_prompts
-from sfumato.errors import ConfigError, DataError
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.models.language_load import build_byte_tokenizer
 from tests.tiny_tokenizers import build_tokenizer
 
@@ -235,6 +239,24 @@ REFUSED = [
 def test_what_cannot_be_meant_is_refused(values, why):
     with pytest.raises(ValidationError, match=re.escape(why)):
         TextPromptDataConfig(**values)
+
+
+def test_a_format_of_ones_own_and_one_whose_package_is_missing(tmp_path):
+    path = f"{__name__}:Riddles"
+    (prompt,), _ = load(config_of(tmp_path, [{"riddle": "What has keys?", "is": "a piano"}], data_type={"type": path}))
+    assert prompt.text == "What has keys?" and prompt.metadata == {"answer": "a piano"}
+    if importlib.util.find_spec("verifiers") is None:
+        config = TextPromptDataConfig(data_type={"type": "verifiers", "environment": "x"})
+        with pytest.raises(MissingDependencyError, match=r"pip install 'verifiers>=0\.4'"):
+            load(config)
+
+
+@dataclass(frozen=True)
+class Riddles(PromptFormat):
+    type: ClassVar[str] = "riddles"
+
+    def read(self, row, where):
+        return PromptRow(row["riddle"], {"answer": row["is"]})
 
 
 def test_a_tokenizer_without_a_template_needs_one():

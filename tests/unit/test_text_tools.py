@@ -1,6 +1,7 @@
 """Tools: what they answer, how they are called, and the tokens of turns, which are never made anew."""
 
 import asyncio
+import json
 import random
 import re
 import time
@@ -21,6 +22,7 @@ from sfumato.rollout.kinds.tools import ToolUse
 from sfumato.rollout.seams import tokens_after, tokens_between
 from sfumato.rollout.tool_calls import hermes_calls, inline_call, without_hermes_calls
 from sfumato.rollout.turns import LengthLimits, SampleKeys
+from sfumato.sandbox.sandbox import Sandbox, SandboxError
 from tests.plain_engine import PlainEngine, tiny_model
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny_tokenizers import build_tokenizer
@@ -316,6 +318,21 @@ def test_a_tool_that_hangs_or_leaves_costs_its_call_alone():
 def test_what_a_person_must_mend_ends_the_run():
     with pytest.raises(MissingDependencyError, match="pip install something"):
         draw(ToolUse(use=(f"{__name__}:needs",)), [f"{call_of('needs', word='a')}{END}"])
+
+
+def test_python_runs_in_the_sandbox():
+    try:
+        Sandbox().check()
+    except SandboxError as error:
+        pytest.skip(f"programs cannot be contained here: {error}")
+    codes = ["print(sum(range(10)))", "1/0", "import socket; socket.socket()", "while True: pass", "pass"]
+    calls = "".join(
+        f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>" for code in codes
+    )
+    drawn, _ = draw(ToolUse(use=("python",), tool_timeout_s=1.0), [f"{calls}{END}", f"45{END}"])
+    said = [m["content"] for m in drawn.messages if m["role"] == "tool"]
+    assert said[0] == "45\n" and "ZeroDivisionError" in said[1] and "Error" in said[2]
+    assert said[3] == "Error: it was ended for its time" and said[4] == "(no output)"
 
 
 def test_a_result_cannot_end_a_turn():
