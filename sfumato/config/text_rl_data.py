@@ -19,7 +19,7 @@ class TextPromptDataConfig(Section):
 
     data_type: Annotated[Any, Variant("sfumato.data.text_prompt_formats", short=True)] = "prompts"
     """What rows hold: prompts (a column of texts or messages), gsm8k (question and answer), verl (verl's and DAPO's
-    parquet files), sharegpt; or a format of your own by import path, `my_module:MyFormat`."""
+    parquet files), sharegpt, reasoning_gym, verifiers; or a format of your own by import path, `my_module:MyFormat`."""
     train_path: FilePaths | None = None
     """Prompts: a .jsonl, .json, .parquet, .arrow, .csv or .txt file (one a line), a folder of them, or several of these
     with commas between; columns that the format does not read are metadata."""

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import MissingDependencyError
-from sfumato.rollout.recorded_calls import CallError, Reply, Session
+from sfumato.rollout.recorded_calls import PolicyReply, RefusedCallError, Session
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -152,7 +152,7 @@ class Endpoint:
             session = self._session_of(request)
             body = await _body_of(request)
             reply = await _drawn(session, body, is_chat)
-        except CallError as error:
+        except RefusedCallError as error:
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             about = {"message": str(error), "type": kind, "param": None, "code": error.code}
             return JSONResponse({"error": about}, status_code=error.status)
@@ -166,42 +166,42 @@ class Endpoint:
         key = request.headers.get(KEY_HEADER, bearer)
         session = self._sessions.get(key)
         if session is None:
-            raise CallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
+            raise RefusedCallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
         return session
 
 
 async def _body_of(request: Request) -> dict[str, Any]:
-    """The request. Raises CallError for what is no JSON object, or asks for what is not offered."""
+    """The request. Raises RefusedCallError for what is no JSON object, or asks for what is not offered."""
     try:
         body = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise CallError(f"the body is not valid JSON: {error}") from error
+        raise RefusedCallError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise CallError("the body must be a JSON object")
+        raise RefusedCallError("the body must be a JSON object")
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
-            raise CallError(f"{name} {value!r:.100} is not offered: leave it out", code="unsupported_value")
+            raise RefusedCallError(f"{name} {value!r:.100} is not offered: leave it out", code="unsupported_value")
     return body
 
 
-async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> Reply:
+async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
     """The policy's answer. An error that is not the caller's is kept for the run."""
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     if most is not None and (not isinstance(most, int) or most < 1):
-        raise CallError(f"max_tokens must be a positive integer, not {most!r:.100}")
+        raise RefusedCallError(f"max_tokens must be a positive integer, not {most!r:.100}")
     if is_chat:
         messages, tools = body.get("messages"), body.get("tools")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise CallError("messages must be a list of objects with role and content")
+            raise RefusedCallError("messages must be a list of objects with role and content")
         if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
-            raise CallError("tools must be a list of objects")
+            raise RefusedCallError("tools must be a list of objects")
         call = session.chat(messages, (tools or None) if body.get("tool_choice") != "none" else None, most)
     else:
         prompt = body.get("prompt")
         is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         if not isinstance(prompt, str) and not is_ids:
-            raise CallError("prompt must be one text, or one list of token ids")
+            raise RefusedCallError("prompt must be one text, or one list of token ids")
         call = session.complete(prompt, most)
     task = asyncio.create_task(call)
     session.tasks.add(task)
@@ -209,24 +209,24 @@ async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> Reply
         return await task
     except asyncio.CancelledError as error:
         if session.is_over:
-            raise CallError("the sample is over", status=410) from error
+            raise RefusedCallError("the sample is over", status=410) from error
         raise
-    except CallError:
+    except RefusedCallError:
         raise
     except Exception as error:
         session.error = session.error or error
-        raise CallError(f"{type(error).__name__}: {error}", status=500) from error
+        raise RefusedCallError(f"{type(error).__name__}: {error}", status=500) from error
     finally:
         session.tasks.discard(task)
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: PolicyReply) -> dict[str, int]:
     drawn = len(reply.token_ids)
     total = reply.num_prompt_tokens + drawn
     return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": drawn, "total_tokens": total}
 
 
-def _about(kind: str, reply: Reply) -> dict[str, Any]:
+def _about(kind: str, reply: PolicyReply) -> dict[str, Any]:
     number = abs(hash((tuple(reply.token_ids), reply.num_prompt_tokens)))
     return {
         "id": f"{kind.split('.', 1)[0]}-{number:x}",
@@ -237,7 +237,7 @@ def _about(kind: str, reply: Reply) -> dict[str, Any]:
     }
 
 
-def _chat_answer(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
     message = reply.message
     finish = "tool_calls" if message.get("tool_calls") else reply.finish_reason
     logprobs = None
@@ -252,7 +252,7 @@ def _chat_answer(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
     return _about("chat.completion", reply) | {"choices": [choice]}
 
 
-def _text_answer(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+def _text_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
     logprobs = None
     if body.get("logprobs"):
         tokens = [f"token_id:{token}" for token in reply.token_ids]

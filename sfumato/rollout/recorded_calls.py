@@ -28,7 +28,7 @@ from sfumato.rollout.tool_calls import hermes_calls, without_hermes_calls
 from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking
 
 
-class CallError(Exception):
+class RefusedCallError(Exception):
     """A call that cannot be answered, as its sender is told."""
 
     def __init__(self, text: str, status: int = 400, code: str | None = None) -> None:
@@ -37,7 +37,7 @@ class CallError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class PolicyReply:
     """What the policy answered to a call."""
 
     text: str
@@ -81,7 +81,7 @@ class Session:
     error: Exception | None = None
     """What went wrong with the engine, or must be mended by a person: it ends the run."""
     is_over: bool = False
-    tasks: set[asyncio.Task[Reply]] = field(default_factory=set)
+    tasks: set[asyncio.Task[PolicyReply]] = field(default_factory=set)
     """Calls under way."""
     text: str = ""
     """The last answer."""
@@ -98,7 +98,7 @@ class Session:
         """What was drawn, each token in one of them."""
         return [sequence.finished() for sequence in self._sequences if any(sequence.drawn)]
 
-    async def chat(self, messages: list[Message], tools: Tools | None, max_new_tokens: int | None) -> Reply:
+    async def chat(self, messages: list[Message], tools: Tools | None, max_new_tokens: int | None) -> PolicyReply:
         """Answers a conversation.
 
         Args:
@@ -107,10 +107,10 @@ class Session:
             max_new_tokens: limit of the answer; None: as long as there is room.
 
         Raises:
-            CallError: when messages cannot be rendered, or are too long.
+            RefusedCallError: when messages cannot be rendered, or are too long.
         """
         if self.template.chat is None:
-            raise CallError("there is no chat template (data.chat_template none): use /v1/completions")
+            raise RefusedCallError("there is no chat template (data.chat_template none): use /v1/completions")
         messages = [_plain(message) for message in messages]
         said, tool_key = [_comparable(message) for message in messages], json.dumps(tools, sort_keys=True)
         point = self._best([each for each in self._points if each.tools == tool_key and _goes_on(said, each.said)])
@@ -124,15 +124,15 @@ class Session:
                 check_prompt(new, "messages")
                 prefix, given = point, tokens_between(self.template, new, point.last_token, tools)
         except DataError as error:
-            raise CallError(str(error)) from error
+            raise RefusedCallError(str(error)) from error
         reply, point = await self._draw(prefix, given, max_new_tokens, has_tools=bool(tools))
         self.text, self.messages = reply.text, [*messages, reply.message]
         point.said, point.tools = [*said, _comparable(reply.message)], tool_key
         self._points.append(point)
         return reply
 
-    async def complete(self, prompt: str | Sequence[int], max_new_tokens: int | None) -> Reply:
-        """Goes on with a text, or with tokens. Raises CallError when it is empty or too long."""
+    async def complete(self, prompt: str | Sequence[int], max_new_tokens: int | None) -> PolicyReply:
+        """Goes on with a text, or with tokens. Raises RefusedCallError when it is empty or too long."""
         if isinstance(prompt, str):
             points = [each for each in self._points if isinstance(each.said, str) and prompt.startswith(each.said)]
             point = self._best(points)
@@ -144,7 +144,7 @@ class Session:
             point = self._best(points)
             given = ids if point is None else ids[point.length :]
         if point is None and not given:
-            raise CallError("the prompt is empty")
+            raise RefusedCallError("the prompt is empty")
         reply, new = await self._draw(point, given, max_new_tokens, has_tools=False)
         self.text, self.messages = reply.text, None
         new.said = prompt + reply.text if isinstance(prompt, str) else None
@@ -163,7 +163,7 @@ class Session:
 
     async def _draw(
         self, point: _Point | None, given: list[int], max_new_tokens: int | None, has_tools: bool
-    ) -> tuple[Reply, _Point]:
+    ) -> tuple[PolicyReply, _Point]:
         """Draws an answer to what was said at a point, or to a prompt."""
         before = [] if point is None else point.sequence.token_ids[: point.length]
         whole = [*before, *given]
@@ -172,7 +172,7 @@ class Session:
         room = self.limits.room(prompt_tokens, len(whole))
         if room == 0:
             self.is_truncated = True
-            raise CallError(
+            raise RefusedCallError(
                 f"the prompt has {len(whole)} tokens, and there is no room for more: rollout.max_new_tokens is "
                 f"{self.limits.max_new_tokens}, and a sequence may have {self.limits.max_sequence_tokens}",
                 code="context_length_exceeded",
@@ -189,7 +189,7 @@ class Session:
         text = self.template.decode(drawn, self.sampling.stop_token_ids)
         log_probs = sequence.log_probs[-len(drawn) :] if drawn else []
         message = _message(text, has_tools)
-        reply = Reply(text, message, sequence.finish_reason, drawn, log_probs, len(whole))
+        reply = PolicyReply(text, message, sequence.finish_reason, drawn, log_probs, len(whole))
         last = drawn[-1] if drawn and not self.is_truncated else None
         return reply, _Point(None, "", sequence, len(sequence), last)
 
@@ -218,7 +218,7 @@ def _plain(message: Message) -> Message:
     content = message.get("content", "")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise CallError("only parts of type text are taken")
+            raise RefusedCallError("only parts of type text are taken")
         content = "".join(str(part.get("text", "")) for part in content)
     plain = {**message, "content": content}
     if message.get("tool_calls"):
@@ -232,7 +232,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            raise CallError("arguments of a tool call must be JSON") from error
+            raise RefusedCallError("arguments of a tool call must be JSON") from error
     return {**call, "function": function}
 
 

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.reasoning_gym import load
+from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
+from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.rewards.base import Sample
 from sfumato.rewards.reasoning import ReasoningGym, _folders
 from sfumato.rewards.scoring.scorer import Scorer
@@ -103,3 +107,19 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(MissingDependencyError, match=r"sfumato\[environments\]"):
         load("basic_arithmetic", 1, 1)
+
+
+def test_prompts_of_a_task(gym):
+    data_type = {"type": "reasoning_gym", "task": "basic_arithmetic", "size": 200, "num_eval": 20}
+    data_type["parameters"] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    config = TextPromptDataConfig(data_type=data_type)
+    template = build_prompt_template(config, build_byte_tokenizer())
+    train, held_out = (load_text_prompts(config, template, split, seed=3) for split in ("train", "eval"))
+    assert len(held_out) == 20 and 100 < len(train) < 200, "problems with one digit repeat"
+    assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+    check_text_prompts([*train, *held_out], [ReasoningGym().check_row])
+    again = load("basic_arithmetic", 200, 6, data_type["parameters"])
+    for prompt in train[:20]:
+        row = again[prompt.metadata["metadata"]["index"]]
+        assert (prompt.text, prompt.metadata["answer"]) == (row["question"], row["answer"])
+    assert train[0].where.startswith("reasoning-gym basic_arithmetic problem ")
