@@ -19,17 +19,15 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
 from sfumato.algorithms.sequences import Sequences
+from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
 from sfumato.data.packing import TextBatch
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPrompt, TextPromptLoader, check_text_prompts, load_text_prompts
-from sfumato.models.flops import FlopCount
+from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
 from sfumato.models.language import LanguageModel, Tensors
-from sfumato.models.language_load import build_tokenizer
 from sfumato.models.policies import Policies
 from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
@@ -40,33 +38,38 @@ from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
-from sfumato.rollout.text_policy import TextEngine, build_text_policy, sampling_of, summed
-from sfumato.rollout.text_rows import drawn_log_probs, log_probs_of_decisions, pack_samples, token_counts
+from sfumato.rollout.batch import Part, SampleRequest, requests_of
+from sfumato.rollout.dynamic_sampling import dynamic_sampling, sampling_metrics
+from sfumato.rollout.text_policy import (
+    TextEngine,
+    answer_evaluation,
+    build_critic,
+    build_teacher,
+    build_text_policy,
+    fixed_tokens,
+    open_prompts,
+    summed,
+)
+from sfumato.rollout.text_rows import drawn_log_probs, of_all_decisions, pack_samples, rows_in, token_counts
 from sfumato.rollout.tokens import TextRollout
-from sfumato.rollout.turns import SampleKeys
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import MicroBatch, Update
+from sfumato.runtime.weight_sync.sync import Rescoring
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 
+Micros = dict[int, MicroBatch]
 SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollout/tokens_per_sample"}
 
 
 def main(config: TextRLConfig) -> None:
     mesh = main_mesh(config)
     with start_run(config, mesh, "rl_text") as run:
-        template = build_prompt_template(config.data, build_tokenizer(config.model))
-        config.rollout.kind.prepare(template)
-        load = partial(
-            load_text_prompts, config.data, template, seed=config.train.seed, tools=config.rollout.kind.tools()
-        )
-        train_prompts, eval_prompts = load("train", log=run.say), load("eval", limit=config.eval.num_prompts)
-        check_text_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])
+        template, train_prompts, eval_prompts = open_prompts(config, run.say)
         identity = identify_text_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
         builders = {
             "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),
@@ -75,7 +78,8 @@ def main(config: TextRLConfig) -> None:
         }
         sizes = config.rollout.num_prompts, config.rollout.n
         loader = TextPromptLoader(train_prompts, *sizes, config.train.seed, config.data.curriculum)
-        with launch_roles(config, run, **builders) as roles, roles.rescuing(Actor.save):
+        rescoring = Rescoring(fixed_tokens(config, template), config.rollout.tolerance)
+        with launch_roles(config, run, **builders, rescoring=rescoring) as roles, roles.rescuing(Actor.save):
             train(config, run, roles, loader)
         run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
         if changes := run.changes("eval/reward/"):
@@ -96,9 +100,10 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         requests=partial(requests_of, loader),
         generate=partial(generate, config=config),
         score=partial(Scorer.score, objective_only=True),  # the others are left to the evaluation
+        more_groups=dynamic_sampling(config, loader, config.rollout.max_extra_groups),
     )
     if start == 0:
-        run.log(0, evaluate(roles, run, draw_evaluation, config, step=0), show=SHOWN)
+        run.log(0, evaluate(roles, run, answer_evaluation, config, step=0), show=SHOWN)
         run.write_report()
 
     for step, batch in run.steps(stream.steps(from_step=start)):
@@ -123,10 +128,11 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         stream.publish(version=step + 1)
 
         metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)
+        metrics |= sampling_metrics(batch.group_ids, config.rollout.num_prompts)
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
-            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
+            metrics |= evaluate(roles, run, answer_evaluation, config, step + 1, batch.parts, scores, advantages)
         del batch  # memory for the next one
         run.add_events(roles.driver.record.take(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
@@ -151,42 +157,37 @@ def build_actor(
     identity: Identity,
 ) -> Actor[LanguageModel]:
     """Loads the policy with its optimiser and its average, and the policies that it is compared with."""
-    model = build_text_policy(config)
-    flops = FlopCount(model.module)
-    policies = Policies(model, config.algorithm.other_policies, keep_previous=config.rollout.staleness > 0)
+    model, flops = build_text_policy(config)
+    others, lags = config.algorithm.other_policies, config.rollout.staleness > 0
+    policies = Policies(model, others, keep_previous=lags, reference=build_teacher(config, model))
     policies.parallelize(mesh, config.train)
     probe(model, config.model, config.train, config.max_seq_len, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    critic = build_critic(config, mesh, run.say)
     others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer}
+    others |= {"critic": critic.state} if critic is not None else {}
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    engine = TextEngine(config, build_prompt_template(config.data, model.tokenizer), model, flops)
-    idle = config.runtime.offload_idle
-    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine)
+    engine, idle = TextEngine(config, model, flops), config.runtime.offload_idle
+    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic)
 
 
 def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, *, prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
-    """Loads a model that draws texts only."""
-    model = build_text_policy(config)
+    """Loads a model that draws texts only, or starts an engine with weights of its own."""
+    if config.rollout.engine.type != "embedded":
+        return Sampler(None, mesh, prompts, config.runtime.offload_idle, TextEngine(config, served=True))
+    model, _ = build_text_policy(config)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
-    engine = TextEngine(config, build_prompt_template(config.data, model.tokenizer), model)
-    return Sampler(model, mesh, prompts, config.runtime.offload_idle, engine)
+    return Sampler(model, mesh, prompts, config.runtime.offload_idle, TextEngine(config, model))
 
 
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: TextRLConfig
 ) -> tuple[TextRollout, list[Sample]]:
     """Draws answers, all requests at the same time."""
-    rollout = config.rollout
-    prompts = [sampler.prompts[request.prompt_id] for request in requests]
-    keys = [SampleKeys(config.train.seed, iteration, request.sample_id) for request in requests]
-    sampling = sampling_of(sampler.engine.template, rollout.temperature, rollout.top_p, rollout.top_k)
     with sampler.policy():
-        drawn = sampler.engine.draw(("rollout", version), version, prompts, keys, sampling, rollout.max_new_tokens)
-    groups = [request.group_id for request in requests]
-    samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
-    sequences = [each.sequences for each in drawn]
+        sequences, samples = sampler.engine.draw_requests(requests, sampler.prompts, iteration, version)
     return TextRollout(requests=requests, versions=[version] * len(requests), sequences=sequences), samples
 
 
@@ -194,41 +195,42 @@ def update_policy(
     actor: Actor, part: Part, advantages: Advantages, config: TextRLConfig, step: int
 ) -> dict[str, float]:
     """Optimiser steps on one iteration's answers. Returns means over the trained tokens of all ranks."""
-    model, mesh = actor.model, actor.mesh
+    model, mesh, of_critic = actor.model, actor.mesh, {}
     update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
-    update.batch = with_advantages(actor, update, advantages, config)
+    update.batch = with_advantages(update)
     for micro_batches in update.optimizer_steps():
         micros = list(micro_batches)
         batches = [pack_samples(micro.samples, model, decisions_of(micro, config)) for micro in micros]
-        micro_of = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
-        loss_of = partial(policy_loss, micro_of=micro_of, model=model, config=config, update=update, mismatch=mismatch)
+        of_batch = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
+        loss_of = partial(policy_loss, of_batch=of_batch, update=update, mismatch=mismatch)
         model.forward_backward(batches, loss_of, step)
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        if actor.critic is not None:
+            loss_of = partial(critic_loss, clip_range=config.algorithm.value_clip_range)
+            of_critic = actor.critic.update(batches, [{}] * len(batches), loss_of, step)
         actor.step()
         model.balance_experts()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)
     found = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
-    passes = len(config.algorithm.other_policies)
-    return update.metrics(found | token_counts(update.batch, actor.engine.flops, passes, mesh))
+    found |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
+    return update.metrics(found | of_critic)
 
 
 def policy_loss(
     scores: TokenScores,
     row: Tensors,
     batch: TextBatch,
-    micro_of: dict[int, MicroBatch],
-    model: LanguageModel,
-    config: TextRLConfig,
+    of_batch: dict[int, MicroBatch],
     update: Update,
     mismatch: Mismatch,
 ) -> torch.Tensor:
     """A micro-batch's part of the loss. R are the tokens of its packed row; the mask holds those that were drawn."""
-    micro = micro_of[id(batch)]
-    algorithm, row = config.algorithm, {name: tensor.flatten() for name, tensor in row.items()}
+    micro, model, algorithm = of_batch[id(batch)], update.actor.model, update.config.algorithm
+    scored = scores.log_probs_and_entropy(row["labels"], update.config.rollout.temperature)
+    log_probs, entropy = (each.flatten() for each in scored)
+    row = {name: tensor.flatten() for name, tensor in row.items()}
     mask, drawn = row["labels"] != IGNORED, row["rollout_log_probs"]
-    log_probs, entropy = scores.log_probs_and_entropy(row["labels"][None], config.rollout.temperature)
-    log_probs, entropy = log_probs.flatten(), entropy.flatten()
     sequences = Sequences(row["samples"], len(micro.samples), model.sum_for_rows)
 
     proximal = row.get("proximal_log_probs", log_probs.detach())  # the policy at the start of this update
@@ -236,9 +238,10 @@ def policy_loss(
     old = proximal if algorithm.off_policy.uses_proximal else drawn
     losses, sums = algorithm.objective.loss(log_probs - old, row["advantages"], mask, sequences)
     losses = losses * correction.weights
-    if "reference_log_probs" in row and algorithm.kl.where == "loss":
+    if algorithm.kl.coef > 0:
         penalty = algorithm.kl.penalty(log_probs, row["reference_log_probs"], log_probs - old)
-        losses = losses + algorithm.kl.coef * penalty
+        losses = losses if algorithm.kl_in_reward else losses + algorithm.kl.coef * penalty
+        sums["kl/reference"] = penalty.detach()[mask].sum()
     if algorithm.entropy_coef:
         losses = losses - algorithm.entropy_coef * entropy
     check_finite(losses, micro.where)
@@ -251,53 +254,46 @@ def policy_loss(
     return (losses * row["weights"]).sum()
 
 
-def with_advantages(actor: Actor, update: Update, advantages: Advantages, config: TextRLConfig) -> TextRollout:
-    """The samples with what must be known of each drawn token before the first optimiser step, float32 ``[R]``."""
-    algorithm, rollout, temperature = config.algorithm, update.batch, config.rollout.temperature
-    parts = [part for passes in update.passes for part in passes.parts]
-    known = {"rollout_log_probs": drawn_log_probs(rollout)}
-    if "reference" in algorithm.other_policies:
-        with actor.policies.active("reference") as reference:
-            known["reference_log_probs"] = log_probs_of_decisions(reference, rollout, parts, temperature)
-    in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
-    if len(update.passes) > 1 or in_reward:  # in a single optimiser step the policy says so itself
-        known["proximal_log_probs"] = log_probs_of_decisions(actor.model, rollout, parts, temperature)
-    penalties = None
-    if in_reward:
-        penalty = algorithm.kl.penalty(known["proximal_log_probs"], known["reference_log_probs"])
-        penalties = algorithm.kl.coef * penalty
-    sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
-    trained = torch.zeros(len(rollout)).index_fill(0, torch.cat(parts), 1.0) > 0
-    known["advantages"] = algorithm.token_advantage.compute(
-        update.advantages.values, sequences, sequences.spread(trained), penalties, reduce=summed(actor.mesh)
-    ).values
-    return rollout.with_fields(**known)
-
-
 def decisions_of(micro: MicroBatch, config: TextRLConfig) -> Tensors:
     """Values ``[R]`` of a micro-batch's drawn tokens, among them their weights in the loss of the optimiser step."""
-    rollout, lengths = micro.samples, torch.tensor(micro.samples.num_rows)
-    weights = row_weights(
-        config.algorithm.aggregation,
-        lengths.repeat_interleave(lengths),
-        micro.rows_in_step,
-        micro.samples_in_step,
-        config.rollout.max_new_tokens,
-    )
-    known = {name: rollout.field(name) for name in rollout.fields[0]}
-    return known | {"weights": weights * micro.is_counted}
+    counts = torch.tensor(micro.samples.num_rows)
+    in_step, longest = (micro.rows_in_step, micro.samples_in_step), config.rollout.max_new_tokens
+    weights = row_weights(config.algorithm.aggregation, counts.repeat_interleave(counts), *in_step, longest)
+    return micro.samples.known | {"weights": weights * micro.is_counted}
 
 
-def draw_evaluation(actor: Actor, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
-    """An answer to each held-out prompt, from the averaged weights; how long they are."""
-    prompts = [actor.eval_prompts[row] for row in rows]
-    keys = [SampleKeys(config.eval.seed, 0, row, "evaluation") for row in rows]
-    sampling = sampling_of(actor.engine.template, config.eval.temperature)
-    longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    with actor.evaluated():
-        drawn = actor.engine.draw(("evaluation", actor.state.step), actor.state.step, prompts, keys, sampling, longest)
-    samples = [each.sample(prompt, row) for each, prompt, row in zip(drawn, prompts, rows, strict=True)]
-    return samples, Drawn({"eval/tokens": [float(each.num_tokens) for each in drawn]})
+def critic_loss(values: torch.Tensor, row: Tensors, _batch: TextBatch, clip_range: float | None) -> torch.Tensor:
+    """A micro-batch's part of the loss of the critic, whose value at a token is of what stands up to it."""
+    row = {name: tensor.flatten() for name, tensor in row.items()}
+    losses, _ = value_loss(values.flatten(), row["values"], row["returns"], row["labels"] != IGNORED, clip_range)
+    return (losses * row["weights"]).sum()
+
+
+def with_advantages(update: Update) -> TextRollout:
+    """The samples with what must be known of each drawn token before the first optimiser step, float32 ``[R]``."""
+    actor, config, algorithm, rollout = update.actor, update.config, update.config.algorithm, update.batch
+    parts = [part for passes in update.passes for part in passes.parts]
+    known = {"rollout_log_probs": drawn_log_probs(rollout)}
+
+    def log_probs_by(model: LanguageModel) -> torch.Tensor:
+        compute = partial(model.token_log_probs, temperature=config.rollout.temperature)
+        return of_all_decisions(rollout, parts, model, compute)
+
+    if algorithm.kl.coef > 0:
+        with actor.policies.active("reference") as reference:
+            known["reference_log_probs"] = log_probs_by(reference)
+    penalties = None
+    if len(update.passes) > 1 or algorithm.kl_in_reward:  # in a single optimiser step the policy says so itself
+        known["proximal_log_probs"] = log_probs_by(actor.model)
+    if algorithm.kl_in_reward:
+        penalties = algorithm.kl.penalty(known["proximal_log_probs"], known["reference_log_probs"]) * algorithm.kl.coef
+    if actor.critic is not None:
+        known["values"] = of_all_decisions(rollout, parts, actor.model, actor.critic.values)
+    sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
+    trained = sequences.spread(rows_in(parts, len(rollout)))
+    further = penalties, known.get("values"), summed(actor.mesh)
+    found = algorithm.token_advantage.compute(update.advantages.values, sequences, trained, *further)
+    return rollout.with_fields(**known, advantages=found.values, returns=found.returns)
 
 
 if __name__ == "__main__":

@@ -18,3 +18,13 @@ class Ascii(Reward):
         return [
             sum(each.isascii() for each in sample.text or "") / max(len(sample.text or ""), 1) for sample in samples
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstIsAscii(Reward):
+    """1 where an answer begins with a character that is ASCII: groups often have no spread."""
+
+    type: ClassVar[str] = "first_is_ascii"
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        return [float((sample.text or "")[:1].isascii()) for sample in samples]

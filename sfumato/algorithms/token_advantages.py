@@ -150,6 +150,34 @@ class GAE(TokenAdvantage):
         return gae(given, values, sequences, mask, self.gamma, self.lam)
 
 
+@dataclass(frozen=True)
+class Distillation(TokenAdvantage):
+    """How much likelier a teacher finds a token than the policy does: rewards are watched, and have no part in it.
+
+    The penalty is the k1 estimate of the KL to the teacher, so that with ``policy_gradient`` the expected gradient is
+    that of KL(policy, teacher) of each token (``distillation``).
+    """
+
+    type: ClassVar[str] = "distillation"
+    takes_rewards: ClassVar[bool] = True
+
+    def compute(
+        self,
+        of_samples: Float[Tensor, "sequences"],
+        sequences: Sequences,
+        mask: Bool[Tensor, "rows"],
+        penalties: Float[Tensor, "rows"] | None = None,
+        values: Float[Tensor, "rows"] | None = None,
+        reduce: Reduce = alone,
+    ) -> TokenAdvantages:
+        """As ``TokenAdvantage.compute``. Raises ValueError without penalties."""
+        del of_samples, sequences, values, reduce
+        if penalties is None:
+            raise ValueError("distillation needs the penalty of each token: a teacher")
+        found = masked(-penalties, mask)
+        return TokenAdvantages(found, found)
+
+
 def token_rewards(
     rewards: Float[Tensor, "sequences"],
     sequences: Sequences,

@@ -65,6 +65,28 @@ TEXT_RECIPES: dict[str, dict[str, Any]] = {
         "kl": _NO_KL,
         **_ON_POLICY,
     },
+    # PPO, arXiv 1707.06347, as for language models in arXiv 2203.02155: a critic, GAE with gamma and lambda 1 as in
+    # verl and OpenRLHF, and a KL in the reward
+    "ppo": {
+        "advantage": {"type": "raw"},
+        "token_advantage": {"type": "gae"},
+        "objective": {"type": "ppo_clip", "clip_range": 0.2},
+        "aggregation": "token-mean",
+        "kl": {"type": "token", "coef": 0.001, "estimator": "k1", "where": "reward"},
+        "drop_no_spread": False,
+        **_ON_POLICY,
+    },
+    # On-policy distillation, arXiv 2306.13649 and 2306.08543: a token's advantage is how much likelier
+    # algorithm.teacher finds it than the policy does; rewards are watched only
+    "distillation": {
+        "advantage": {"type": "raw"},
+        "token_advantage": {"type": "distillation"},
+        "objective": {"type": "policy_gradient"},
+        "aggregation": "token-mean",
+        "kl": {"type": "token", "coef": 1.0, "estimator": "k1", "where": "reward"},
+        "drop_no_spread": False,
+        **_ON_POLICY,
+    },
     # GSPO, arXiv 2507.18071: the ratio of a whole sequence
     "gspo": {
         "advantage": _GROUP,

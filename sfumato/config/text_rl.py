@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Variant
+from sfumato.config.base import Variant, refuse_needless
+from sfumato.config.critic import CriticConfig
+from sfumato.config.paths import FilePath
 from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.rl import MAX_SAMPLES, EvalConfig, RolloutConfig
 from sfumato.config.sections import TrainConfig
@@ -33,6 +35,9 @@ class TextRolloutConfig(RolloutConfig):
     """Only the likeliest tokens with this probability together are drawn; 1 leaves out none."""
     top_k: int = Field(0, ge=0)
     """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
+    tolerance: float = Field(0.15, gt=0)
+    """Largest difference of the log-probability of a token in an engine with weights of its own from the actor's, in
+    nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""
     max_extra_groups: int = Field(0, ge=0)
     """Dynamic sampling (DAPO): most groups of an iteration that are drawn in the place of those without spread."""
 
@@ -58,10 +63,20 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
     reference: Annotated[Any, Variant("sfumato.algorithms.decay")] = "constant"
     """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
 
+    teacher: FilePath | None = None
+    """Folder of another model, which then stands in the place of the reference: on-policy distillation."""
+    value_clip_range: float | None = Field(0.5, gt=0)
+    """A critic's value may move so far from the one before the update; null bounds nothing."""
+
     @classmethod
     def recipes(cls) -> dict[str, dict[str, Any]]:
         """Presets by name."""
         return TEXT_RECIPES
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the penalty is taken from rewards."""
+        return self.kl.coef > 0 and self.kl.where == "reward"
 
     @property
     def other_policies(self) -> dict[str, Any]:
@@ -77,7 +92,17 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
                 f"algorithm.token_advantage: type {self.token_advantage.type} {takes}: set algorithm.advantage to "
                 f"{'group or rloo' if raw else 'raw'}"
             )
-        if self.kl.coef > 0 and self.kl.where == "reward" and not self.token_advantage.takes_rewards:
+        if self.teacher is not None and (self.kl.coef == 0 or self.reference != type(self.reference)()):
+            raise ValueError(
+                "algorithm.teacher stands in the place of the reference, which algorithm.kl compares with: set kl.coef "
+                "above 0, and leave algorithm.reference out"
+            )
+        if self.recipe == "distillation" and self.teacher is None:
+            raise ValueError("algorithm.teacher: recipe distillation learns from a teacher: give its model folder")
+        if not self.token_advantage.needs_values:
+            why = "without a critic, which algorithm.token_advantage gae has: remove it"
+            refuse_needless(self, "algorithm", ("value_clip_range",), why)
+        if self.kl_in_reward and not self.token_advantage.takes_rewards:
             raise ValueError(
                 "algorithm.kl.where: reward goes into the rewards of tokens, which algorithm.token_advantage "
                 f"{self.token_advantage.type} does not take: set it to returns or gae, or kl.where to loss"
@@ -124,6 +149,14 @@ class TextRLConfig(RecipeRLConfig):
     """Training."""
     eval: TextRLEvalConfig = TextRLEvalConfig()
     """Evaluation."""
+    critic: CriticConfig = CriticConfig()
+    """The critic of algorithm.token_advantage gae."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser steps of the run, those that have nothing to learn from included."""
+        samples = self.rollout.num_prompts * self.rollout.n
+        return self.train.max_steps * (samples // (self.train.global_batch_size or samples))
 
     @property
     def max_seq_len(self) -> int:
@@ -136,6 +169,19 @@ class TextRLConfig(RecipeRLConfig):
             raise ValueError(
                 "rollout.top_p and rollout.top_k draw from another distribution than the one that is trained: leave "
                 "them out, or correct for it with algorithm.off_policy decoupled or rejection"
+            )
+        if not self.algorithm.token_advantage.needs_values and self.critic != CriticConfig():
+            raise ValueError(
+                "critic: algorithm.token_advantage "
+                f"{self.algorithm.token_advantage.type} has none: remove it, or take gae"
+            )
+        if self.rollout.engine.type != "embedded" and self.rollout.hybrid_engine:
+            raise ValueError(
+                f"rollout.engine {self.rollout.engine.type} has weights of its own: set rollout.hybrid_engine to false"
+            )
+        if self.rollout.engine.type != "embedded" and self.model.model_path is None:
+            raise ValueError(
+                f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path"
             )
         if self.train.pipeline_parallel_size > 1:
             raise ValueError("train.pipeline_parallel_size: RL of language models takes all other meshes; set it to 1")

@@ -50,6 +50,7 @@ class Policies(Generic[Model]):
         decays: Mapping[str, Decay],
         sample_with: str = "policy",
         keep_previous: bool = False,
+        reference: Model | None = None,
     ) -> None:
         """Make it before training and before the model is put on a mesh.
 
@@ -58,13 +59,17 @@ class Policies(Generic[Model]):
             decays: how fast each of the others follows it.
             sample_with: the policy that draws samples.
             keep_previous: keep what drew samples before the last update, for a sampler that lags behind.
+            reference: another model that stands in the place of the reference, such as a teacher; frozen.
         """
         self.model, self.sample_with = model, sample_with
         self._keep_previous = keep_previous
         self._previous: Ema | None = None
         self._decays = {name: decay for name, decay in decays.items() if name != "reference" or decay != FROZEN}
         self._has_frozen = len(self._decays) < len(decays)
-        self._copy = model.frozen_copy() if self._has_frozen and not has_adapters(model.trained) else None
+        self._copy = reference
+        self._is_own_copy = reference is None and self._has_frozen and not has_adapters(model.trained)
+        if self._is_own_copy:
+            self._copy = model.frozen_copy()
         self._is_ahead = False
         self.moving: dict[str, Ema] = {}
         """Those that follow the policy, after ``parallelize``."""
@@ -72,7 +77,7 @@ class Policies(Generic[Model]):
     @property
     def frozen_weights(self) -> nn.Module | None:
         """The frozen copy, if there is one, which a checkpoint must keep."""
-        return None if self._copy is None else self._copy.trained
+        return self._copy.trained if self._is_own_copy and self._copy is not None else None
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the model and its frozen copy on a mesh; the other policies start as what the model is."""

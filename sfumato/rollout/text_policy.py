@@ -3,105 +3,224 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.prompt_template import PromptTemplate
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.packing import make_batch, placeholder_tokens
+from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
+from sfumato.data.text import Document, TextSample
+from sfumato.data.text_prompts import TextPrompt, check_text_prompts, load_text_prompts
+from sfumato.errors import ConfigError
+from sfumato.models.critic import Critic
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language_load import build_language_model, build_tokenizer
 from sfumato.models.plain import check_length
+from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
+from sfumato.rollout.batch import Drawn, SampleRequest
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
+from sfumato.rollout.engines.settings import Embedded
+from sfumato.rollout.tokens import TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
-def build_text_policy(config: TextRLConfig) -> LanguageModel:
-    """Loads the model that is trained.
+def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
+    """Loads the model that is trained, and counts its operations.
 
     Raises:
         ConfigError: when it is missing, or knows fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train)
     check_length(model.module.config, config.max_seq_len)
-    return model
+    return model, FlopCount(model.module)
+
+
+EVALUATION = "evaluation"
+"""What samples are for that are not learned from."""
 
 
 class TextEngine:
-    """Draws texts in a role, by weights of the policy in this process or by an engine's own."""
+    """Draws texts in a role, by weights of the policy in this process or by an engine with its own."""
 
     def __init__(
         self,
         config: TextRLConfig,
-        template: PromptTemplate,
-        model: LanguageModel | None,
+        model: LanguageModel | None = None,
         flops: FlopCount | None = None,
-        own: Any = None,
+        served: bool = False,
     ) -> None:
-        """Makes the embedded engine when it is first needed.
+        """Starts an engine that has weights of its own; makes the embedded one when it is first needed.
 
         Args:
             config: of the task.
-            template: of the prompts.
             model: the policy, on its mesh; None for an engine with weights of its own.
             flops: of the policy that is trained.
-            own: that engine.
+            served: use the engine that ``rollout.engine`` names, which has weights of its own.
+
+        Raises:
+            ConfigError, EngineError: when that engine does not start.
         """
-        self.config, self.template, self.flops = config, template, flops
-        self.receiver = own
+        tokenizer = build_tokenizer(config.model) if model is None else model.tokenizer
+        self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer), flops
+        self.served = build_served(config) if served else None
+        self.receiver = None if self.served is None else self.served.weights
         """What takes weights; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
+        self._is_resting = False
 
     def _embedded(self, module: nn.Module) -> Engine:
         assert self._policy is not None
-        model = self._policy.model
-        return self.config.rollout.engine.of_module(module, model, self.config.max_seq_len)
+        settings = self.config.rollout.engine
+        embedded = settings if isinstance(settings, Embedded) else Embedded()
+        return embedded.of_module(module, self._policy.model, self.config.max_seq_len)
+
+    def rest(self) -> None:
+        """Leaves the device to another role."""
+        if self.served is not None and not self._is_resting:
+            self.served.release()
+        self._is_resting = True
+
+    def wake(self) -> None:
+        """Takes the device back."""
+        if self.served is not None and self._is_resting:
+            self.served.restore()
+        self._is_resting = False
+
+    def rescore(self, model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probs of fixed tokens ``[N, T]`` by a policy: float32 ``[N, T - 1]`` on the CPU."""
+        documents = [Document(row, np.arange(len(row)) > 0) for row in tokens.numpy().astype(np.int32)]
+        samples, number = [TextSample((each,)) for each in documents], len(documents)
+        batch = make_batch(samples, list(range(number)), [0] * number, True, 0, placeholder_tokens(model.mesh))
+        found = model.token_log_probs([batch])[0].cpu()
+        return found[batch.tensors["labels"] != IGNORED].view(number, -1)
 
     def draw(
         self,
-        weights: Hashable,
+        weights: tuple[str, int],
         version: int,
         prompts: Sequence[TextPrompt],
+        groups: Sequence[int],
         keys: Sequence[SampleKeys],
-        sampling: Sampling,
-        max_new_tokens: int,
-    ) -> list[DrawnText]:
+    ) -> tuple[list[list[TokenSequence]], list[Sample]]:
         """Draws one sample for each of B prompts, all at the same time.
 
         Args:
-            weights: names the policy's weights of now; see ``PolicyEngine.ready``.
+            weights: names what the samples are for and the policy's weights of now; see ``PolicyEngine.ready``.
             version: of the policy.
             prompts: B prompts, equal ones for a group.
+            groups: B numbers.
             keys: of the noise of each.
-            sampling: how tokens are drawn.
-            max_new_tokens: most tokens after a prompt.
+
+        Returns:
+            B lists of token sequences, and the B samples as rewards see them.
         """
-        engine: Engine = self.receiver if self._policy is None else self._policy.ready(weights, version)
-        limits, kind = LengthLimits(max_new_tokens, self.config.max_seq_len), self.config.rollout.kind
+        engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
+        rollout, evaluation = self.config.rollout, self.config.eval
+        stop, longest = tuple(sorted(stop_tokens(self.template.tokenizer))), rollout.max_new_tokens
+        if weights[0] == EVALUATION:
+            longest = evaluation.max_new_tokens or longest
+            sampling = Sampling(evaluation.temperature, stop_token_ids=stop)
+        else:
+            sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
+        limits = LengthLimits(longest, self.config.max_seq_len)
 
         async def draw_all() -> list[DrawnText]:
             draws = [
-                kind.draw(engine, prompt, key, sampling, self.template, limits)
+                rollout.kind.draw(engine, prompt, key, sampling, self.template, limits)
                 for prompt, key in zip(prompts, keys, strict=True)
             ]
             return await asyncio.gather(*draws)
 
-        return asyncio.run(draw_all())
+        drawn = asyncio.run(draw_all())
+        samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
+        return [each.sequences for each in drawn], samples
+
+    def draw_requests(
+        self, requests: Sequence[SampleRequest], prompts: Sequence[TextPrompt], iteration: int, version: int
+    ) -> tuple[list[list[TokenSequence]], list[Sample]]:
+        """Draws the samples of an iteration that are asked for. ``prompts`` are those of training; see ``draw``."""
+        keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
+        wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
+        return self.draw(("rollout", version), version, wanted, groups, keys)
 
     def close(self) -> None:
         """Ends the engine."""
-        (self._policy or self.receiver).close()
+        (self._policy or self.served).close()
 
 
-def sampling_of(template: PromptTemplate, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
-    """How tokens are drawn; the tokenizer's end of a text or turn ends a completion."""
-    return Sampling(temperature, top_p, top_k, tuple(sorted(stop_tokens(template.tokenizer))))
+def answer_evaluation(actor: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
+    """An answer to each of some held-out prompts, from the averaged weights; how long they are."""
+    prompts, step = [actor.eval_prompts[row] for row in rows], actor.state.step
+    keys = [SampleKeys(config.eval.seed, 0, row, EVALUATION) for row in rows]
+    with actor.evaluated():
+        _, samples = actor.engine.draw((EVALUATION, step), step, prompts, rows, keys)
+    return samples, Drawn({"eval/tokens": [float(sample.num_tokens) for sample in samples]})
+
+
+def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel | None:
+    """The model that stands in the place of the reference, where ``algorithm.teacher`` names one.
+
+    Raises:
+        ConfigError: when it is missing, or its tokens are others than the policy's.
+    """
+    if config.algorithm.teacher is None:
+        return None
+    own = {"model_path": config.algorithm.teacher, "config_path": None, "tokenizer_path": None, "lora": None}
+    teacher = build_language_model(config.model.model_copy(update=own), config.train, frozen=True)
+    check_length(teacher.module.config, config.max_seq_len)
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ConfigError(
+            f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
+            "it says of them means nothing: take a teacher of the same tokenizer"
+        )
+    return teacher
+
+
+def build_critic(config: TextRLConfig, mesh: Mesh, say: Callable[..., None]) -> Critic | None:
+    """The critic, where the advantages need one; raises as ``Critic``."""
+    if not config.algorithm.token_advantage.needs_values:
+        return None
+    return Critic(config.critic, config.model, config.train, mesh, config.num_updates, config.max_seq_len, say)
+
+
+def open_prompts(
+    config: TextRLConfig, say: Callable[..., None]
+) -> tuple[PromptTemplate, list[TextPrompt], list[TextPrompt]]:
+    """How prompts are rendered, and the prompts of training and evaluation.
+
+    Raises:
+        ConfigError: when tokenizer, chat template and kind of rollout do not go together.
+        DataError: as ``load_text_prompts``, and when a row lacks what a reward needs.
+    """
+    template = build_prompt_template(config.data, build_tokenizer(config.model))
+    config.rollout.kind.prepare(template)
+    settings = {"seed": config.train.seed, "tools": config.rollout.kind.tools(), "log": say}
+    train = load_text_prompts(config.data, template, "train", **settings)
+    held_out = load_text_prompts(config.data, template, "eval", limit=config.eval.num_prompts, **settings)
+    check_text_prompts(train + held_out, [reward.check_row for reward in config.reward.rewards])
+    return template, train, held_out
+
+
+def build_served(config: TextRLConfig) -> Any:
+    """The engine that has weights of its own, started or found."""
+    described = build_language_model(config.model, config.train.model_copy(update={"init_device": "meta"}))
+    return config.rollout.engine.build(str(config.model.model_path), described.module, Path(config.train.output_dir))
+
+
+def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:
+    """Tokens by whose log-probs the weights of an engine of its own are verified: int64 ``[4, 16]``."""
+    generator = keyed_generator(config.train.seed, "rescoring")
+    return torch.randint(len(template.tokenizer), (4, 16), generator=generator)
 
 
 def stop_tokens(tokenizer: Any) -> set[int]:

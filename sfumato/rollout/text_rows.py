@@ -68,16 +68,20 @@ def _of_drawn(rollout: TextRollout, of_sequence: Callable) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def log_probs_of_decisions(
-    model: LanguageModel, rollout: TextRollout, parts: Sequence[Tensor], temperature: float
+def of_all_decisions(
+    rollout: TextRollout,
+    parts: Sequence[Tensor],
+    model: LanguageModel,
+    compute: Callable[[list[TextBatch]], list[Tensor]],
 ) -> Tensor:
     """What a model says of the decisions of B samples, without gradients.
 
     Args:
-        model: on its mesh.
         rollout: the samples.
         parts: int64, those of each micro-batch, perhaps none; as many micro-batches on every rank.
-        temperature: divides the logits.
+        model: its tokenizer pads.
+        compute: from micro-batches to a number for each token, float32 ``[1, T]`` for each micro-batch, such as the
+            log-probabilities of labels, or a critic's values.
 
     Returns:
         float32 ``[R]`` on the CPU; 0 of samples that are in no part.
@@ -85,13 +89,19 @@ def log_probs_of_decisions(
     given = [rollout.rows(part if len(part) else torch.zeros(1, dtype=torch.int64)) for part in parts]
     batches = [pack_samples(some, model, {}) for some in given]
     found = [torch.zeros(count) for count in rollout.num_rows]
-    for part, some, batch, rows in zip(
-        parts, given, batches, model.token_log_probs(batches, temperature=temperature), strict=True
-    ):
+    for part, some, batch, rows in zip(parts, given, batches, compute(batches), strict=True):
         split = of_decisions(rows, batch).split(some.num_rows)
         for sample, values in zip(part.tolist(), split, strict=False):
             found[sample] = values
     return torch.cat(found)
+
+
+def rows_in(parts: Sequence[Tensor], count: int) -> Tensor:
+    """Which of so many samples are in a micro-batch: bool ``[count]``."""
+    found = torch.zeros(count, dtype=torch.bool)
+    for part in parts:
+        found[part] = True
+    return found
 
 
 def token_counts(rollout: TextRollout, flops: FlopCount, passes: int, mesh: Mesh) -> dict[str, float]:

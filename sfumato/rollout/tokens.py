@@ -69,10 +69,11 @@ class TextRollout(Rollout):
             self, fields=[own | {name: parts[row] for name, parts in split.items()} for row, own in enumerate(known)]
         )
 
-    def field(self, name: str) -> torch.Tensor:
-        """Values ``[R]`` of the decisions, sample by sample."""
+    @property
+    def known(self) -> dict[str, torch.Tensor]:
+        """The further values ``[R]`` of the decisions by name, sample by sample."""
         assert self.fields is not None
-        return torch.cat([own[name] for own in self.fields])
+        return {name: torch.cat([own[name] for own in self.fields]) for name in self.fields[0]}
 
     @property
     def lengths(self) -> list[int]:

@@ -29,7 +29,9 @@ def main_mesh(config: RLConfig) -> Mesh:
     return build_mesh(config.train)
 
 
-def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build) -> Roles:
+def launch_roles(
+    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Any = None
+) -> Roles:
     """Builds all roles; use what it returns in a ``with``.
 
     Args:
@@ -38,11 +40,12 @@ def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, sc
         actor: makes the state of the actor, which also samples with ``rollout.hybrid_engine``.
         sampler: makes the state of a sampler of its own.
         scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
+        rescoring: how weights are verified in an engine that has its own (``Rescoring``).
     """
     if config.runtime.backend == "ray":
         from sfumato.runtime.cluster.cluster import launch_on_ray
 
-        return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer)
+        return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer, rescoring=rescoring)
     record, mesh = Record(), run.mesh
     data_rank = mesh.data_rank, mesh.data_size
     scorer_role = ThreadRole(scorer(config, mesh, run), SCORER, config.reward.num_workers, record)
@@ -52,7 +55,7 @@ def launch_roles(config: RLConfig, run: Run, *, actor: Build, sampler: Build, sc
         from sfumato.runtime.weight_sync.sync import WeightSync
 
         sampler_role = LocalRole(sampler(config, mesh, run), SAMPLER, *data_rank, record)
-        weights = WeightSync(actor_role, sampler_role, "local")
+        weights = WeightSync(actor_role, sampler_role, "local", rescoring=rescoring)
     return Roles(
         actor=actor_role,
         sampler=sampler_role,

@@ -12,6 +12,7 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Generic
 
+import torch
 from torch import nn
 
 from sfumato.checkpoint.checkpointer import Checkpointer
@@ -46,7 +47,9 @@ class Sampler(Generic[Model]):
     """The receiver of weights, once there is one."""
 
     def __post_init__(self, offload: bool) -> None:
-        self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if offload else None
+        self._takes_turns = offload
+        has_weights = offload and self.model is not None
+        self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if has_weights else None
         self.rest()
 
     @contextmanager
@@ -65,9 +68,13 @@ class Sampler(Generic[Model]):
         """Brings the weights back."""
         if self.memory is not None:
             self.memory.onload(PARAMETERS)
+        if self._takes_turns and self.engine is not None:
+            self.engine.wake()
 
     def rest(self) -> None:
         """Leaves the device to another role."""
+        if self._takes_turns and self.engine is not None:
+            self.engine.rest()
         if self.memory is not None:
             self.memory.offload(PARAMETERS)
 
@@ -89,6 +96,8 @@ class Actor(Generic[Model]):
     """Whether what a call does not need waits in CPU memory."""
     engine: Any = None
     """What draws, where the model does not by itself."""
+    critic: Any = None
+    """A model with an optimiser of its own that predicts returns, where the advantages need one."""
     sync: Any = None
     """The sender of weights, once there is one."""
 
@@ -117,6 +126,11 @@ class Actor(Generic[Model]):
         self._keep_only(self.policies.sample_with, "previous")
         with self.policies.sampling(previous=version < self.state.step) as model:
             yield model.trained
+
+    def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probs of fixed tokens ``[N, T]`` by the policy, which has the weights that are sent: ``[N, T - 1]``."""
+        del module
+        return self.engine.rescore(self.model, tokens)
 
     def begin_update(self) -> None:
         """Call it before the forward passes of an update."""

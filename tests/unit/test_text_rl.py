@@ -23,8 +23,10 @@ def values(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", sorted(TEXT_RECIPES))
-def test_every_recipe_begins_on_policy(recipe: str, tmp_path: Path) -> None:
+def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path) -> None:
     settings = {"algorithm": {"recipe": recipe}, "train": {"max_steps": 2, "global_batch_size": 8}}
+    if recipe == "distillation":
+        settings["algorithm"]["teacher"] = str(whole / "hf_ckpt")
     folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
     assert max(values(folder, "mismatch/log_ratio_max")) < 1e-5
     assert values(folder, "updates") == [2.0, 2.0] and all(norm > 0 for norm in values(folder, "grad_norm"))
@@ -118,6 +120,42 @@ def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> Non
     assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
 
 
+def test_a_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    settings = {"algorithm": {"recipe": "ppo"}, "critic": {"lr": 1e-3}, "train": {"save_steps": 2, "max_steps": 4}}
+    whole = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "whole", **settings))
+    assert values(whole, "critic/loss")[-1] < values(whole, "critic/loss")[0]
+    checkpoint = str(whole / "checkpoints/global_step_2")
+    config = tiny_text_rl_config(tmp_path / "more", **merge(settings, {"train": {"load_checkpoint_path": checkpoint}}))
+    more = run_task_here("rl_text", config)
+    lines = [(folder / "metrics.jsonl").read_text().splitlines()[-2:] for folder in (whole, more)]
+    assert lines[0] == lines[1] and weights_in(whole / "hf_ckpt") == weights_in(more / "hf_ckpt")
+
+
+def test_a_student_comes_nearer_to_its_teacher(whole: Path, tmp_path: Path) -> None:
+    """On-policy distillation: the KL of the policy's own answers to what the teacher says falls."""
+    settings = {
+        "rollout": {"num_prompts": 8, "n": 8},
+        "algorithm": {"recipe": "distillation", "teacher": str(whole / "hf_ckpt")},
+        "train": {"max_steps": 15, "lr": 3e-3, "micro_batch_size": 64, "seed": 7},
+    }
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    distance = values(folder, "kl/reference")
+    assert distance[0] > 0.5 and distance[-1] < 0.6 * distance[0], distance
+
+
+def test_dynamic_sampling_replaces_groups_without_spread(tmp_path: Path) -> None:
+    settings = {
+        "reward": {"rewards": [{"type": "tests.text_rewards:FirstIsAscii"}]},
+        "rollout": {"n": 2, "max_extra_groups": 8},
+        "train": {"max_steps": 3},
+    }
+    with_more = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "more", **settings))
+    settings["rollout"] = {"n": 2}
+    without = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "less", **settings))
+    assert sum(values(with_more, "rollout/extra_groups")) > 0 == sum(values(without, "rollout/extra_groups"))
+    assert sum(values(with_more, "rows")) > sum(values(without, "rows"))
+
+
 def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> None:
     settings = {"model": {"lora": {"rank": 4}}, "train": {"max_steps": 3, "lr": 0.01}}
     folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
@@ -133,6 +171,10 @@ def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> Non
         ({"algorithm": {"kl": {"where": "reward"}}}, "does not take"),
         ({"algorithm": {"recipe": "flow_grpo"}}, "recipe"),
         ({"train": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
+        ({"algorithm": {"recipe": "distillation"}}, "algorithm.teacher"),
+        ({"algorithm": {"teacher": "folder", "kl": {"coef": 0.0}}}, "kl.coef above 0"),
+        ({"critic": {"lr": 1e-3}}, "take gae"),
+        ({"rollout": {"engine": "vllm"}}, "hybrid_engine to false"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
     return Cluster(config, run, is_own=address is None)
 
 
-def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any) -> Roles:
+def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any, rescoring: Any = None) -> Roles:
     """Starts or joins Ray, and builds all roles at the same time. Args are those of ``launch_roles``.
 
     Raises:
@@ -249,6 +249,7 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
                 folder=run.output_dir,
                 timeout_s=runtime.call_timeout_s,
                 grace_s=runtime.heartbeat_s + GRACE_S,
+                rescoring=rescoring,
             )
         if cluster.num_gpus and not pools.actor.gpus:
             run.say(
