@@ -154,12 +154,14 @@ class GAE(TokenAdvantage):
 class Distillation(TokenAdvantage):
     """How much likelier a teacher finds a token than the policy does: rewards are watched, and have no part in it.
 
-    The penalty is the k1 estimate of the KL to the teacher, so that with ``policy_gradient`` the expected gradient is
-    that of KL(policy, teacher) of each token (``distillation``).
+    The penalty is ``coef`` times the k1 estimate of the KL to the teacher (``distillation``).
     """
 
     type: ClassVar[str] = "distillation"
     takes_rewards: ClassVar[bool] = True
+
+    whiten: bool = False
+    """Standardise over all tokens of the step."""
 
     def compute(
         self,
@@ -171,11 +173,12 @@ class Distillation(TokenAdvantage):
         reduce: Reduce = alone,
     ) -> TokenAdvantages:
         """As ``TokenAdvantage.compute``. Raises ValueError without penalties."""
-        del of_samples, sequences, values, reduce
         if penalties is None:
-            raise ValueError("distillation needs the penalty of each token: a teacher")
-        found = masked(-penalties, mask)
-        return TokenAdvantages(found, found)
+            raise ValueError("distillation needs what a teacher says of each token: algorithm.kl with where: reward")
+        return super().compute(torch.zeros_like(of_samples), sequences, mask, penalties, values, reduce)
+
+    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+        return given
 
 
 def token_rewards(

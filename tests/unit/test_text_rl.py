@@ -140,7 +140,7 @@ def test_a_student_comes_nearer_to_its_teacher(whole: Path, tmp_path: Path) -> N
     }
     folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
     distance = values(folder, "kl/reference")
-    assert distance[0] > 0.5 and distance[-1] < 0.6 * distance[0], distance
+    assert distance[0] > 0.2 and distance[-1] < 0.6 * distance[0], distance
 
 
 def test_dynamic_sampling_replaces_groups_without_spread(tmp_path: Path) -> None:
