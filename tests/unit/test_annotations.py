@@ -206,6 +206,8 @@ CALLS = {
     "sequences:Sequences.spread": lambda: (sequences(), normal(2)),
     "token_advantages:TokenAdvantage.compute": lambda: (
         of_kind("token_advantages:GAE"), normal(2), sequences(), MASK, normal(R), normal(R)),
+    "token_advantages:Distillation.compute": lambda: (
+        of_kind("token_advantages:Distillation"), normal(2), sequences(), MASK, normal(R)),
     "token_advantages:token_rewards": lambda: (normal(2), sequences(), MASK, normal(R)),
     "token_advantages:penalised": lambda: (normal(2), normal(R), sequences(), MASK),
     "token_advantages:discounted_returns": lambda: (normal(R), sequences(), MASK, 0.9),
