@@ -51,6 +51,7 @@ IN_ROWS = {
 NOT_AS_THEIR_FORWARD = {
     *("bart", "blenderbot", "blenderbot-small", "blt", "camembert", "data2vec-text", "marian", "mbart", "pegasus"),
     *("plbart", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "moshi", "zamba2 adapters"),
+    *("xlnet", "xlstm"),
 }
 """Their ``generate`` counts positions otherwise than their forward pass, forces tokens, or fails."""
 
