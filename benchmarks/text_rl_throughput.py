@@ -8,7 +8,7 @@ Both sides load the same weights, draw groups of answers to the same prompts at 
 function, and take one step of AdamW on all answers in one pass: GRPO, clipped at 0.2, fp32. ``fixed``: no answer ends
 before ``--tokens``. ``ragged``: the end of the text is made likely, so that answers end after about a fifth of it; the
 draws of both sides differ, their distribution does not. Each measurement is a process of its own, whose first iteration
-is left out; the sides take turns, and a ratio is that of two neighbours. TRL draws with ``generate``, or with ``--paged``
+is left out; sides take turns, and a ratio is that of two neighbours. TRL draws with ``generate``, or with ``--paged``
 with transformers' continuous batching. ``--check``: loss and gradients of TRL's own function on the tokens that
 sfumato drew, in the second iteration, where policy and reference differ. TRL is optional: pip install trl.
 """
