@@ -12,6 +12,7 @@ where the role is that they are given to.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,8 @@ from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
 from sfumato.data.packing import TextBatch
@@ -67,6 +70,11 @@ SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollo
 
 
 def main(config: TextRLConfig) -> None:
+    if config.model.made_by is not None and not Path(str(config.model.model_path)).exists():
+        import train_text  # beside this file; the processes that run this script make the model together
+
+        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
+        train_text.main(load_config(TrainTextConfig, config.model.made_by, auto))
     mesh = main_mesh(config)
     with start_run(config, mesh, "rl_text") as run:
         template, train_prompts, eval_prompts = open_prompts(config, run.say)
