@@ -2,17 +2,15 @@
 
     bash train.sh tasks/rl_text.py configs/quickstart/text_rl.yaml --train.max_steps 6
 
-Each iteration draws groups of answers to prompts, scores them, turns rewards into advantages within groups, and learns
-from them: the drawn tokens go through the model once more, with gradients, and their probability now is compared with
-the one when they were drawn. All parts of the algorithm are chosen in the configuration; their formulas stand in
-``sfumato/algorithms``. Where actor, sampler and scorer live is the configuration's matter, too: the functions below run
-where the role is that they are given to.
+Each iteration draws groups of answers to prompts, scores them, and learns: the drawn tokens go through the model once
+more, with gradients, and their probability now is compared with that when they were drawn. The configuration chooses
+the algorithm part by part (formulas: ``sfumato/algorithms``), and where the roles live in which functions below run.
 """
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -24,8 +22,6 @@ from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.load import load_config
-from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
 from sfumato.data.packing import TextBatch
@@ -70,11 +66,8 @@ SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollo
 
 
 def main(config: TextRLConfig) -> None:
-    if config.model.made_by is not None and not Path(str(config.model.model_path)).exists():
-        import train_text  # beside this file; the processes that run this script make the model together
-
-        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
-        train_text.main(load_config(TrainTextConfig, config.model.made_by, auto))
+    if config.model.made_by is not None:
+        importlib.import_module("train_text").make_model(config.model)  # beside this file
     mesh = main_mesh(config)
     with start_run(config, mesh, "rl_text") as run:
         template, train_prompts, eval_prompts = open_prompts(config, run.say)
@@ -89,10 +82,9 @@ def main(config: TextRLConfig) -> None:
         rescoring = Rescoring(fixed_tokens(config, template), config.rollout.tolerance)
         with launch_roles(config, run, **builders, rescoring=rescoring) as roles, roles.rescuing(Actor.save):
             train(config, run, roles, loader)
-        run.say(f"trained weights: {config.train.output_dir}/hf_ckpt")
         if changes := run.changes("eval/reward/"):
             run.say(f"mean reward on {len(eval_prompts)} held-out prompts, before and after: {changes}")
-        run.say(f"report: {config.train.output_dir}/report.html")
+        run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
         run.finish()
 
 

@@ -17,7 +17,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_config
-from sfumato.config.text import TrainTextConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
@@ -39,9 +39,7 @@ from sfumato.tracking.task import run_task
 
 
 def main(config: TrainTextConfig) -> None:
-    if config.model.made_by is not None and not Path(str(config.model.model_path)).exists():
-        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
-        main(load_config(TrainTextConfig, config.model.made_by, auto))
+    make_model(config.model)
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_text")
 
@@ -101,6 +99,13 @@ def main(config: TrainTextConfig) -> None:
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
     run.finish()
+
+
+def make_model(model: LanguageModelConfig) -> None:
+    """Runs the configuration that makes the model, where there is one and the model is not there."""
+    if model.made_by is not None and not Path(str(model.model_path)).exists():
+        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
+        main(load_config(TrainTextConfig, model.made_by, auto))
 
 
 def forward_backward(

@@ -18,6 +18,7 @@ from sfumato.commands.check_data import (
     check_image_data,
     check_prompt_data,
     check_text_data,
+    check_text_prompt_data,
 )
 from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
 from sfumato.commands.find_task import load_for_task
@@ -25,6 +26,7 @@ from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
@@ -127,6 +129,11 @@ def _look_at_data(found: Findings, config: Section) -> None:
         if isinstance(config, TrainTextConfig):
             tokenizer = build_tokenizer(made_model(config.model))
             found.data = check_text_data(config, tokenizer, found.layout)
+        elif isinstance(config, TextRLConfig):
+            found.data = check_text_prompt_data(config, build_tokenizer(made_model(config.model)))
+            found.notes.append(
+                "memory of keys and values while tokens are drawn is not predicted, nor that of entropies"
+            )
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)
         else:

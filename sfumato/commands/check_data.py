@@ -12,15 +12,18 @@ import numpy as np
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
+from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.prompts import check_prompts, load_prompts
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import build_text_loader
+from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
 from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
@@ -145,6 +148,23 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
                 prompt.check_source()
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
+    return found
+
+
+def check_text_prompt_data(config: TextRLConfig, tokenizer: Any) -> DataFindings:
+    """Looks at all prompts of RL of language models, as the rewards do. Raises as ``check_text_data``."""
+    data, kind, found = config.data, config.rollout.kind, DataFindings(num_steps=config.train.max_steps)
+    template = build_prompt_template(data, tokenizer)
+    kind.prepare(template)
+    for split, listed in (("train", found.training), ("eval", found.validation)):
+        limit = config.eval.num_prompts if split == "eval" else None
+        settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
+        prompts = load_text_prompts(data, template, split, **settings, log=lambda text: None)
+        check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        path = data.train_path if split == "train" else data.eval_path
+        counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
+        listed.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
     return found
 
 

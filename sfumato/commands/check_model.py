@@ -17,6 +17,7 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError, UserError
 from sfumato.models.diffusion.base import set_output
 from sfumato.models.flops import FlopCount
@@ -27,6 +28,7 @@ from sfumato.models.planned import (
     plan_diffusion_model,
     plan_language_model,
     plan_scalar_model,
+    plan_text_policy,
 )
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
@@ -121,6 +123,11 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         if isinstance(config, TrainTextDpoConfig):
             reference = config.dpo.has_reference
         return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
+    if isinstance(config, TextRLConfig):
+        has_reference = "reference" in config.algorithm.other_policies
+        samples = train.global_batch_size or config.rollout.num_prompts * config.rollout.n
+        sizes = config.max_seq_len, samples
+        return plan_text_policy(made_model(config.model), *sizes, train, layout, on_gpu, has_reference)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
@@ -200,7 +207,7 @@ def _what_helps(
 
 def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Settings of ``train`` that take less memory, and whether they are tried together."""
-    train, is_text = config.train, isinstance(config, TrainTextConfig)
+    train, is_text = config.train, isinstance(config, (TrainTextConfig, TextRLConfig))
     modes = ("none", "selective", "full")
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
@@ -209,7 +216,7 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
         yield "train.chunked_loss true", {"chunked_loss": True}, True
     if train.micro_batch_size > 1:
         yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True
-    if is_text and train.dyn_bsz and layout.data > 1 and train.data_parallel_mode != "ddp":
+    if isinstance(config, TrainTextConfig) and train.dyn_bsz and layout.data > 1 and train.data_parallel_mode != "ddp":
         batch = train.micro_batch_size * layout.data  # one micro-batch a step: no gradients are added up
         changes = {"dyn_bsz": False, "global_batch_size": batch}
         yield f"train.dyn_bsz false and train.global_batch_size {batch}", changes, False

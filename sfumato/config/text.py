@@ -21,7 +21,7 @@ class LanguageModelConfig(Section):
     """YAML file with the fields of a transformers configuration (model_type, hidden_size, ...): a model made from
     scratch with random weights; instead of model_path."""
     made_by: FilePath | None = None
-    """YAML file of this task that makes model_path; it is run first when that folder is missing."""
+    """YAML file of tasks/train_text.py that makes model_path; it is run first when that folder is missing."""
     tokenizer_path: FilePath | None = None
     """Folder of the tokenizer; null takes model_path. `bytes` is one of 259 tokens that needs no folder."""
     lora: LoraConfig | None = None

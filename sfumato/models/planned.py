@@ -15,6 +15,7 @@ from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
+from sfumato.config.text_rl import TextRLTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
@@ -88,10 +89,57 @@ def plan_language_model(
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
+    num_micro_batches = -int(-per_rank // train.micro_batch_size) + fills
+    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference)
+
+
+def plan_text_policy(
+    model: LanguageModelConfig,
+    max_seq_len: int,
+    samples_per_step: int,
+    train: TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool = False,
+) -> Planned:
+    """What is to be known of the memory of an update of RL, whose samples all are as long as they may be.
+
+    Keys and values while tokens are drawn are not part of it.
+
+    Args:
+        model, train: the task's sections.
+        max_seq_len: tokens of the longest sample, prompt included.
+        samples_per_step: samples of an optimiser step, of all ranks.
+        layout: the mesh.
+        on_gpu: see ``language_model_on_meta``.
+        has_reference: whether a reference policy is kept; with adapters the model is its own.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows = train.micro_batch_size
+    if train.max_tokens_per_micro_batch is not None:
+        rows = max(1, train.max_tokens_per_micro_batch // max_seq_len)
+    num_micro_batches = -(-samples_per_step // (layout.data * rows))
+    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu, has_reference)
+
+
+def _plan_tokens(
+    model: LanguageModelConfig,
+    rows: int,
+    length: int,
+    num_micro_batches: int,
+    train: TextTrainConfig | TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool,
+) -> Planned:
     module = language_model_on_meta(model, on_gpu)
     check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
-    check_length(module.config, data.max_seq_len)
-    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    check_length(module.config, length)
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
@@ -113,15 +161,13 @@ def plan_language_model(
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * vocabulary * (3 * chunk + width)
-    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
-    fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu),
         plan=language_plan(module),
         dtype=dtype,
         run=run,
         loss_bytes=loss_bytes,
-        num_micro_batches=-int(-per_rank // train.micro_batch_size) + fills,
+        num_micro_batches=num_micro_batches,
         reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
         shares_samples=layout.cp,
     )

@@ -98,6 +98,8 @@ def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str
     content["train"] |= {"micro_batch_size": size, "global_batch_size": size * ranks}
     if task.startswith("rl_diffusion"):
         content["rollout"] |= {"num_prompts": ranks, "n": 2, "micro_batch_size": 2}
+    if task == "rl_text":
+        content["rollout"] |= {"num_prompts": ranks}
     return content
 
 

@@ -210,6 +210,11 @@ def made_tiny(path, tmp_path):
             (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
             data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
+    if task == "rl_text":
+        model = tiny_text_config(tmp_path, "qwen3")["model"] | {"model_path": None, "made_by": None}
+        data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 40}}
+        rest = {"rollout": {"num_prompts": 1, "n": 2, "max_new_tokens": 4}, "eval": {"num_prompts": 2}}
+        return task, merge(content, {"model": model, "data": data, "train": train} | rest)
     if task.startswith("rl_diffusion"):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
     tiny = tiny_dit_config(tmp_path)

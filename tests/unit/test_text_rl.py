@@ -14,7 +14,15 @@ from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
+from tests.tiny import (
+    ROOT,
+    load_task,
+    run_task_here,
+    tiny_text_config,
+    tiny_text_rl_config,
+    weights_in,
+    write_config,
+)
 
 
 def values(folder: Path, name: str) -> list[float]:
@@ -32,6 +40,20 @@ def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path)
     assert values(folder, "updates") == [2.0, 2.0] and all(norm > 0 for norm in values(folder, "grad_norm"))
     assert all(math.isfinite(value) for line in read_jsonl(folder / "metrics.jsonl") for value in line.values())
     assert (folder / "hf_ckpt/model.safetensors").is_file() and (folder / "report.html").is_file()
+
+
+def test_a_model_that_is_missing_is_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tasks"))  # where python looks when it runs the script
+    maker = tiny_text_config(tmp_path / "maker", train={"max_steps": 1})
+    made = Path(maker["train"]["output_dir"]) / "hf_ckpt"
+    config = tiny_text_rl_config(tmp_path, train={"max_steps": 1})
+    path = write_config(maker, tmp_path / "maker.yaml")
+    config["model"] = {"model_path": str(made), "made_by": str(path)}
+    folder = run_task_here("rl_text", config)
+    assert values(folder, "eval/reward/total") and (made / "model.safetensors").is_file()
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    run_task_here("rl_text", merge(config, {"train": {"output_dir": str(tmp_path / "again")}}))
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
