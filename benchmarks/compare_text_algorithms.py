@@ -36,7 +36,7 @@ GREEDY, SAMPLED = "eval/reward/total", "reward/total"
 AVERAGED = 3
 """Iterations at the beginning and at the end over which the sampled accuracy is averaged."""
 
-SHARED = ["--train.max_steps", "30", "--train.save_steps", "15"]
+SHARED = ["--train.max_steps", "150", "--train.save_steps", "50", "--eval.every_steps", "25"]
 """What all runs change in the file."""
 TEACHER = f"{RUNS}/teacher"
 OWN: dict[str, list[str]] = {
