@@ -14,6 +14,7 @@ import yaml
 
 from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg
 from sfumato.tracking.progress import format_value
+from sfumato.tracking.report_answers import ANSWERS_CSS, answers, folded, in_html
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
 from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
 from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
@@ -67,6 +68,7 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
         _curves(metrics | timings),
         _roles(output_dir, metrics | timings),
         _train_samples(output_dir, samples),
+        answers(samples),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         last_values(metrics),
         time_per_phase(timings),
@@ -258,7 +260,7 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
         images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
         source = _source(output_dir, *next(iter(cells[key].items())))
         body.append(
-            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{escape(prompt)} '
+            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{in_html(prompt)} '
             f"<small>seed {seed}</small>{source}</span></th></tr><tr>{images}</tr>"
         )
     hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
@@ -287,7 +289,7 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
         chosen = [("best ", scored[0]), ("worst ", scored[-1])] if len(scored) > 1 else [("", r) for r in members[:1]]
         figures = "".join(f"<div>{_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
         html.append(
-            f'<div class="group"><p>{escape(prompt)} <small>{len(members)} samples</small></p>'
+            f'<div class="group"><p>{in_html(prompt)} <small>{len(members)} samples</small></p>'
             f'<div class="pair">{_source(output_dir, step, members[0])}{figures}</div></div>'
         )
     hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
@@ -324,7 +326,7 @@ def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips
     if row is None:
         return '<span class="gap">absent</span>'
     if "text" in row:
-        image = f'<p class="text">{escape(row["text"])}</p>'
+        image = f'<div class="text">{folded(row["text"])}</div>'
     else:
         image = _picture(step_folder(output_dir, step) / str(row.get("file", "")), row.get("prompt", ""))
     advantage = row.get("advantage")
@@ -389,4 +391,5 @@ table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(-
 .numbers td:first-child,.numbers th:first-child{text-align:left}
 @media (max-width:600px){main{padding:20px 14px 48px}.grid td{min-width:96px;width:96px;padding-right:8px}}
 """
+    + ANSWERS_CSS
 )

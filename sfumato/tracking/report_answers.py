@@ -1,0 +1,120 @@
+"""A report's table of the best and the worst answers of a language model, collapsed and of bounded size."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sfumato.tracking.progress import format_value
+from sfumato.tracking.report_tables import section
+
+MAX_ANSWERS = 8
+"""Best answers of a kind that are shown, and as many of the worst."""
+MAX_TEXT = 20_000
+"""Characters of a prompt or an answer that the page holds; of longer ones the beginning and the end."""
+MAX_GRID_TEXT = 4_000
+"""The same of one in the grid of all evaluations."""
+MAX_SUMMARY = 140
+"""Characters of it that show before it is opened."""
+
+_DIRECTIONS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction in which a page is read."""
+
+Row = Mapping[str, Any]
+
+
+def answers(samples: Mapping[int, Sequence[Row]]) -> str:
+    """Tables of the last evaluation and the last iteration whose samples have texts and rewards; else nothing.
+
+    Args:
+        samples: rows of ``samples.jsonl`` by step.
+    """
+    return "".join(_table(samples, kind, name) for kind, name in (("eval", "evaluation"), ("train", "iteration")))
+
+
+def readable(text: str) -> str:
+    """A text as it can be shown: what is no character, or changes how its neighbours are shown, by its number."""
+    return "".join(f"⟨U+{ord(letter):04X}⟩" if _is_hidden(letter) else letter for letter in text)
+
+
+def _is_hidden(letter: str) -> bool:
+    is_control = unicodedata.category(letter) in ("Cc", "Cs") and letter not in "\n\t"
+    return is_control or letter in _DIRECTIONS
+
+
+def shortened(text: str, limit: int) -> str:
+    """A text of at most ``limit`` characters, or the first and last of it and how many are left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+
+
+def in_html(text: str, limit: int = MAX_GRID_TEXT) -> str:
+    """A text as HTML, of which nothing runs; of long ones ``shortened``."""
+    return escape(readable(shortened(text, limit)))
+
+
+def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
+    """The same, which opens on a click where it is long."""
+    if not text:
+        return '<span class="gap">empty</span>'
+    whole = in_html(text, limit)
+    line = " ".join(readable(text[: 2 * MAX_SUMMARY]).split())
+    if len(text) <= MAX_SUMMARY and "\n" not in text.strip():
+        return f'<div class="text">{whole}</div>'
+    return (
+        f"<details><summary>{escape(line[:MAX_SUMMARY])} … <small>{len(text):,} characters</small></summary>"
+        f'<div class="text">{whole}</div></details>'
+    )
+
+
+def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str) -> str:
+    def of_kind(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if row.get("kind") == kind and isinstance(row.get("text"), str)]
+
+    step = max((step for step, rows in samples.items() if of_kind(rows)), default=None)
+    if step is None:
+        return ""
+    kept = of_kind(samples[step])
+    scored = sorted((row for row in kept if row.get("total") is not None), key=lambda row: -row["total"])
+    if not scored:
+        return ""
+    num_best = min(MAX_ANSWERS, -(-len(scored) // 2))
+    num_worst = min(MAX_ANSWERS, len(scored) - num_best)
+    shown = [("best", row) for row in scored[:num_best]]
+    shown += [("worst", row) for row in scored[len(scored) - num_worst :]]
+    columns = ("", "reward", "answer", "prompt")
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    body = "".join(
+        f"<tr><td>{label}<br><small>sample {int(row.get('sample_id', 0))}</small></td><td>{_rewards(row)}</td>"
+        f"<td>{folded(row['text'], MAX_TEXT)}</td>"
+        f"<td>{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
+        for label, row in shown
+    )
+    failed = f" · {len(kept) - len(scored)} without a reward" if len(scored) < len(kept) else ""
+    note = f"Step {step} · {len(shown)} of the {len(kept)} samples that were kept, by their reward{failed}"
+    table = f'<table class="answers" data-kind="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
+
+
+def _rewards(row: Row) -> str:
+    parts = [("reward", row["total"]), *(row.get("rewards") or {}).items()]
+    if row.get("advantage") is not None:
+        parts.append(("advantage", row["advantage"]))
+    lines = [
+        f"<small>{escape(readable(name))}</small> {'failed' if value is None else format_value(value)}"
+        for name, value in parts
+    ]
+    return "<br>".join(lines)
+
+
+ANSWERS_CSS = """
+.answers{width:100%;min-width:720px;table-layout:fixed;font-size:13.5px}.answers summary{font:inherit;margin:0}
+.answers th{text-align:left;color:var(--muted)}.answers td,.answers th{padding:6px 14px 6px 0;vertical-align:top}
+.answers td{border-bottom:1px solid var(--line);overflow-wrap:anywhere;unicode-bidi:isolate}
+.answers th:nth-child(1){width:90px}.answers th:nth-child(2){width:170px}.answers th:nth-child(4){width:30%}
+.answers details .text{margin-top:8px;max-height:70vh;overflow:auto}
+"""
