@@ -38,6 +38,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import Part, SampleRequest, requests_of
+from sfumato.rollout.dumps import RolloutDumps
 from sfumato.rollout.dynamic_sampling import dynamic_sampling, sampling_metrics
 from sfumato.rollout.text_policy import (
     TextEngine,
@@ -61,7 +62,6 @@ from sfumato.runtime.weight_sync.sync import Rescoring
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 
-Micros = dict[int, MicroBatch]
 SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollout/tokens_per_sample"}
 
 
@@ -168,9 +168,9 @@ def build_actor(
     others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer}
     others |= {"critic": critic.state} if critic is not None else {}
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
-    checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
-    engine, idle = TextEngine(config, model, flops), config.runtime.offload_idle
-    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic)
+    checkpointer, idle = Checkpointer(config.train, run, mesh, config.train.max_steps), config.runtime.offload_idle
+    engine, dumps = TextEngine(config, model, flops), RolloutDumps(config, mesh, run.say)
+    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic, dumps)
 
 
 def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, *, prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
@@ -198,6 +198,7 @@ def update_policy(
     model, mesh, of_critic = actor.model, actor.mesh, {}
     update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
     update.batch = with_advantages(update)
+    actor.dumps.write(update.batch, update.advantages, step + 1)
     for micro_batches in update.optimizer_steps():
         micros = list(micro_batches)
         batches = [pack_samples(micro.samples, model, decisions_of(micro, config)) for micro in micros]
@@ -273,7 +274,7 @@ def with_advantages(update: Update) -> TextRollout:
     """The samples with what must be known of each drawn token before the first optimiser step, float32 ``[R]``."""
     actor, config, algorithm, rollout = update.actor, update.config, update.config.algorithm, update.batch
     parts = [part for passes in update.passes for part in passes.parts]
-    known = {"rollout_log_probs": drawn_log_probs(rollout)}
+    known, penalties = {"rollout_log_probs": drawn_log_probs(rollout)}, None
 
     def log_probs_by(model: LanguageModel) -> torch.Tensor:
         compute = partial(model.token_log_probs, temperature=config.rollout.temperature)
@@ -282,7 +283,6 @@ def with_advantages(update: Update) -> TextRollout:
     if algorithm.kl.coef > 0:
         with actor.policies.active("reference") as reference:
             known["reference_log_probs"] = log_probs_by(reference)
-    penalties = None
     if len(update.passes) > 1 or algorithm.kl_in_reward:  # in a single optimiser step the policy says so itself
         known["proximal_log_probs"] = log_probs_by(actor.model)
     if algorithm.kl_in_reward:

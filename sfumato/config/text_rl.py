@@ -35,6 +35,8 @@ class TextRolloutConfig(RolloutConfig):
     """Only the likeliest tokens with this probability together are drawn; 1 leaves out none."""
     top_k: int = Field(0, ge=0)
     """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
+    dump: bool = False
+    """Keep every sample with its tokens, log-probabilities and advantages in rollouts/ of the run folder."""
     tolerance: float = Field(0.15, gt=0)
     """Largest difference of the log-probability of a token in an engine with weights of its own from the actor's, in
     nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""

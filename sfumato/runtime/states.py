@@ -98,6 +98,8 @@ class Actor(Generic[Model]):
     """What draws, where the model does not by itself."""
     critic: Any = None
     """A model with an optimiser of its own that predicts returns, where the advantages need one."""
+    dumps: Any = None
+    """What keeps rollouts in files, where the task can."""
     sync: Any = None
     """The sender of weights, once there is one."""
 
