@@ -40,7 +40,9 @@ SHARED = ["--train.max_steps", "150", "--train.save_steps", "50", "--eval.every_
 """What all runs change in the file."""
 TEACHER = f"{RUNS}/teacher"
 OWN: dict[str, list[str]] = {
-    "distillation": ["--algorithm.teacher", f"{TEACHER}/hf_ckpt"],
+    "reinforce_pp": ["--algorithm.kl.coef", "0.001"],
+    "ppo": ["--algorithm.kl.coef", "0.001"],
+    "distillation": ["--algorithm.kl.coef", "1.0", "--algorithm.teacher", f"{TEACHER}/hf_ckpt"],
 }
 """What the runs of a recipe change besides, because the quickstart's settings do not suit it."""
 TEACHER_STEPS = 400
@@ -224,6 +226,7 @@ def _results(by_recipe: dict[str, list[TextRun]]) -> str:
             [
                 f"`{recipe}`",
                 f"{runs[0].config.train.lr:g}",
+                f"{runs[0].config.algorithm.kl.coef:g}",
                 _ranged(before),
                 f"**{_ranged(after)}**",
                 f"{rose} of {len(runs)}",
@@ -231,7 +234,7 @@ def _results(by_recipe: dict[str, list[TextRun]]) -> str:
                 f"{drawn[1]:.2f}",
             ]
         )
-    return _table(["recipe", "lr", "greedy before", "greedy after", "rose", "sampled first", "last"], rows)
+    return _table(["recipe", "lr", "kl.coef", "greedy before", "greedy after", "rose", "sampled first", "last"], rows)
 
 
 def _ranged(values: Sequence[float]) -> str:
