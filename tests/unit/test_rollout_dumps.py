@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import DataError
+from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout import dumps
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.dumps import RolloutDump, RolloutDumps, dump_path, read_dump, write_dump
+from sfumato.rollout.token_colours import write_token_page
 from sfumato.rollout.tokens import FinishReason, TextRollout, TokenSequence
-from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
+from tests.tiny import ROOT, load_task, run_task_here, tiny_text_rl_config, weights_in
+from tests.unit.test_report import Page
 
 
 def sequence(length: int, drawn: Sequence[int], reason: FinishReason = "stop", seed: int = 0) -> TokenSequence:
@@ -180,3 +184,62 @@ def test_a_run_that_does_not_ask_writes_none(tmp_path: Path) -> None:
     config = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path))
     RolloutDumps(config, Mesh(Layout(), torch.device("cpu")), print).write(*example(), 1)
     assert not (tmp_path / "run").exists()
+
+
+def test_tokens_in_colours(tmp_path: Path) -> None:
+    sequences = [[TokenSequence(*(np.array(each) for each in tokens))] for tokens in COLOURED]
+    requests = [SampleRequest(4, 0, 0), SampleRequest(5, 0, 0)]
+    rollout = TextRollout(requests=requests, versions=[0, 0], sequences=sequences).with_fields(
+        advantages=torch.tensor([0.5, 1.0, -0.25]),
+        rollout_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        proximal_log_probs=torch.tensor([-1.0, -2.5, -2.75]),
+    )
+    flags = [torch.zeros(2, dtype=torch.bool)] * 3
+    dump = RolloutDump(rollout, Advantages(torch.tensor([0.75, -0.25]), *flags, {}), step=7)
+    texts = {1: "question", 2: "<script>alert(1)</script>", 3: '"', 4: "\x00"}
+    page = Page(write_token_page(tmp_path / "tokens.html", dump, texts.__getitem__).read_text(encoding="utf-8"))
+    assert "script" not in {tag for tag, _ in page.tags} and not page.open
+    for text in ("Rollout of step 7", "sample 4 · advantage +0.75", texts[2], "⟨U+0000⟩", "question"):
+        assert text in page.text
+    assert "advantage: strongest colour at ±1 · log-prob difference: strongest colour at ±0.5" in page.text
+    assert page.values("title", "b") == ["+0.5", "+1", "+0", "-0.5", "-0.25", "+0.25"]
+    much = [style.split("--much:")[1] for style in page.values("style", "b")]
+    assert much == ["0.35", "0.70", "0.00", "0.70", "0.17", "0.35"]
+    one = Page(write_token_page(tmp_path / "one.html", dump, texts.__getitem__, [5]).read_text(encoding="utf-8"))
+    assert "sample 5" in one.text and "sample 4" not in one.text
+    with pytest.raises(ValueError, match=r"samples \[9\] are not among the 2 of this dump"):
+        write_token_page(tmp_path / "one.html", dump, texts.__getitem__, [9])
+    nothing = torch.tensor([float("nan"), 1.0, -0.25])
+    known = {"advantages": nothing, "proximal_log_probs": torch.tensor([-1.0, -2.5, 0.0])}
+    dump = RolloutDump(rollout.with_fields(**known), dump.advantages, step=7)
+    page = Page(write_token_page(tmp_path / "tokens.html", dump, texts.__getitem__).read_text(encoding="utf-8"))
+    assert "log-prob difference: this sample is not learned from" in page.text
+    assert page.values("title", "b") == ["+nan", "+1", "+0", "-0.5", "-0.25"]
+    assert page.values("style", "b")[0] == "--hue:205,45,45;--much:1.00"
+
+
+COLOURED = (
+    ([1, 2, 3], [False, True, True], [0.0, -1.0, -2.0], [-1, 0, 0]),
+    ([1, 4], [False, True], [0.0, -3.0], [-1, 0]),
+)
+
+
+def test_the_page_is_true(tmp_path: Path) -> None:
+    """The examples of docs/text_rl/debugging.md run, and its table names what a file holds."""
+    text = (ROOT / "docs" / "text_rl" / "debugging.md").read_text(encoding="utf-8")
+    read, coloured = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    path = write_example(tmp_path)
+    names: dict[str, Any] = {"output_dir": tmp_path, "tokenizer": build_byte_tokenizer()}
+    exec(read, names)
+    assert names["dump"].step == 1 and len(names["known"]["advantages"]) == 6
+    exec(coloured.replace('"tokens.html"', repr(str(tmp_path / "tokens.html"))), names)
+    assert "sample 10" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) - set(re.findall(r"`([\w.]+)`", text)) == set()
+
+
+def write_example(folder: Path) -> Path:
+    path = dump_path(folder, 1)
+    rollout, advantages = example()
+    write_dump(path, rollout.with_fields(rollout_log_probs=torch.zeros(6)), advantages, step=1)
+    return path
