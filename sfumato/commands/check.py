@@ -24,6 +24,7 @@ from sfumato.commands.check_model import ModelFindings, check_model, made_model,
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.load import merge, read_yaml
 from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
@@ -99,9 +100,15 @@ def check_config(
     """
     quiet_libraries()
     overrides = overrides or {}
-    name, config = load_for_task(path, overrides, task, num_ranks)
-    ranks = num_ranks or (world_size() if "WORLD_SIZE" in os.environ else 0) or smallest_number_of_ranks(config.train)
-    name, config = load_for_task(path, overrides, name, ranks)
+    pool = _actor_pool(path, overrides)
+    name, config = load_for_task(path, overrides, task, None if pool else num_ranks)
+    ranks = (
+        pool
+        or num_ranks
+        or (world_size() if "WORLD_SIZE" in os.environ else 0)
+        or smallest_number_of_ranks(config.train)
+    )
+    name, config = load_for_task(path, overrides, name, None if pool else ranks)
     layout = Layout.of(config.train, ranks)
     found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
     if with_data:
@@ -119,6 +126,17 @@ def check_config(
     return found
 
 
+def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
+    """Processes that train where roles live on Ray, which starts them itself; None elsewhere."""
+    runtime = merge(read_yaml(path), overrides).get("runtime") or {}
+    if not isinstance(runtime, dict) or runtime.get("backend") != "ray":
+        return None
+    pools = runtime.get("pools")
+    actor = pools.get("actor") if isinstance(pools, dict) else None
+    count = actor.get("processes", 1) if isinstance(actor, dict) else 1
+    return count if isinstance(count, int) and count > 0 else 1  # what is wrong there is said by the section
+
+
 def _say(what: str, show: bool) -> None:
     if show:
         print(f"check: {what}", file=sys.stderr, flush=True)
@@ -132,7 +150,7 @@ def _look_at_data(found: Findings, config: Section) -> None:
         elif isinstance(config, TextRLConfig):
             found.data = check_text_prompt_data(config, build_tokenizer(made_model(config.model)))
             found.notes.append(
-                "memory of keys and values while tokens are drawn is not predicted, nor that of entropies"
+                "not predicted: memory of keys and values while tokens are drawn, of entropies, and of a critic"
             )
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)

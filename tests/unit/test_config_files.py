@@ -103,7 +103,7 @@ def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
         with pytest.raises(ConfigError) as caught:
             load_config(schema, overrides=renamed(content, place, typo))
         message = str(caught.value)
-        if place[-1] == "type" and isinstance(place[-2], int):
+        if place[-1] == "type" and (isinstance(place[-2], int) or place[-2] == "engine"):
             # without its type nothing is known about the other keys of a part, so the missing type is the mistake
             assert f"--{dotted(place[:-1])}: needs a key 'type'" in message, message
             continue
@@ -211,8 +211,13 @@ def made_tiny(path, tmp_path):
             data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
     if task == "rl_text":
-        model = tiny_text_config(tmp_path, "qwen3")["model"] | {"model_path": None, "made_by": None}
-        data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 40}}
+        kind = "qwen3_moe" if "a3b" in path.stem else "qwen3"
+        model = tiny_text_config(tmp_path, kind)["model"] | {"model_path": None, "made_by": None}
+        content.pop("runtime", None)  # one process, and the embedded engine
+        for name in ("engine", "hybrid_engine", "async_strategy"):
+            content["rollout"].pop(name, None)
+        content |= {"data": {}, "reward": {"rewards": [{"type": "exact"}]}}
+        data = {"synthetic": {"num_rows": 40}, "max_prompt_tokens": 64, "chat_template": "none"}
         rest = {"rollout": {"num_prompts": 1, "n": 2, "max_new_tokens": 4}, "eval": {"num_prompts": 2}}
         return task, merge(content, {"model": model, "data": data, "train": train} | rest)
     if task.startswith("rl_diffusion"):
@@ -295,6 +300,22 @@ REAL = {  # file: GPUs, description of the model, parameters in units of 10^9
     "deepseek_v2_lite_sft": (8, "deepseek_v2_lite", 15.7),
     "deepseek_v3_pretrain": (512, "deepseek_v3", 671.0),
 }
+
+
+REAL_RL = {  # file: processes that train, description of the model
+    "qwen3_4b_grpo": (6, "qwen3_4b"),
+    "qwen3_30b_a3b_gspo": (48, "qwen3_30b_a3b"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_RL)
+def test_real_sizes_of_rl_fit_the_gpus_that_their_files_name(name):
+    ranks, model = REAL_RL[name]
+    described = {"model_path": None, "config_path": f"configs/text/models/{model}.yaml", "tokenizer_path": "bytes"}
+    overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
+    found = check_config(ROOT / f"configs/text_rl/{name}.yaml", overrides, device_gib=80, with_data=False)
+    assert found.problems == [] and found.exit_code == 0 and found.layout.size == ranks
 
 
 @pytest.mark.slow
