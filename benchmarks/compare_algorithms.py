@@ -235,7 +235,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
                 )
                 sampled = time.process_time()
                 advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
-                share = batches, samples, [each.sample_id for each in requests]
+                share = batches, samples, {each.sample_id: place for place, each in enumerate(requests)}
                 task.update_policy(actor, share, advantages, each.config, step, *further[each.task])
                 if step > 0:
                     seconds[each.name]["rollout"].append((sampled - begun) / len(requests))

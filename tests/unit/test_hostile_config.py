@@ -53,6 +53,13 @@ BASES: dict[str, dict[str, Any]] = {
         "reward": {"rewards": [{"type": "brightness"}]},
         "train": {"output_dir": "out", "max_steps": 3},
     },
+    "rl_text": {
+        "model": TEXT,
+        "data": {"synthetic": {}},
+        "rollout": {"num_prompts": 4, "n": 4},
+        "reward": {"rewards": [{"type": "exact"}]},
+        "train": {"output_dir": "out", "max_steps": 3},
+    },
     "server": {"rewards": [{"type": "brightness"}]},
 }
 SLOWEST_S = 5.0

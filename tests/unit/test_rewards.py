@@ -164,7 +164,7 @@ def test_rapidocr_logs_nothing_below_error(capfd):
 
 def test_examples_of_the_documentation_work(tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "my_package" in each)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -30,7 +30,12 @@ def values(folder: Path, name: str) -> list[float]:
     return [line[name] for line in read_jsonl(folder / "metrics.jsonl") if name in line]
 
 
-@pytest.mark.parametrize("recipe", sorted(TEXT_RECIPES))
+QUICK = ("grpo", "gspo", "ppo", "reinforce_pp", "distillation")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(TEXT_RECIPES)]
+)
 def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path) -> None:
     settings = {"algorithm": {"recipe": recipe}, "train": {"max_steps": 2, "global_batch_size": 8}}
     if recipe == "distillation":
