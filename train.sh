@@ -18,14 +18,33 @@ if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$root/.venv/bin/py
   python="$root/.venv/bin/python"
 fi
 
-count_devices() {
-  if command -v nvidia-smi >/dev/null 2>&1; then
-    nvidia-smi --list-gpus 2>/dev/null | grep -c . || true
-  elif command -v rocm-smi >/dev/null 2>&1; then
-    rocm-smi --showid --csv 2>/dev/null | grep -c '^card' || true
-  else
-    echo 0
+# How many of so many devices a variable such as CUDA_VISIBLE_DEVICES leaves: CUDA takes the entries up to the first
+# that is none. Unset leaves all, empty none.
+count_visible() {
+  local total=$1 name=$2 count=0 entry
+  if [ -z "${!name+set}" ]; then
+    echo "$total"
+    return
   fi
+  for entry in $(tr ',' ' ' <<<"${!name}"); do
+    if [[ $entry =~ ^-?[0-9]+$ ]] && { [ "$entry" -lt 0 ] || [ "$entry" -ge "$total" ]; }; then
+      break
+    fi
+    count=$((count + 1))
+  done
+  echo "$count"
+}
+
+count_devices() {
+  local total=0 name=CUDA_VISIBLE_DEVICES
+  if command -v nvidia-smi >/dev/null 2>&1; then
+    total=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
+  elif command -v rocm-smi >/dev/null 2>&1; then
+    total=$(rocm-smi --showid --csv 2>/dev/null | grep -c '^card' || true)
+    [ -z "${HIP_VISIBLE_DEVICES+set}" ] || name=HIP_VISIBLE_DEVICES
+  fi
+  [ "$total" -ge 1 ] || { echo 0; return; }
+  count_visible "$total" "$name"
 }
 
 # With its roles on Ray a task is started once and starts the other processes itself.

@@ -28,17 +28,22 @@ class SourceLosses:
             return
         loss_mask = row["labels"] != IGNORED
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=losses.device)
-        sources = row["sources"][loss_mask]
-        sums[0].index_add_(0, sources, losses[loss_mask].double())
-        sums[1].index_add_(0, sources, torch.ones_like(sources, dtype=torch.float64))
+        sources = row["sources"].where(loss_mask, 0).flatten()  # and no picking, which would wait for the device
+        sums[0].index_add_(0, sources, losses.where(loss_mask, 0.0).flatten().double())
+        sums[1].index_add_(0, sources, loss_mask.flatten().double())
         self._sums.append(sums)
+
+    def total(self) -> torch.Tensor | None:
+        """Sums of the losses and counts of this rank so far, float64 ``[2, sources]`` where the losses are, not read;
+        None without micro-batches."""
+        return torch.stack(self._sums).sum(dim=0) if self._sums else None
 
     def means(self, mesh: Mesh) -> dict[str, float]:
         """``loss/NAME`` and ``tokens/NAME`` of each source over all ranks; a source without tokens has no loss."""
         if len(self.names) < 2:
             return {}
-        total = sum(self._sums, torch.zeros(2, len(self.names), dtype=torch.float64)).tolist() if self._sums else None
-        local = {} if total is None else {"sums": total[0], "counts": total[1]}
+        total = self.total()
+        local = {} if total is None else dict(zip(("sums", "counts"), total.tolist(), strict=True))
         found = [part for stage in mesh.gather(mesh.gather(local, over="loss"), over="pp") for part in stage if part]
         metrics: dict[str, float] = {}
         for index, name in enumerate(self.names):

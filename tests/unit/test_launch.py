@@ -57,7 +57,7 @@ eval: {num_prompts: 2, num_inference_steps: 1}
 def launch(*arguments, **environment):
     """Runs train.sh in a clean environment of one process."""
     removed = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONPATH")
-    removed += ("MKL_CBWR",)
+    removed += ("MKL_CBWR", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
     return subprocess.run(
         ["bash", str(ROOT / "train.sh"), *map(str, arguments)],
@@ -145,16 +145,51 @@ def test_two_processes_know_their_places(echo, tmp_path):
     assert all(each["argv"] == ["a config.yaml", "--train.lr", "1e-4"] for each in seen)
 
 
+def program(folder: Path, name: str, lines: list[str]) -> str:
+    """A program that prints lines, and a PATH that finds it first."""
+    (folder / "bin").mkdir()
+    made = folder / "bin" / name
+    made.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    made.chmod(0o755)
+    return f"{made.parent}:{os.environ['PATH']}"
+
+
+def started_ranks(called: list[str]) -> int:
+    """Ranks that the launcher was asked for; 1 where there was no launcher."""
+    return int(called[3]) if called[:3] == ["-m", "sfumato.launcher", "--nproc-per-node"] else 1
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 3])
 def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_python, gpus):
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: some GPU'\n" for i in range(gpus)))
-    program.chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(gpus)])
     called = launch(echo, "c.yaml", NPROC_PER_NODE="", PATH=path, PYTHON=fake_python).stdout.splitlines()
     launcher = ["-m", "sfumato.launcher", "--nproc-per-node", "3"] if gpus == 3 else []
     assert called == [*launcher, str(echo), "c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"),
+    [
+        ("", 1),
+        ("-1", 1),
+        ("5", 1),
+        ("0,1", 2),
+        ("6, 7", 2),
+        ("0,1,-1,3", 2),
+        ("0,9,1", 1),
+        ("GPU-8f2c,GPU-11aa,MIG-0b1d", 3),
+    ],
+)
+def test_only_the_gpus_that_are_visible_count(echo, tmp_path, fake_python, visible, ranks):
+    path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(8)])
+    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python, "CUDA_VISIBLE_DEVICES": visible}
+    assert started_ranks(launch(echo, "c.yaml", **environment).stdout.splitlines()) == ranks
+
+
+def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, fake_python):
+    path = program(tmp_path, "nvidia-smi", ["No devices were found"])
+    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python, "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert started_ranks(launch(echo, "c.yaml", **environment).stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,13 +203,10 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_pyth
     ],
 )
 def test_with_roles_on_ray_there_is_one_driver(echo, tmp_path, fake_python, yaml, arguments, is_driver):
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'GPU 0'\necho 'GPU 1'\n")
-    program.chmod(0o755)
+    path = program(tmp_path, "nvidia-smi", ["GPU 0", "GPU 1"])
     config = tmp_path / "c.yaml"
     config.write_text(yaml)
-    environment = {"NPROC_PER_NODE": "", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": fake_python}
+    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python}
     called = launch(echo, str(config), *arguments, **environment).stdout.splitlines()
     assert called[-2 - len(arguments) :] == [str(echo), str(config), *arguments]
     assert ("sfumato.launcher" in called) != is_driver
