@@ -41,7 +41,7 @@ SHARED = ["--train.max_steps", "150", "--train.save_steps", "50", "--eval.every_
 TEACHER = f"{RUNS}/teacher"
 OWN: dict[str, list[str]] = {
     "reinforce_pp": ["--algorithm.kl.coef", "0.001"],
-    "ppo": ["--algorithm.kl.coef", "0.001"],
+    "ppo": ["--algorithm.kl.coef", "0.001", "--critic.lr", "0.003"],
     "distillation": ["--algorithm.kl.coef", "1.0", "--algorithm.teacher", f"{TEACHER}/hf_ckpt"],
 }
 """What the runs of a recipe change besides, because the quickstart's settings do not suit it."""

@@ -16,9 +16,9 @@ class CriticConfig(Section):
 
     model_path: FilePath | None = None
     """Folder of a language model, or of a reward model, whose head is kept; null begins from the policy's."""
-    head: Literal["random", "zero"] = "random"
-    """Of a model without a scalar head: random, normal with variance 1 / (hidden width + 1); or zero, so that all
-    values begin at 0."""
+    head: Literal["random", "zero"] = "zero"
+    """Of a model without a scalar head: zero, so that all values begin at 0 and the first advantages are the returns;
+    or random, normal with variance 1 / (hidden width + 1), whose values of size 1 the critic has to unlearn first."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and the head; null trains all weights."""
     lr: float = Field(9e-6, gt=0)

@@ -42,7 +42,7 @@ def make(tmp_path, critic=True, **settings):
     state = TrainState(policy.trained, optimizer, schedule)
     if not critic:
         return state, None
-    config = CriticConfig(**{"lr": 3e-3, **settings})
+    config = CriticConfig(**{"lr": 3e-3, "head": "random", **settings})
     critic = Critic(config, model, train, ALONE, NUM_UPDATES, max_seq_len=64, say=print)
     state.critic = critic.state
     return state, critic
