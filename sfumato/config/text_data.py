@@ -26,11 +26,18 @@ class SyntheticTextConfig(Section):
     """Share of all problems, chosen by a hash, that training never shows; evaluation has only these."""
     turns: int = Field(1, ge=1, le=8)
     """Questions and answers in one conversation."""
+    calculator_calls: float = Field(0.0, ge=0, le=1)
+    """add and multiply: share of answers of the column messages that show a call, `calc(12*34)=408`, as rollout.kind
+    tools with calls inline has it; the others are the bare number."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> SyntheticTextConfig:
+    def _fits(self) -> SyntheticTextConfig:
         if self.min_length > self.max_length:
             raise ValueError(f"min_length {self.min_length} is above max_length {self.max_length}")
+        if self.calculator_calls and self.problem not in ("add", "multiply"):
+            raise ValueError(
+                f"calculator_calls has no meaning with problem {self.problem}: remove it, or take multiply"
+            )
         return self
 
 

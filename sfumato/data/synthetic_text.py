@@ -28,7 +28,7 @@ STATEMENTS = {
     "add": "{} plus {} is {}.",
     "multiply": "{} times {} is {}.",
 }
-ARITHMETIC = ("add", "multiply")
+ARITHMETIC = {"add": "+", "multiply": "*"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Problem:
             return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
+
+    @property
+    def call(self) -> str:
+        """The answer with a call of the calculator, the result included."""
+        return f"calc({ARITHMETIC[self.kind].join(self.operands)})={self.answer}"
 
     @property
     def statement(self) -> str:
@@ -87,13 +92,18 @@ class SyntheticRows:
             raise IndexError(index)
         generator = keyed_generator(self.seed, "held-out problems" if self.held_out else "problems", index)
         problems = [self._draw(generator) for _ in range(self.config.turns)]
-        last = problems[-1]
+        last, wrong = problems[-1], wrong_answer(problems[-1], generator)
+        answers = [self._shown_answer(problem, generator) for problem in problems]
         return {
             "text": " ".join(problem.statement for problem in problems),
-            "messages": [message for problem in problems for message in _turn(problem)],
+            "messages": [
+                message
+                for problem, answer in zip(problems, answers, strict=True)
+                for message in _turn(problem.prompt, answer)
+            ],
             "prompt": last.prompt,
             "chosen": last.answer,
-            "rejected": wrong_answer(last, generator),
+            "rejected": wrong,
             "answer": last.answer,
         }
 
@@ -104,6 +114,10 @@ class SyntheticRows:
     def fingerprint(self) -> str:
         """Identifies the rows, for caches."""
         return f"{self.config.model_dump_json()} {self.seed} {self.held_out}"
+
+    def _shown_answer(self, problem: Problem, generator: torch.Generator) -> str:
+        share = self.config.calculator_calls
+        return problem.call if share and float(torch.rand((), generator=generator)) < share else problem.answer
 
     def _draw(self, generator: torch.Generator) -> Problem:
         fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
@@ -157,5 +171,5 @@ def _integer(generator: torch.Generator, below: int) -> int:
     return int(torch.randint(below, (), generator=generator))
 
 
-def _turn(problem: Problem) -> list[dict[str, str]]:
-    return [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": problem.answer}]
+def _turn(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

@@ -73,9 +73,14 @@ def dotted(path):
     return ".".join(map(str, path))
 
 
+LEFT_TO_PACKAGES = {("data", "data_type", "parameters"), ("data", "data_type", "config")}
+"""Mappings whose keys are of reasoning-gym and verifiers, and are checked when these make the problems."""
+
+
 def mutations(path):
     content = read_yaml(path)
-    return [(content, place, typo) for place in key_paths(content) for typo in typos(place[-1])]
+    places = [place for place in key_paths(content) if not (len(place) > 3 and place[:3] in LEFT_TO_PACKAGES)]
+    return [(content, place, typo) for place in places for typo in typos(place[-1])]
 
 
 def test_the_walk_reaches_every_depth():
@@ -103,7 +108,7 @@ def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
         with pytest.raises(ConfigError) as caught:
             load_config(schema, overrides=renamed(content, place, typo))
         message = str(caught.value)
-        if place[-1] == "type" and (isinstance(place[-2], int) or place[-2] == "engine"):
+        if place[-1] == "type" and (isinstance(place[-2], int) or place[-2] in ("engine", "kind", "data_type")):
             # without its type nothing is known about the other keys of a part, so the missing type is the mistake
             assert f"--{dotted(place[:-1])}: needs a key 'type'" in message, message
             continue
@@ -216,6 +221,8 @@ def made_tiny(path, tmp_path):
         content.pop("runtime", None)  # one process, and the embedded engine
         for name in ("engine", "hybrid_engine", "async_strategy"):
             content["rollout"].pop(name, None)
+        if content["rollout"].get("kind", {}).get("type") in ("agent", "verifiers"):
+            content["rollout"].pop("kind")  # needs packages of its own: tests/e2e/test_text_rl_examples.py
         content |= {"data": {}, "reward": {"rewards": [{"type": "exact"}]}}
         data = {"synthetic": {"num_rows": 40}, "max_prompt_tokens": 64, "chat_template": "none"}
         rest = {"rollout": {"num_prompts": 1, "n": 2, "max_new_tokens": 4}, "eval": {"num_prompts": 2}}
@@ -258,10 +265,14 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
 QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
 """Files for RL of diffusion models that every run of the tests tries."""
 
+SHOWN_WHOLE = ("calculator_sft", "calculator", "agent", "spell_backward_sft", "spell_backward", "verifiers")
+"""Files that tests/e2e/test_text_rl_examples.py runs as they are."""
+
 
 def quick_or_slow(path):
-    is_rl = task_of(path).startswith("rl_diffusion")
-    return pytest.param(path, marks=pytest.mark.slow if is_rl and path.stem not in QUICK else ())
+    is_slow = task_of(path).startswith("rl_diffusion") and path.stem not in QUICK
+    is_slow |= path.stem in SHOWN_WHOLE
+    return pytest.param(path, marks=pytest.mark.slow if is_slow else ())
 
 
 KINDS = ("llama", "qwen2", "deepseek_v2", "deepseek_v3", "qwen3")

@@ -8,6 +8,7 @@ import pytest
 from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic_text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
+from sfumato.rollout.calculator import calculate
 
 KINDS = ["reverse", "sort", "add", "multiply"]
 NUMBERS = ("add", "multiply")
@@ -116,3 +117,21 @@ def test_too_few_problems_are_an_error(held_out, share):
     config = SyntheticTextConfig(min_length=1, max_length=1, held_out=share)
     with pytest.raises(DataError, match=rf"no {'held-out' if held_out else 'training'} problem .*: raise max_length"):
         SyntheticRows(config, 0, held_out)[0]
+
+
+def test_a_share_of_answers_shows_a_call_of_the_calculator():
+    plain = rows_of("multiply", num_rows=400, max_length=3)
+    rows = rows_of("multiply", num_rows=400, max_length=3, calculator_calls=0.3)
+    calls = 0
+    for index in range(400):
+        row, said = rows[index], rows[index]["messages"][1]["content"]
+        assert row == plain[index] | {"messages": row["messages"]}, "the problems are the same"
+        if said != row["answer"]:
+            expression, result = re.fullmatch(r"calc\((\d+\*\d+)\)=(\d+)", said).groups()
+            assert calculate(expression) == result == row["answer"]
+            assert expression.split("*") == re.findall(r"\d+", row["prompt"])
+            calls += 1
+    assert 80 < calls < 160
+    assert rows_of("add", calculator_calls=1.0)[0]["messages"][1]["content"].startswith("calc(")
+    with pytest.raises(ValueError, match="calculator_calls has no meaning with problem sort"):
+        SyntheticTextConfig(problem="sort", calculator_calls=0.5)

@@ -15,18 +15,40 @@ import sys
 from typing import Any
 
 
-def score(asked: dict[str, Any]) -> float | str:
-    """The verdict of the task's own verifier."""
+def make_problems(task: str, size: int, seed: int, parameters: dict[str, Any]) -> Any:
+    """The problems of a task, or why there are none."""
     from reasoning_gym.factory import create_dataset
 
-    problems = create_dataset(asked["task"], size=asked["size"], seed=asked["seed"], **asked["parameters"])
+    try:
+        return create_dataset(task, size=size, seed=seed, **parameters)
+    except Exception as error:
+        return f"its problems cannot be made: {type(error).__name__}: {str(error)[:200]}"
+
+
+def score(asked: dict[str, Any], problems: Any) -> float | str:
+    """The verdict of the task's own verifier."""
+    if isinstance(problems, str):
+        return problems
     entry = problems[asked["index"]]
     if str(entry["answer"]) != asked["answer"]:
         return "this version of reasoning-gym makes another problem than the row's: make the rows again"
     return float(problems.score_answer(asked["given"], entry))
 
 
-def in_own_process(asked: dict[str, Any]) -> float | str:
+def score_all(requests: list[dict[str, Any]]) -> list[float | str]:
+    """A score, or why there is none, for each. The problems of a task, which may take a while, are made once."""
+    made: dict[str, Any] = {}
+    scores = []
+    for asked in requests:
+        which = [asked[name] for name in ("task", "size", "seed", "parameters")]
+        key = json.dumps(which, sort_keys=True)
+        if key not in made:
+            made[key] = make_problems(*which)
+        scores.append(in_own_process(asked, made[key]))
+    return scores
+
+
+def in_own_process(asked: dict[str, Any], problems: Any) -> float | str:
     """The same in a fork, which is ended after its time."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -36,7 +58,7 @@ def in_own_process(asked: dict[str, Any]) -> float | str:
         for each in (0, 1, 2):  # what it prints is no result
             os.dup2(nothing, each)
         try:
-            result: float | str = score(asked)
+            result: float | str = score(asked, problems)
         except BaseException as error:
             result = f"its verifier raised {type(error).__name__}: {str(error)[:200]}"
         os.write(writing, json.dumps(result).encode())
@@ -60,4 +82,4 @@ if __name__ == "__main__":
     sys.path.extend(request["paths"])
     import reasoning_gym  # noqa: F401  (once, before the processes that use it)
 
-    print(json.dumps([in_own_process(each) for each in request["asked"]]))
+    print(json.dumps(score_all(request["asked"])))
