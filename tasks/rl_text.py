@@ -127,7 +127,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         run.count(tokens=metrics["rollout/tokens"] * batch.fraction_driven, flops=flops)
         stream.publish(version=step + 1)
 
-        metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)
+        metrics = scores.metrics("") | advantages.metrics | batch.staleness(step) | metrics
         metrics |= sampling_metrics(batch.group_ids, config.rollout.num_prompts)
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
@@ -165,11 +165,12 @@ def build_actor(
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
+    engine, dumps = TextEngine(config, model, flops, prompts=prompts), RolloutDumps(config, mesh, run.say)
     others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer}
     others |= {"critic": critic.state} if critic is not None else {}
+    others |= {"loader": engine.under_way}  # answers that go on after an update
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
     checkpointer, idle = Checkpointer(config.train, run, mesh, config.train.max_steps), config.runtime.offload_idle
-    engine, dumps = TextEngine(config, model, flops), RolloutDumps(config, mesh, run.say)
     return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic, dumps)
 
 
@@ -187,8 +188,7 @@ def generate(
 ) -> tuple[TextRollout, list[Sample]]:
     """Draws answers, all requests at the same time."""
     with sampler.policy():
-        sequences, samples = sampler.engine.draw_requests(requests, sampler.prompts, iteration, version)
-    return TextRollout(requests=requests, versions=[version] * len(requests), sequences=sequences), samples
+        return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version)
 
 
 def update_policy(
@@ -215,7 +215,7 @@ def update_policy(
     actor.end_update(step + 1)
     found = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
     found |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
-    return update.metrics(found | of_critic)
+    return update.metrics(found | of_critic | actor.engine.metrics)
 
 
 def policy_loss(

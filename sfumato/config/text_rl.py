@@ -11,6 +11,7 @@ from sfumato.config.critic import CriticConfig
 from sfumato.config.paths import FilePath
 from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.rl import MAX_SAMPLES, EvalConfig, RolloutConfig
+from sfumato.config.runtime import STALENESS
 from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_recipes import TEXT_RECIPES
@@ -42,6 +43,56 @@ class TextRolloutConfig(RolloutConfig):
     nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""
     max_extra_groups: int = Field(0, ge=0)
     """Dynamic sampling (DAPO): most groups of an iteration that are drawn in the place of those without spread."""
+    over_sampling_batch_size: int | None = Field(None, ge=2)
+    """Groups that are drawn at a time, more than num_prompts: an iteration ends with the num_prompts-th group that has
+    ended, and the others are aborted. null draws num_prompts."""
+    partial_rollout: bool = False
+    """Keep what over_sampling_batch_size leaves: it goes on in the next iteration, under the new weights. Groups with a
+    token that more than max_staleness updates are ahead of (4, where that is null) are dropped."""
+
+    @property
+    def staleness(self) -> int:
+        """How far a sampler may lag behind the actor; with partial rollouts not at all."""
+        return 0 if self.partial_rollout else super().staleness
+
+    @property
+    def max_age(self) -> int:
+        """Most updates that the policy may be ahead of a token of a partial rollout."""
+        return STALENESS["fully-async"] if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _over_sampling_fits(self) -> TextRolloutConfig:
+        at_a_time = self.over_sampling_batch_size
+        if at_a_time is None:
+            if self.partial_rollout:
+                raise ValueError(
+                    "rollout.partial_rollout keeps what rollout.over_sampling_batch_size leaves: set that above "
+                    f"num_prompts {self.num_prompts}"
+                )
+            return self
+        if at_a_time <= self.num_prompts or at_a_time * self.n > MAX_SAMPLES:
+            raise ValueError(
+                f"rollout.over_sampling_batch_size {at_a_time} must be above num_prompts {self.num_prompts}, and with "
+                f"n {self.n} at most {MAX_SAMPLES:,} samples: raise it, lower it, or leave it out"
+            )
+        if self.partial_rollout and self.max_staleness == 0:
+            raise ValueError("rollout.max_staleness 0 drops every partial rollout: raise it, or leave it out")
+        found = {
+            "kind": (self.kind.type, "single_turn", "a turn of a tool or an environment cannot be taken up again"),
+            "engine": (self.engine.type, "embedded", "others do not say how many tokens they drew at what time"),
+            "hybrid_engine": (self.hybrid_engine, True, "a sampler of its own does not keep what is under way"),
+            "async_strategy": (self.async_strategy, "sync", "the next iteration would begin before this one ends"),
+            "max_extra_groups": (self.max_extra_groups, 0, "groups are not drawn one after the other"),
+        }
+        for name, (value, needed, why) in found.items():
+            if value != needed:
+                raise ValueError(f"rollout.over_sampling_batch_size is for {name} {needed}, not {value}: {why}")
+        if self.micro_batch_size < self.num_prompts * self.n:
+            raise ValueError(
+                f"rollout.micro_batch_size {self.micro_batch_size} cuts an iteration into parts, but with "
+                "rollout.over_sampling_batch_size it is drawn as a whole: leave it out"
+            )
+        return self
 
 
 class TextAlgorithmConfig(RecipeAlgorithmConfig):
@@ -184,6 +235,14 @@ class TextRLConfig(RecipeRLConfig):
         if self.rollout.engine.type != "embedded" and self.model.model_path is None:
             raise ValueError(
                 f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path"
+            )
+        if self.rollout.over_sampling_batch_size is not None and (
+            self.runtime.backend == "ray" or self.runtime.actor_processes > 1
+        ):
+            raise ValueError(
+                "rollout.over_sampling_batch_size is for one process: of several each would choose what ends first "
+                "among its own, and a result would depend on their number: leave it out, or start one process, "
+                "without Ray"
             )
         if self.train.pipeline_parallel_size > 1:
             raise ValueError("train.pipeline_parallel_size: RL of language models takes all other meshes; set it to 1")

@@ -48,7 +48,8 @@ def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: 
         return _digest([[prompt.token_ids, prompt.metadata] for prompt in some])
 
     names = {"data.train_path": content(prompts), "data.eval_path": content(eval_prompts)}
-    return identify(config, names, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
+    sizes = ("num_prompts", "n", "over_sampling_batch_size", "partial_rollout")
+    return identify(config, names, {f"rollout.{name}": getattr(config.rollout, name) for name in sizes})
 
 
 def content_of_sources(sources: Sources | None) -> str:

@@ -30,7 +30,8 @@ from sfumato.rollout.batch import Drawn, SampleRequest
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
-from sfumato.rollout.tokens import TokenSequence
+from sfumato.rollout.partial import OverSampling
+from sfumato.rollout.tokens import TextRollout, TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
@@ -58,6 +59,7 @@ class TextEngine:
         model: LanguageModel | None = None,
         flops: FlopCount | None = None,
         served: bool = False,
+        prompts: Sequence[TextPrompt] = (),
     ) -> None:
         """Starts an engine that has weights of its own; makes the embedded one when it is first needed.
 
@@ -66,6 +68,7 @@ class TextEngine:
             model: the policy, on its mesh; None for an engine with weights of its own.
             flops: of the policy that is trained.
             served: use the engine that ``rollout.engine`` names, which has weights of its own.
+            prompts: those of training, where more groups are under way than an iteration learns from.
 
         Raises:
             ConfigError, EngineError: when that engine does not start.
@@ -77,6 +80,9 @@ class TextEngine:
         """What takes weights; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
         self._is_resting = False
+        more = config.rollout.over_sampling_batch_size is not None
+        self.under_way = OverSampling(config, prompts) if more and model is not None else None
+        """Groups that are drawn beyond what an iteration learns from, where there are some."""
 
     def _embedded(self, module: nn.Module) -> Engine:
         assert self._policy is not None
@@ -124,15 +130,8 @@ class TextEngine:
         Returns:
             B lists of token sequences, and the B samples as rewards see them.
         """
-        engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
-        rollout, evaluation = self.config.rollout, self.config.eval
-        stop, longest = tuple(sorted(stop_tokens(self.template.tokenizer))), rollout.max_new_tokens
-        if weights[0] == EVALUATION:
-            longest = evaluation.max_new_tokens or longest
-            sampling = Sampling(evaluation.temperature, stop_token_ids=stop)
-        else:
-            sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
-        limits = LengthLimits(longest, self.config.max_seq_len)
+        rollout = self.config.rollout
+        engine, sampling, limits = self._ready(weights, version)
 
         async def draw_all() -> list[DrawnText]:
             draws = [
@@ -147,11 +146,35 @@ class TextEngine:
 
     def draw_requests(
         self, requests: Sequence[SampleRequest], prompts: Sequence[TextPrompt], iteration: int, version: int
-    ) -> tuple[list[list[TokenSequence]], list[Sample]]:
-        """Draws the samples of an iteration that are asked for. ``prompts`` are those of training; see ``draw``."""
+    ) -> tuple[TextRollout, list[Sample]]:
+        """Draws the samples of an iteration that are asked for. ``prompts`` are those of training; see ``draw``.
+
+        Where more groups are under way than are asked for, those that end first take the places of these.
+        """
+        weights = ("rollout", version)
+        if self.under_way is not None:
+            return self.under_way.draw(*self._ready(weights, version), self.template, version)
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
-        return self.draw(("rollout", version), version, wanted, groups, keys)
+        sequences, samples = self.draw(weights, version, wanted, groups, keys)
+        return TextRollout(requests=list(requests), versions=[version] * len(requests), sequences=sequences), samples
+
+    def _ready(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
+        """What draws by these weights, and how; arguments as of ``draw``."""
+        engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
+        rollout, evaluation = self.config.rollout, self.config.eval
+        stop, longest = tuple(sorted(stop_tokens(self.template.tokenizer))), rollout.max_new_tokens
+        if weights[0] == EVALUATION:
+            longest = evaluation.max_new_tokens or longest
+            sampling = Sampling(evaluation.temperature, stop_token_ids=stop)
+        else:
+            sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
+        return engine, sampling, LengthLimits(longest, self.config.max_seq_len)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the iteration that was drawn last, where there is more to say than its samples do."""
+        return {} if self.under_way is None else self.under_way.metrics
 
     def close(self) -> None:
         """Ends the engine."""

@@ -29,8 +29,13 @@ class SingleTurn(RolloutKind):
     ) -> DrawnText:
         sequence = SequenceInMaking(prompt.token_ids)
         room = limits.room(len(sequence), len(sequence))
-        drawn = await sequence.draw(engine, keys.request_seed(), room, sampling) if room else []
-        text = template.decode(drawn)
-        messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
-        is_truncated = not room or sequence.finish_reason == "length"
-        return DrawnText([sequence.finished()], text, messages, is_truncated)
+        if room:
+            await sequence.draw(engine, keys.request_seed(), room, sampling)
+        return answered(sequence, prompt, template, is_truncated=not room or sequence.finish_reason == "length")
+
+
+def answered(sequence: SequenceInMaking, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool) -> DrawnText:
+    """A prompt with its whole answer, as a sample."""
+    text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
+    messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
+    return DrawnText([sequence.finished()], text, messages, is_truncated)
