@@ -7,9 +7,8 @@ a GPU. Noise is keyed by (seed, position in the sequence) in its deterministic m
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,8 +18,9 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
+from sfumato.rollout.engines.served_settings import ServedSettings
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
-from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles, own_folder, process_name
+from sfumato.rollout.engines.weight_files import WeightFiles, process_name
 
 HEALTH_TIMEOUT_S = 30.0
 """In which a server that lives draws a token."""
@@ -186,42 +186,15 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
     }
 
 
-@dataclass(frozen=True)
-class SglangSettings:
+@dataclass(frozen=True, kw_only=True)
+class SglangSettings(ServedSettings):
     """SGLang as a server. Not tested with SGLang itself: see the page."""
 
     type: ClassVar[str] = "sglang"
-    is_server: ClassVar[bool] = True
 
-    url: str = ""
-    """Server that runs already, http[s]://host[:port]; the page says how to start it."""
     program: str = ""
     """Python of an environment with SGLang, such as /opt/sglang/bin/python: a server is started with it on this
     machine, and ended with the run."""
-    arguments: tuple[str, ...] = ()
-    """More arguments of the server that is started, as its help names them."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """More environment variables of the server that is started."""
-    tensor_parallel_size: int = 1
-    """GPUs that share the model."""
-    gpu_memory_utilization: float | None = None
-    """Share of the memory of a GPU for weights, keys and values; null: as SGLang chooses."""
-    max_model_len: int | None = None
-    """Tokens of the longest prompt with its completion; null: what the run needs."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """That SGLang computes in, and that weights are sent in."""
-    sleep: bool = False
-    """Give GPU memory to others while nothing is drawn (SGLang's memory saver)."""
-    timeout_s: float = 600.0
-    """Longest that a completion, or any other answer, may take."""
-    start_timeout_s: float = 900.0
-    """Longest that the start may take."""
-    max_requests: int = 256
-    """Requests that are drawn at a time; others wait."""
-    weights_folder: str | None = None
-    """Where weights are written to for SGLang, which must see it; null: weights/ in the run folder."""
-    api_key_env: str = ""
-    """Environment variable with the key of the server at url; empty: it asks for none."""
 
     def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> SglangServer:
         """Starts or finds the server.
@@ -240,12 +213,9 @@ class SglangSettings:
         """
         if bool(self.url) == bool(self.program):
             raise ConfigError("rollout.engine: sglang needs either the url of a server or the program that starts one")
-        key = os.environ.get(self.api_key_env, "")
-        if self.api_key_env and not key:
-            raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
+        key = self.api_key
         model_path = str(Path(model_path).absolute())
-        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        files = WeightFiles(template, DTYPES[self.dtype], own_folder(where), model_path)
+        files = self.weight_files(template, folder, model_path)
         if files.are_adapters:
             raise ConfigError(
                 "SGLang cannot put adapters in the place of others that requests are drawn by: train without "

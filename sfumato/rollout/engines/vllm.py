@@ -6,9 +6,8 @@ What is asked of it, and what its answers mean, is here; how it is asked stands 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,9 +16,10 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.served_settings import ServedSettings
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
-from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles, own_folder, process_name
+from sfumato.rollout.engines.weight_files import WeightFiles, process_name
 
 COLDEST = 0.01
 """vLLM draws by this temperature where a lower one is asked for."""
@@ -123,43 +123,15 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
     }
 
 
-@dataclass(frozen=True)
-class VllmSettings:
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(ServedSettings):
     """vLLM. Without url and program it runs in this process and its own children, and must be installed here."""
 
     type: ClassVar[str] = "vllm"
-    is_server: ClassVar[bool] = True
 
-    url: str = ""
-    """Server that runs already, http[s]://host[:port]; the page says how to start it."""
     program: str = ""
     """vLLM's program in an environment of its own, such as /opt/vllm/bin/vllm: a server is started with it on this
     machine, and ended with the run."""
-    arguments: tuple[str, ...] = ()
-    """More arguments of vLLM's engine, as the help of `vllm serve` names them; with url none."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """More environment variables of the server that is started."""
-    tensor_parallel_size: int = 1
-    """GPUs that share the model."""
-    gpu_memory_utilization: float | None = None
-    """Share of the memory of a GPU (or on CPU of the machine) that vLLM takes; null: as vLLM chooses."""
-    max_model_len: int | None = None
-    """Tokens of the longest prompt with its completion; null: what the run needs."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """That vLLM computes in, and that weights are sent in."""
-    sleep: bool = False
-    """Give GPU memory to others while nothing is drawn (vLLM's sleep mode)."""
-    timeout_s: float = 600.0
-    """Longest that a completion, or any other answer, may take."""
-    start_timeout_s: float = 900.0
-    """Longest that the start may take."""
-    max_requests: int = 256
-    """Requests that are drawn at a time; others wait."""
-    weights_folder: str | None = None
-    """Where weights are written to for vLLM, which must see it; null: weights/ in the run folder. In memory (/dev/shm)
-    it is quicker."""
-    api_key_env: str = ""
-    """Environment variable with the key of the server at url; empty: it asks for none."""
 
     def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> VllmEngine:
         """Starts or finds vLLM.
@@ -178,14 +150,13 @@ class VllmSettings:
         """
         self._check()
         model_path = str(Path(model_path).absolute())
-        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        files = WeightFiles(template, DTYPES[self.dtype], own_folder(where), model_path)
+        files = self.weight_files(template, folder, model_path)
         rank = max_rank(template) if files.are_adapters else 0
         arguments = self._arguments(self._options(model_path, rank, max_length))
         if self.url or self.program:
             calls: VllmCalls = ServerCalls(
                 url=self.url,
-                api_key=os.environ.get(self.api_key_env, "") if self.api_key_env else "",
+                api_key=self.api_key,
                 command=[self.program, "serve", *arguments] if self.program else [],
                 environment=self.environment,
                 model_path=model_path,
@@ -208,8 +179,6 @@ class VllmSettings:
             raise ConfigError(
                 "rollout.engine.arguments are for vLLM that is started, not for the server at url: remove it"
             )
-        if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ConfigError(f"rollout.engine.api_key_env: the variable {self.api_key_env} is not set")
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
         """vLLM's settings, by the names that its Python and command line share."""
