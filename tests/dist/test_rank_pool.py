@@ -25,6 +25,7 @@ def crash(marker: str, times: int) -> float:
     return float(total)
 
 
+@pytest.mark.slow
 def test_a_crash_in_native_code_is_said_and_forgiven_once(tmp_path: Path) -> None:
     pool = RankPool(2)
     with pytest.warns(UserWarning, match="signal 11"):

@@ -126,12 +126,10 @@ def quick_or_slow(cases: dict[str, Any], quick: tuple[str, ...]) -> list[Any]:
 
 QUICK_TEXT = (
     "fsdp2",
-    "hsdp, chunked loss, reduced every micro-batch",
     "ulysses",
     "tp + sequence parallel",
     "fsdp2 x ep, balanced",
     "pp",
-    "adapters with dropout",
     "several sources",
 )
 
@@ -141,7 +139,7 @@ def test_text(mode, ranks, tmp_path):
     both("train_text", mode, TEXT, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(DPO, ("ulysses", "adapters")))
+@pytest.mark.parametrize("mode", quick_or_slow(DPO, ("adapters",)))
 def test_dpo(mode, ranks, tmp_path):
     both("train_text_dpo", mode, DPO, ranks, tmp_path, data={"data_type": "preference"})
 
@@ -151,7 +149,7 @@ def test_kto(mode, ranks, tmp_path):
     both("train_text_kto", mode, KTO, ranks, tmp_path, data={"data_type": "unpaired"})
 
 
-@pytest.mark.parametrize("objective", ["bradley_terry", "process"])
+@pytest.mark.parametrize("objective", ["bradley_terry", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", quick_or_slow(REWARD, ("ulysses",)))
 def test_reward(mode, objective, ranks, tmp_path):
     if mode == "fsdp2 x ep" and objective == "bradley_terry":

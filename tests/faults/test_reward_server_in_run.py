@@ -119,6 +119,7 @@ def test_an_outage_of_20_seconds_changes_no_bit_of_the_quickstart(tmp_path: Path
     assert weights_in(disturbed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_stops_the_run_by_name_and_it_can_be_resumed(
     tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_a_rank_learns_from_its_samples_in_the_order_of_their_ids() -> None:
     assert DiffusionRollout.cat([late, parts[1]]).conditioning_groups == [0]
 
 
-@pytest.mark.parametrize("recipe", ["flow_grpo_fast", "diffusion_nft"])
+@pytest.mark.parametrize("recipe", ["flow_grpo_fast", pytest.param("diffusion_nft", marks=pytest.mark.slow)])
 def test_no_role_opens_the_prompts_again(tmp_path: Path, recipe: str) -> None:
     """They are gone when the roles are built: here the actor and a sampler of its own."""
     prompts = tmp_path / "prompts.txt"

@@ -44,7 +44,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("train_dit, averaged", "train_text, adapters", "train_text, experts", "train_text_dpo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in RUNS])
 def test_a_checkpoint_is_exported_as_the_run_did_it(name, tmp_path):
     task, config, overrides = RUNS[name]
     run = run_task_here(task, config(tmp_path, **overrides))
