@@ -43,6 +43,9 @@ from sfumato.tracking.trackers import read_jsonl
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
 
+DEVICE = os.environ.get("SFUMATO_TEST_DEVICE", "cpu")
+"""Where runs compute, and the tests that ask for it: cpu, or cuda on a machine that has a GPU."""
+
 
 def tiny_pipeline_description() -> dict[str, Any]:
     """An SD3 pipeline of width 32 with two layers: 16x16 pixels are 8x8 latents and 16 image tokens."""
@@ -384,7 +387,7 @@ def _train(tmp_path: Path) -> dict[str, Any]:
         "lr": 1.0e-3,
         "lr_warmup_steps": 2,
         "lr_decay_style": "cosine",
-        "device": "cpu",
+        "device": DEVICE,
         "num_threads": 1,
         "trackers": [],
     }

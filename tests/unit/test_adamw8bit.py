@@ -11,6 +11,7 @@ from sfumato.config.dit import DitTrainConfig
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from tests.tiny import DEVICE
 
 pytest.importorskip("torchao")
 
@@ -21,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 10))
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 10)).to(DEVICE)
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, schedule, steps: range) -> None:
     for step in steps:
-        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         (module(batch) - batch[:, :10].roll(1)).square().mean().backward()
         optimizer.step()
         schedule.step()
@@ -71,7 +72,7 @@ def test_what_is_decompressed_has_the_bits_it_came_from(is_signed, scale):
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
-    mesh = Mesh(Layout(), torch.device("cpu"))
+    mesh = Mesh(Layout(), torch.device(DEVICE))
     truth, optimizer, schedule = build("adamw8bit")
     train(truth, optimizer, schedule, range(8))
     saving = Saving(tmp_path, TrainState(truth, optimizer, schedule, step=8), mesh)

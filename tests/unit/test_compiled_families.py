@@ -20,8 +20,9 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.self_check import check_replay
 from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests import tiny_families
+from tests.tiny import DEVICE
 
-ALONE = Mesh(Layout(), torch.device("cpu"))
+ALONE = Mesh(Layout(), torch.device(DEVICE))
 TRAINED = [0, 2]
 
 FAMILIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
@@ -38,7 +39,8 @@ FAMILIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
 def build(folder: Path, family: str, compiled: bool) -> DiffusionModel:
     describe, tokens = FAMILIES[family]
     (folder / "tiny.yaml").write_text(yaml.safe_dump(describe()))
-    model = build_diffusion_model(ModelConfig(config_path=str(folder / "tiny.yaml"), max_sequence_length=tokens))
+    described = ModelConfig(config_path=str(folder / "tiny.yaml"), max_sequence_length=tokens)
+    model = build_diffusion_model(described, DEVICE)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.denoiser.parameters():

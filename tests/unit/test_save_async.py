@@ -22,7 +22,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.cluster.worker import RoleRun
 from sfumato.tracking.run import Run
-from tests.tiny import Position
+from tests.tiny import DEVICE, Position
 
 TOTAL_STEPS = 20
 
@@ -50,9 +50,9 @@ def slow(monkeypatch):
 def make(output_dir: Path, **settings) -> tuple[Checkpointer, TrainState]:
     settings = {"save_steps": 2, "save_async": True, **settings}
     config = DitTrainConfig(output_dir=str(output_dir), max_steps=TOTAL_STEPS, **settings)
-    mesh = Mesh(Layout(), torch.device("cpu"))
+    mesh = Mesh(Layout(), torch.device(DEVICE))
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(DEVICE)
     run = Run(output_dir, "test", mesh)
     run.begin(TOTAL_STEPS, 0, [])
     state = TrainState(module, *build_optimizer(module, config, TOTAL_STEPS), Ema(module, 0.9), loader=Position())
@@ -61,7 +61,7 @@ def make(output_dir: Path, **settings) -> tuple[Checkpointer, TrainState]:
 
 def train(state: TrainState) -> None:
     """One step that changes everything, in place."""
-    state.model(torch.randn(4, 8)).square().mean().backward()
+    state.model(torch.randn(4, 8).to(DEVICE)).square().mean().backward()
     state.optimizer.step()
     state.schedule.step()
     state.optimizer.zero_grad()
@@ -76,7 +76,7 @@ def contents(state: TrainState) -> dict[str, torch.Tensor]:
     found |= {f"optimizer/{name}/exp_avg": state.optimizer.state[each]["exp_avg"] for name, each in names.items()}
     found |= {f"optimizer/{name}/step": state.optimizer.state[each]["step"] for name, each in names.items()}
     found |= {f"ema/{name}": each for name, each in state.ema.averages.items()}
-    return {name: each.detach().clone() for name, each in found.items()} | {"random/torch": torch.get_rng_state()}
+    return {name: each.detach().cpu().clone() for name, each in found.items()} | {"random/torch": torch.get_rng_state()}
 
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:

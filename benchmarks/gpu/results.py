@@ -1,0 +1,110 @@
+"""What the GPU suite writes: one JSON object a line, each with where its figures come from.
+
+A line is a cell of a stage: ``stage``, ``cell``, ``status``, ``seconds``, the figures in ``values``, why there are none
+in ``reason``; and of the run ``run``, ``commit``, ``date``, ``device``, ``torch``, ``tiny``, ``command``. A line is
+written at once when its cell has ended, so that a crash, or a machine that is taken away, costs no earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = "results.jsonl"
+
+MEASURED, FAILED, CRASHED, LATE, LEFT_OUT = "measured", "failed", "crashed", "out of time", "left out"
+"""Statuses: figures; an exception, or a figure beyond its bound; the process died; it was ended at its limit; not begun
+for lack of time or of something else."""
+BEGUN = "begun"
+"""Between the start and the end of a cell; what remains of one whose process died."""
+BROKEN = (FAILED, CRASHED, LATE)
+"""With one of these the suite ends with exit code 1."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Appends lines that share what is known of the run."""
+
+    path: Path
+    about: dict[str, Any]
+
+    def write(self, stage: str, cell: str, status: str, **more: Any) -> None:
+        """Appends a line in one write, so that two processes do not mix theirs."""
+        line = {"stage": stage, "cell": cell, "status": status, **rounded(more), **self.about}
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to five digits, which is more than a measurement has; those that are not finite as text."""
+    if isinstance(value, dict):
+        return {str(key): rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The lines of some files, or of the file in some folders.
+
+    Raises:
+        SystemExit: a file is missing, or a line is no JSON object; names file and line. A last line that was cut off
+            is none.
+    """
+    found = []
+    for path in paths:
+        path = path / FILE if path.is_dir() else path
+        if not path.is_file():
+            raise SystemExit(f"error: {path} does not exist: give {FILE} of the GPU suite, or its folder")
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, start=1):
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number == len(lines) and not line.endswith("\n"):
+                    continue
+                raise SystemExit(f"error: {path}, line {number}: {error}") from error
+    return found
+
+
+def last_of_each(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last line of each cell; one with figures is not replaced by one without."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        key = line["stage"], line["cell"]
+        if line["status"] == MEASURED or found.get(key, {}).get("status") != MEASURED:
+            found[key] = line
+    return found
+
+
+def commit_of(given: str | None) -> str:
+    """The commit that is measured: what was given, what git says, or "unknown"; with a mark when files have changed."""
+    if given:
+        return given
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    if head.returncode:
+        return "unknown"
+    return head.stdout.strip() + (" and changes" if changed.stdout.strip() else "")
+
+
+def command_of() -> str:
+    """The command of this process as a person would give it."""
+    return " ".join(["python", "-m", "benchmarks.gpu.run", *sys.argv[1:]])

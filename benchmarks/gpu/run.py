@@ -1,0 +1,320 @@
+"""Measures sfumato on a GPU within a budget: stages, cheapest first, each a process with a time limit of its own.
+
+    python -m benchmarks.gpu.run --budget 540                      # all stages; results in $OUT, or runs/gpu
+    python -m benchmarks.gpu.run --budget 540 --only sft rl        # these alone, with all of the time
+    python -m benchmarks.gpu.run --tiny                            # on a CPU, in minutes: whether it works
+
+Each cell appends a line to ``results.jsonl`` when it ends, and a table is printed last. A cell that fails costs itself;
+one whose process dies costs itself, too: the stage is started again after it. What a stage does not use of its time
+goes to the next ones. Exit code 1 when something failed, 2 when nothing could be measured. ``benchmarks.gpu.tables``
+puts the figures into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import pins, results
+from benchmarks.gpu.results import BEGUN, BROKEN, CRASHED, FAILED, LATE, LEFT_OUT, MEASURED, ROOT, Writer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module of this package with a function ``cells(setting)``."""
+
+    name: str
+    seconds: float
+    """Its part of a budget of 540 s."""
+    tiny_seconds: float
+    """Its part of a budget of 180 s with --tiny."""
+    about: str
+
+
+STAGES = (
+    Stage("ceilings", 20, 8, "what the device can do: products, copies, the attention that torch takes"),
+    Stage("kernels", 50, 25, "kernels against float64 on the CPU"),
+    Stage("tasks", 60, 30, "tiny runs of every task: the CPU's losses, asynchronous saving, resuming"),
+    Stage("syncs", 30, 20, "how often a step waits for the device, by line"),
+    Stage("text_rl", 40, 10, "RL of a language model: the embedded engine, an update"),
+    Stage("sft", 110, 30, "fine-tuning of a language model of 1.7 B"),
+    Stage("rl", 150, 35, "Flow-GRPO at the size of Stable Diffusion 3.5 medium"),
+    Stage("traces", 40, 12, "two traced steps of both"),
+    Stage("tests", 40, 10, "tests of the repository on the device"),
+)
+
+GRACE_S = 5.0
+"""Seconds that a process is given to end after SIGTERM."""
+
+TAIL = 600
+"""Characters of a dead process's output that its line keeps."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    names = [stage.name for stage in STAGES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, help="seconds for everything; default 540, with --tiny 180")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only cells whose names contain one")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU; --tiny: the CPU"
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git")
+    parser.add_argument("--again", action="store_true", help="also cells that the results already hold")
+    parser.add_argument("--crash", choices=names, metavar="STAGE", help="kill its process in its first cell: a drill")
+    parser.add_argument("--inside", nargs=3, metavar=("STAGE", "SECONDS", "RUN"), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(given: list[str] | None = None) -> int:
+    arguments = parse(given)
+    if arguments.inside:
+        return inside(arguments)
+    started = time.monotonic()
+    found = pins.problems()
+    if text := pins.told(found):
+        print(text, flush=True)
+    if found["needed"]:
+        print("error: without the packages that are needed nothing is measured", file=sys.stderr)
+        return 2
+    if (device := device_of(arguments)) is None:
+        print("error: torch finds no GPU; --tiny tries the suite on the CPU", file=sys.stderr)
+        return 2
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    run = f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{os.getpid()}"
+    budget = arguments.budget or (180.0 if arguments.tiny else 540.0)
+    stages = [stage for stage in STAGES if stage.name in arguments.only]
+    for number, stage in enumerate(stages):
+        weights = [each.tiny_seconds if arguments.tiny else each.seconds for each in stages[number:]]
+        left = budget - (time.monotonic() - started)
+        limit = left * weights[0] / sum(weights)
+        print(f"{stage.name}: {stage.about}; at most {limit:.0f} s", flush=True)
+        run_stage(stage, arguments, device, run, limit)
+    lines = [line for line in results.read([arguments.output]) if line["run"] == run]
+    print(table(lines), flush=True)
+    print(f"{arguments.output / results.FILE}: {time.monotonic() - started:.0f} s", flush=True)
+    return 1 if any(line["status"] in BROKEN for line in results.last_of_each(lines).values()) else 0
+
+
+def device_of(arguments: argparse.Namespace) -> str | None:
+    """cuda or cpu; None when a GPU is asked for and there is none."""
+    if arguments.device == "cpu" or (arguments.device == "auto" and arguments.tiny):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str, limit: float) -> None:
+    """Runs a stage's process until it has ended by itself or its time is over; again after a cell in which it died."""
+    path, until = arguments.output / results.FILE, time.monotonic() + limit
+    given = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])])}
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SFUMATO_GPU_COMMAND": results.command_of(),
+    }
+    while (left := until - time.monotonic()) > 1:
+        log = arguments.output / f"{stage.name}.log"
+        command = [sys.executable, "-m", "benchmarks.gpu.run", "--inside", stage.name, f"{left:.1f}", run]
+        command += [
+            "--output",
+            str(arguments.output),
+            "--device",
+            device,
+            "--commit",
+            results.commit_of(arguments.commit),
+        ]
+        command += ["--tiny"] * arguments.tiny + ["--again"] * arguments.again
+        command += [*(["--cells", *arguments.cells] if arguments.cells else [])]
+        command += ["--crash", arguments.crash] if arguments.crash else []
+        with log.open("ab") as file:
+            size = file.tell()
+            code = run_process(command, environment, file, left)
+        if code == 0:
+            return
+        said = log.read_bytes()[size:].decode(errors="replace").strip()[-TAIL:]
+        if not close_begun(path, stage.name, run, code, said):  # it died before or after its cells
+            about = {"run": run, "tiny": arguments.tiny}
+            Writer(path, about).write(stage.name, "the stage", CRASHED if code else LATE, reason=ending(code, said))
+            return
+
+
+def run_process(command: list[str], environment: dict[str, str], file: Any, limit: float) -> int | None:
+    """Exit code; None when it had to be ended at its limit, with all processes that it had started."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a process and of its session: asks first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + GRACE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    process.wait()
+
+
+def close_begun(path: Path, stage: str, run: str, code: int | None, said: str) -> bool:
+    """Writes what became of the cell that a dead process had begun. Returns whether there was one."""
+    lines = [line for line in results.read([path]) if line["run"] == run and line["stage"] == stage]
+    if not lines or lines[-1]["status"] != BEGUN:
+        return False
+    line = lines[-1]
+    about = {
+        name: value for name, value in line.items() if name not in ("stage", "cell", "status", "values", "seconds")
+    }
+    status = LATE if code is None else CRASHED
+    Writer(path, about).write(stage, line["cell"], status, reason=ending(code, said))
+    return True
+
+
+def ending(code: int | None, said: str) -> str:
+    if code is None:
+        return "ended at the stage's limit"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}; {said}"
+    return f"exit code {code}; {said}"
+
+
+def inside(arguments: argparse.Namespace) -> int:
+    """The process of a stage: measures its cells one after the other."""
+    name, seconds, run = arguments.inside
+    until = time.monotonic() + float(seconds)
+
+    from sfumato.kernels import choose_kernels
+
+    choose_kernels()
+    import torch
+
+    from benchmarks.gpu.cells import Setting
+
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    path = arguments.output / results.FILE
+    about = {
+        "run": run,
+        "commit": results.commit_of(arguments.commit),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "tiny": arguments.tiny,
+        "command": os.environ.get("SFUMATO_GPU_COMMAND", results.command_of()),
+    }
+    writer = Writer(path, about)
+    known = results.read([path]) if path.exists() else []
+    done = {line["cell"] for line in known if line["stage"] == name and skips(line, run, arguments)}
+    scratch = Path(tempfile.mkdtemp(prefix=f"sfumato_{name}_"))
+    setting = Setting(arguments.device, arguments.tiny, arguments.output.resolve(), scratch, until)
+    try:
+        cells = importlib.import_module(f"benchmarks.gpu.{name}").cells(setting)
+        chosen = [each for each in cells if not arguments.cells or any(part in each for part in arguments.cells)]
+        measure_all({each: cells[each] for each in chosen if each not in done}, name, setting, writer, arguments)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads and worker processes of what was broken off need not be waited for
+
+
+def skips(line: dict[str, Any], run: str, arguments: argparse.Namespace) -> bool:
+    """Whether a line says that its cell need not be begun: this run has ended it, or an earlier one measured it."""
+    if line["run"] == run:
+        return line["status"] != BEGUN
+    return line["status"] == MEASURED and line["tiny"] == arguments.tiny and not arguments.again
+
+
+def measure_all(cells: dict[str, Any], stage: str, setting: Any, writer: Writer, arguments: argparse.Namespace) -> None:
+    from benchmarks.gpu.cells import NotHereError
+
+    longest = 0.0
+    for cell, measure in cells.items():
+        if setting.left_s < longest:
+            reason = f"{setting.left_s:.0f} s were left, and another cell took {longest:.0f} s"
+            writer.write(stage, cell, LEFT_OUT, reason=reason)
+            continue
+        writer.write(stage, cell, BEGUN)
+        if arguments.crash == stage and cell == next(iter(cells)) and not said_crash(writer, stage):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        started = time.monotonic()
+        try:
+            values = measure(setting)
+            assert "ray" not in sys.modules, "what is measured has imported ray"
+        except NotHereError as error:
+            writer.write(stage, cell, LEFT_OUT, reason=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"[:TAIL]
+            writer.write(stage, cell, FAILED, reason=reason, seconds=time.monotonic() - started)
+        else:
+            writer.write(stage, cell, MEASURED, values=values, seconds=time.monotonic() - started)
+        longest = max(longest, time.monotonic() - started)
+        free(setting)
+
+
+def said_crash(writer: Writer, stage: str) -> bool:
+    """Whether the drill has been done: the stage goes on after the cell that it cost."""
+    lines = results.read([writer.path])
+    return any(
+        line["run"] == writer.about["run"] and line["stage"] == stage and line["status"] == CRASHED for line in lines
+    )
+
+
+def free(setting: Any) -> None:
+    """Gives back what a cell has left: models, compiled code, the allocator's memory."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Cells with status and figures, a line each."""
+    rows = []
+    for (stage, cell), line in results.last_of_each(lines).items():
+        values = line.get("values") or {}
+        shown = ", ".join(f"{name} {value}" for name, value in values.items() if isinstance(value, int | float | str))
+        rows.append((stage, cell, line["status"], f"{line.get('seconds', 0):.1f}", shown or line.get("reason", "")))
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:4]] if rows else []
+    return "\n".join(
+        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), first_line(row[4])])
+        for row in rows
+    )
+
+
+def first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0][:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

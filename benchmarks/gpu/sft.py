@@ -1,0 +1,124 @@
+"""Fine-tuning of a language model of 1.7 B: tokens a second and MFU, compiled or not, by autocast or fsdp2, and with
+the output layer in chunks.
+
+A Qwen3 of the published shape with random weights; conversations, of which answers are learned, packed to rows of
+16,384 tokens; AdamW in float32, bf16 products. ``autocast`` is one process as ``train.sh`` starts it on one GPU;
+``fsdp2`` has a process group of one rank, as on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.watched import Steps, group_of_one, run_steps
+
+PEAK_TFLOPS = 790.0
+"""Measured bf16 products of random numbers on an H200; MFU here is the share of this (the data sheet says 989)."""
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1_000_000,
+    "rms_norm_eps": 1.0e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+TINY = QWEN3_1_7B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def cells(setting: Setting) -> dict[str, Cell]:
+    """The grid, that which is likely to be fastest first."""
+    grid = itertools.product(("compile", "eager"), ("autocast", "fsdp2"), ("plain", "chunked"))
+    return {
+        "/".join(choice): lambda given, choice=choice: measure(given, *choice)
+        for choice in grid
+        if not setting.tiny or choice[0] == "eager" or choice == ("compile", "autocast", "plain")
+    }
+
+
+def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str, Any]:
+    """Rates of one cell."""
+    folder = setting.scratch / f"{compiled}_{engine}_{loss}"
+    config = sft_config(folder, setting, compile=compiled == "compile", chunked_loss=loss == "chunked")
+    with group_of_one(setting.on_gpu) if engine == "fsdp2" else contextlib.nullcontext():
+        steps = run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1))
+    return figures(steps)
+
+
+def figures(steps: Steps) -> dict[str, Any]:
+    found = steps.rates("tokens")
+    return found | {"mfu": found["tflops_per_s"] / PEAK_TFLOPS, "loss": steps.metrics[-1]["loss"]}
+
+
+def sft_config(folder: Path, setting: Setting, **train: Any) -> dict[str, Any]:
+    """The configuration of ``tasks/train_text.py``, with its files in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row, rows = setting.size((4096, 4), (64, 2))
+    train_path = folder / "train.jsonl"
+    write_conversations(train_path, longest=row, tokens=setting.size(16, 8) * row * rows)
+    return {
+        "model": {
+            "config_path": write_yaml(folder / "model.yaml", setting.size(QWEN3_1_7B, TINY)),
+            "tokenizer_path": "bytes",
+        },
+        "data": {"data_type": "conversation", "train_path": str(train_path), "max_seq_len": row},
+        "train": {
+            "output_dir": str(folder / "run"),
+            "micro_batch_size": rows,
+            "global_batch_size": rows,
+            "lr": 1.0e-5,
+            "mixed_precision": "bf16",
+            **train,
+        },
+    }
+
+
+def write_conversations(path: Path, longest: int, tokens: int) -> None:
+    """Conversations of random letters, a fifth of each the question; lengths spread up to a row.
+
+    Args:
+        path: the file.
+        longest: most tokens of one; the tokenizer of bytes makes one of each letter, and some of the template.
+        tokens: about so many in all.
+    """
+    source, written = random.Random(0), 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < tokens:
+            length = int(longest * source.uniform(0.4, 0.6)) - 32
+            letters = "".join(source.choices("abcdefghij ", k=max(length, 10)))
+            question, answer = letters[: len(letters) // 5], letters[len(letters) // 5 :]
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+            written += len(letters) + 32
+
+
+def write_yaml(path: Path, values: dict[str, Any]) -> str:
+    """Writes a description; returns its path."""
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return str(path)

@@ -1,0 +1,84 @@
+"""Tiny runs of every task in float32: the losses of the device beside those of the CPU, and a run that was interrupted.
+
+Noise, batches and dropout belong to samples, so a GPU computes the same run as a CPU but for rounding.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.syncs import TASKS
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import run_task_here
+
+COMPARED = {
+    "train_text": ("loss", "grad_norm"),
+    "train_dit": ("loss", "grad_norm"),
+    "train_dit_dpo": ("loss", "grad_norm"),
+    "rl_diffusion": ("reward/total", "grad_norm"),
+    "rl_text": ("reward/total", "grad_norm"),
+}
+"""What of each step is compared."""
+
+MOST = {"loss": 1e-4, "grad_norm": 2e-3, "reward/total": 1e-4}
+"""Largest relative difference in float32; updates carry differences on from step to step."""
+
+STEPS = {"rl_text": 1}
+"""Steps that are compared, where not all: a token that is drawn otherwise by rounding changes all that comes after."""
+
+
+def cells(setting: Setting) -> dict[str, Cell]:
+    tasks = {task: lambda given, task=task: like_the_cpu(given, task) for task in TASKS}
+    return tasks | {"asynchronous saving, resuming": resumed}
+
+
+def tiny_config(task: str, folder: Path, device: str, **train: Any) -> dict[str, Any]:
+    config = TASKS[task](folder)
+    config["train"] |= {"device": device, **train}
+    return config
+
+
+def like_the_cpu(setting: Setting, task: str) -> dict[str, Any]:
+    """Largest relative differences over the steps."""
+    torch.set_float32_matmul_precision("highest")
+    found, wanted = (
+        [line for line in read_jsonl(run_task_here(task, config) / "metrics.jsonl") if COMPARED[task][0] in line]
+        for config in (
+            tiny_config(task, setting.scratch / f"{task}_{number}", device)
+            for number, device in enumerate((setting.device, "cpu"))
+        )
+    )
+    steps = STEPS.get(task, len(wanted))
+    values, wrong = {}, []
+    for name in COMPARED[task]:
+        pairs = [(a[name], b[name]) for a, b in zip(found, wanted, strict=True) if name in b][:steps]
+        assert pairs, f"no step has {name}"
+        values[name] = max(abs(a - b) / max(abs(b), 1e-8) for a, b in pairs)
+        if not values[name] <= MOST[name]:
+            wrong.append(f"{name} differs by {values[name]:.2g}: {pairs}")
+    assert not wrong, "; ".join(wrong)
+    return values
+
+
+def resumed(setting: Setting) -> dict[str, Any]:
+    """A run that saves in the background and is resumed, beside one that is not interrupted."""
+    saving = {"save_steps": 3, "save_async": True}
+    whole = run_task_here("train_text", tiny_config("train_text", setting.scratch / "whole", setting.device))
+    folder = setting.scratch / "resumed"
+    run_task_here("train_text", tiny_config("train_text", folder, setting.device, **saving))
+    for later in (folder / "run" / "checkpoints").glob("global_step_6*"):
+        shutil.rmtree(later)
+    again = tiny_config("train_text", folder, setting.device, load_checkpoint_path="auto", **saving)
+    resumed_run = run_task_here("train_text", again)
+    found, wanted = (
+        [line["loss"] for line in read_jsonl(each / "metrics.jsonl") if "loss" in line] for each in (resumed_run, whole)
+    )
+    assert len(found) == len(wanted) == 6, f"losses of {len(found)} and {len(wanted)} steps"
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    assert worst <= MOST["loss"], f"losses differ by {worst:.2g}: {found}, {wanted}"
+    return {"loss": worst, "same_bits": found == wanted}

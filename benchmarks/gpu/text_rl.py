@@ -1,0 +1,56 @@
+"""GRPO of a language model of 0.6 B with the embedded engine: tokens drawn and trained a second, seconds a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.sft import QWEN3_0_6B, TINY, write_yaml
+from benchmarks.gpu.watched import run_steps
+
+
+def cells(setting: Setting) -> dict[str, Cell]:
+    return {
+        mode: lambda given, mode=mode: measure(given, mode) for mode in ("eager", "compile")[: 1 if setting.tiny else 2]
+    }
+
+
+def measure(setting: Setting, mode: str) -> dict[str, Any]:
+    """Rates of one cell."""
+    config = text_rl_config(setting.scratch / mode, setting)
+    config["train"]["compile"] = mode == "compile"
+    steps = run_steps("rl_text", config, setting, 1, setting.size(2, 1))
+    found = steps.rates("tokens")
+    drawn = [line["rollout/tokens"] for line in steps.metrics if "rollout/tokens" in line][-steps.count :]
+    generate, update = steps.mean("time/generate_s"), steps.mean("time/update_s")
+    mean_drawn = sum(drawn) / len(drawn)
+    found |= {"generate_s": generate, "update_s": update, "drawn_tokens": mean_drawn}
+    return found | {"drawn_tokens_per_s": mean_drawn / generate}
+
+
+def text_rl_config(folder: Path, setting: Setting) -> dict[str, Any]:
+    """The configuration of ``tasks/rl_text.py``: 128 answers of up to 128 tokens, which random weights seldom end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts, group, tokens = setting.size((16, 8, 128), (2, 4, 8))
+    return {
+        "model": {
+            "config_path": write_yaml(folder / "model.yaml", setting.size(QWEN3_0_6B, TINY)),
+            "tokenizer_path": "bytes",
+        },
+        "data": {
+            "synthetic": {"problem": "add", "max_length": 2, "num_rows": 256},
+            "max_prompt_tokens": 64,
+            "chat_template": "none",
+        },
+        "rollout": {"num_prompts": prompts, "n": group, "max_new_tokens": tokens},
+        "reward": {"rewards": [{"type": "tests.text_rewards:Ascii"}]},
+        "algorithm": {"recipe": "grpo"},
+        "train": {
+            "output_dir": str(folder / "run"),
+            "max_tokens_per_micro_batch": setting.size(16_384, 256),
+            "lr": 1.0e-6,
+            "mixed_precision": "bf16",
+        },
+        "eval": {"num_prompts": 2, "max_new_tokens": 4},
+    }

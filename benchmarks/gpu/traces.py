@@ -1,0 +1,96 @@
+"""Two traced steps of fine-tuning and of RL: how long the GPU is busy, by kind of kernel, and the trace itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.rl import rl_config
+from benchmarks.gpu.sft import sft_config
+from benchmarks.gpu.watched import run_steps
+
+KINDS = {
+    "attention": r"flash|fmha|cudnn.*attention|attention|_efficient",
+    "products": r"gemm|cutlass|nvjet|cublas|xmma|matmul|::mm|addmm|bmm",
+    "copies": r"memcpy|memset|copy",
+    "norms and softmax": r"norm|softmax|logsumexp",
+    "optimiser": r"adam|foreach|multi_tensor",
+    "compiled": r"^triton",
+}
+"""By what a kernel's name contains, the first that fits; all else is elementwise and others."""
+
+MAX_BYTES = 15 * 2**20
+"""Larger traces are not kept."""
+
+
+def cells(setting: Setting) -> dict[str, Cell]:
+    modes = ("compile", "eager")[1 if setting.tiny else 0 :]
+    return {
+        f"{task}/{mode}": lambda given, t=task, m=mode: trace(given, t, m) for mode in modes for task in ("sft", "rl")
+    }
+
+
+def trace(setting: Setting, task: str, mode: str) -> dict[str, Any]:
+    """Shares of two steps (RL: of one), after some that do not count."""
+    folder = setting.scratch / f"{task}_{mode}"
+    warm_up, traced = setting.size((4, 2), (1, 1)) if task == "sft" else (setting.size(2, 1), 1)
+    profile = {"compile": mode == "compile", "profile_steps": [warm_up + 1, warm_up + traced]}
+    if task == "sft":
+        config = sft_config(folder, setting, **profile)
+    else:
+        config = rl_config(folder, setting, "2 steps", "jpeg")
+        config["train"] |= profile
+    steps = run_steps("train_text" if task == "sft" else "rl_diffusion", config, setting, warm_up, traced)
+    found = next((folder / "run" / "traces").glob("rank0.json.gz"))
+    events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
+    values = shares(events, setting.on_gpu) | {"traced_s": steps.seconds, "trace_mib": found.stat().st_size / 2**20}
+    keep(found, setting.output / f"trace_{task}_{mode}.json.gz")
+    keep(found.with_name("rank0.txt"), setting.output / f"trace_{task}_{mode}.txt")
+    return values
+
+
+def keep(path: Path, target: Path) -> None:
+    """Copies a file beside the results, unless it is too large."""
+    if path.stat().st_size <= MAX_BYTES:
+        shutil.copyfile(path, target)
+
+
+def shares(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Any]:
+    """Share of the traced time in which the GPU runs something, its parts by kind, and the number of kernels.
+
+    Args:
+        events: of a Chrome trace; times in microseconds.
+        on_gpu: whether kernels count; else operations of the CPU do, whose times include those they call.
+    """
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
+    spans = [each for each in events if each.get("ph") == "X" and each.get("cat") in wanted]
+    assert spans, "the trace has no kernels"
+    whole = [
+        each for each in events if each.get("ph") == "X" and "dur" in each and each.get("cat") in (*wanted, "cpu_op")
+    ]
+    begin, end = min(each["ts"] for each in whole), max(each["ts"] + each["dur"] for each in whole)
+    found = {"busy": busy(spans) / (end - begin), "kernels": len(spans)}
+    if on_gpu:
+        total = sum(each["dur"] for each in spans)
+        for each in spans:
+            kind = kind_of(each["name"])
+            found[kind] = found.get(kind, 0.0) + each["dur"] / total
+    return found
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "others")
+
+
+def busy(spans: list[dict[str, Any]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted((each["ts"], each["ts"] + each["dur"]) for each in spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total

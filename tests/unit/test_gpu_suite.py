@@ -1,0 +1,261 @@
+"""The GPU suite, on a CPU at tiny sizes: its processes, limits and crashes, its cells, the tables of its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import pins, results, rl, run, sft, syncs, tables, traces
+from benchmarks.gpu.cells import Setting, bounded
+from benchmarks.gpu.results import BEGUN, BROKEN, CRASHED, FAILED, LATE, LEFT_OUT, MEASURED, Writer, read
+from benchmarks.gpu.watched import compiled_for, drawn_on, task_module
+from sfumato.config.load import load_config
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.parallel import memory
+from tests.tiny import ROOT
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting("cpu", True, tmp_path, tmp_path / "scratch", time.monotonic() + 600)
+
+
+def suite(output: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.run",
+        "--tiny",
+        "--output",
+        str(output),
+        "--commit",
+        "abc",
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout
+    )
+
+
+def statuses(output: Path) -> dict[tuple[str, str], str]:
+    return {key: line["status"] for key, line in results.last_of_each(read([output])).items()}
+
+
+def test_two_stages_run_and_a_crash_costs_one_cell(tmp_path):
+    chosen = ("--only", "ceilings", "kernels", "--cells", "machine", "copies", "dropout", "--crash", "ceilings")
+    done = suite(tmp_path, *chosen, "--budget", "500", timeout=550)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert statuses(tmp_path) == {
+        ("ceilings", "machine"): CRASHED,
+        ("ceilings", "copies"): MEASURED,
+        ("kernels", "dropout"): MEASURED,
+    }
+    crashed = next(line for line in read([tmp_path]) if line["status"] == CRASHED)
+    assert crashed["reason"].startswith("ended by SIGSEGV") and crashed["commit"] == "abc" and crashed["tiny"]
+    table = done.stdout.splitlines()[-4:-1]
+    assert [line.split()[:3] for line in table] == [
+        ["ceilings", "machine", "crashed"],
+        ["ceilings", "copies", "measured"],
+        ["kernels", "dropout", "measured"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tmp_path):
+    done = suite(tmp_path, "--crash", "sft", "--budget", "2700", timeout=2900)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = statuses(tmp_path)
+    first = ("sft", "compile/autocast/plain")
+    assert [key for key, status in found.items() if status in BROKEN] == [first], done.stdout
+    assert {stage for stage, _ in found} == {stage.name for stage in run.STAGES}
+    left_out = {cell for (_, cell), status in found.items() if status == LEFT_OUT}
+    assert left_out <= {"memory moves", "adamw8bit", "eager/9 steps/ocr processes"}
+    assert (tmp_path / "trace_sft_eager.json.gz").exists() and (tmp_path / "trace_rl_eager.txt").exists()
+    again = suite(tmp_path, "--only", "sft", "--budget", "900", timeout=950)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert statuses(tmp_path)[first] == MEASURED
+    second = [line for line in read([tmp_path]) if line["run"] == read([tmp_path])[-1]["run"]]
+    assert {line["cell"] for line in second} == {first[1]}  # the others are known
+
+
+def test_a_process_is_ended_at_its_limit_with_all_that_it_started(tmp_path):
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        assert run.run_process([sys.executable, "-c", script], dict(os.environ), log, 3.0) is None
+    child = int((tmp_path / "log").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("a process of the stage was left running")
+
+
+def test_what_became_of_a_cell_whose_process_died_is_written(tmp_path):
+    path, about = tmp_path / results.FILE, {"run": "r", "tiny": True}
+    writer = Writer(path, about)
+    writer.write("sft", "one", BEGUN)
+    writer.write("sft", "one", MEASURED, values={"loss": 1.23456789, "rate": float("nan")}, seconds=1.0)
+    assert not run.close_begun(path, "sft", "r", 1, "")
+    writer.write("sft", "two", BEGUN)
+    assert run.close_begun(path, "sft", "r", None, "said")
+    lines = read([tmp_path])
+    assert (lines[-1]["cell"], lines[-1]["status"], lines[-1]["run"]) == ("two", LATE, "r")
+    assert lines[1]["values"] == {"loss": 1.2346, "rate": "nan"}
+    arguments = run.parse(["--tiny"])
+    assert run.skips(lines[1], "another", arguments) and not run.skips(lines[-1], "another", arguments)
+    assert run.skips(lines[-1], "r", arguments)
+
+
+def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, setting, capsys):
+    def fail(_: Setting) -> dict[str, Any]:
+        bounded({"error": float("nan")}, 1.0)
+        return {}
+
+    writer = Writer(tmp_path / results.FILE, {"run": "r", "tiny": True})
+    arguments = run.parse(["--tiny"])
+    late = Setting("cpu", True, tmp_path, tmp_path, time.monotonic() + 0.05)
+    cells = {"fails": fail, "works": lambda _: time.sleep(0.06) or {"x": 1.0}, "too late": lambda _: {"x": 2.0}}
+    run.measure_all(cells, "sft", late, writer, arguments)
+    found = {cell: status for (_, cell), status in statuses(tmp_path).items()}
+    assert found == {"fails": FAILED, "works": MEASURED, "too late": LEFT_OUT}
+    assert "error above 1" in read([tmp_path])[1]["reason"] and "Traceback" in capsys.readouterr().err
+
+
+def test_results_that_are_broken_are_refused_and_a_cut_last_line_is_not(tmp_path):
+    path = tmp_path / results.FILE
+    path.write_text('{"a": 1}\n{"b": ')
+    assert read([path]) == [{"a": 1}]
+    path.write_text('{"a": 1}\n{"b": \n{"c": 3}\n')
+    with pytest.raises(SystemExit, match="line 2"):
+        read([path])
+    with pytest.raises(SystemExit, match="does not exist"):
+        read([tmp_path / "none"])
+
+
+def test_packages_that_are_missing_are_named_with_what_for():
+    def installed(name: str) -> str:
+        if name in ("diffusers", "datasets", "rapidocr"):
+            raise metadata.PackageNotFoundError(name)
+        return "2.9.0" if name == "torch" else metadata.version(name)
+
+    found = pins.problems(installed)
+    assert any("diffusers" in each and "missing" in each for each in found["needed"])
+    assert any("torch" in each and "2.9.0 is installed" in each for each in found["needed"])
+    assert any("datasets" in each and "nothing that is measured" in each for each in found["optional"])
+    assert any("rapidocr" in each and "OCR" in each for each in found["optional"])
+    assert "--fetch" in pins.told(found) and pins.told({"needed": [], "optional": []}) == ""
+    assert {"diffusers", "rapidocr", "pydantic-core"} <= pins.pinned().keys()
+    assert pins.missing_below("diffusers") == [] and pins.missing_below("no-such-package") == ["no-such-package"]
+
+
+def test_the_page_holds_the_tables_of_the_results_that_are_kept():
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.filled(page, tables.chosen(read(tables.kept()))) == page, "python -m benchmarks.gpu.tables --write"
+
+
+def test_figures_come_to_the_page_with_their_origin(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(tables, "MEASURED_FOLDER", tmp_path / "measured")
+    tables.PAGE.write_text("".join(f"<!-- gpu {name} -->\n<!-- end -->\n" for name in tables.TABLES), encoding="utf-8")
+    about = {
+        "run": "r1",
+        "commit": "c0ffee",
+        "date": "2026-12-01",
+        "device": "G",
+        "torch": "9",
+        "command": "cmd",
+        "tiny": False,
+    }
+    writer = Writer(tmp_path / results.FILE, about)
+    writer.write("sft", "compile/autocast/plain", BEGUN)
+    writer.write(
+        "sft", "compile/autocast/plain", MEASURED, values={"tokens_per_s": 30123.4, "mfu": 0.5623}, seconds=9.0
+    )
+    writer.write("sft", "eager/autocast/plain", CRASHED, reason="ended by SIGSEGV; ")
+    tables.main([str(tmp_path), "--write"])
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert "| compile, autocast, plain | 30123 | not measured | not measured | 56.2 % | not measured |" in page
+    assert "| eager, autocast, plain | crashed | crashed | crashed | crashed | crashed |" in page
+    assert "Origin: G, torch 9, 2026-12-01, commit c0ffee, `cmd`." in page
+    tables.main(["--write"])  # what is kept is enough
+    assert tables.PAGE.read_text(encoding="utf-8") == page
+    Writer(tmp_path / results.FILE, about | {"tiny": True}).write("sft", "eager/fsdp2/plain", MEASURED, values={})
+    with pytest.raises(SystemExit, match="tiny"):
+        tables.main([str(tmp_path), "--write"])
+
+
+def test_every_cell_of_a_table_is_a_cell_of_its_stage(setting):
+    real = Setting("cuda", False, setting.output, setting.scratch, setting.until)
+    modules = {"sft": sft, "rl": rl, "syncs": syncs, "traces": traces}
+    for name, module in modules.items():
+        in_table = {cell for _, cell in tables.TABLES[name].cells}
+        assert in_table == set(module.cells(real)), name
+
+
+def test_fine_tuning_is_timed_and_broken_off(setting):
+    found = sft.measure(setting, "eager", "autocast", "plain")
+    assert found["tokens_per_s"] > 0 and found["tflops_per_s"] > 0 and 5 < found["loss"] < 8
+    assert not list((setting.scratch / "eager_autocast_plain/run").glob("checkpoints/global_step_*"))
+
+
+def test_weights_are_drawn_where_they_are_used_and_none_is_all_zero(setting):
+    config = rl.rl_config(setting.scratch, setting, "2 steps", "jpeg")
+    module = task_module("rl_diffusion")
+    parsed = load_config(module.TrajectoryRLConfig, overrides=config)
+    with drawn_on("cpu"):
+        model = build_diffusion_model(parsed.model)
+    zeros = [name for name, each in model.denoiser.named_parameters() if not each.any()]
+    assert zeros and all("lora_B" in name for name in zeros)
+    plain = build_diffusion_model(parsed.model)
+    assert any(not each.any() for name, each in plain.denoiser.named_parameters() if "lora_" not in name)
+
+
+def test_only_a_gpu_gets_generated_code(setting):
+    with compiled_for(setting):
+        assert memory.apply_memory_savings.__defaults__ == ("aot_eager",)
+    assert memory.apply_memory_savings.__defaults__ == ("inductor",)
+
+
+def test_waits_are_counted_by_the_line_of_sfumato_that_led_to_them():
+    from sfumato.parallel.expert import multiply_in_turn
+
+    with syncs.Waits(on_gpu=False) as waits:
+        torch.ones(()).item()  # before the second step nothing counts
+        waits.after_step(2)
+        multiply_in_turn(torch.ones(3, 2), torch.ones(2, 2, 2), torch.tensor([1, 2]))
+        float(torch.ones(()))
+    ours = {line: count for line, count in waits.lines.items() if line.startswith("sfumato/parallel/expert.py")}
+    assert waits.lines.total() == 1 + sum(ours.values()), waits.lines
+
+
+def test_a_trace_says_how_long_the_gpu_is_busy_and_with_what():
+    kernel = {"ph": "X", "cat": "kernel"}
+    events = [
+        kernel | {"name": "sm90_xmma_gemm_bf16", "ts": 0, "dur": 40},
+        kernel | {"name": "flash_fwd_kernel", "ts": 20, "dur": 30},
+        kernel | {"name": "vectorized_elementwise", "ts": 80, "dur": 10},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 100},
+        {"ph": "i", "name": "mark", "ts": 5},
+    ]
+    found = traces.shares(events, on_gpu=True)
+    assert found["busy"] == pytest.approx(0.6) and found["kernels"] == 3
+    assert found["products"] == pytest.approx(0.5) and found["attention"] == pytest.approx(30 / 80)
+    assert json.dumps(found) and found["others"] == pytest.approx(1 / 8)
