@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -51,8 +52,8 @@ STAGES = (
     Stage("text_rl", 40, 10, "RL of a language model: the embedded engine, an update"),
     Stage("sft", 110, 30, "fine-tuning of a language model of 1.7 B"),
     Stage("rl", 150, 35, "Flow-GRPO at the size of Stable Diffusion 3.5 medium"),
-    Stage("traces", 40, 12, "two traced steps of both"),
-    Stage("tests", 40, 10, "tests of the repository on the device"),
+    Stage("traces", 60, 12, "two traced steps of both"),
+    Stage("tests", 30, 10, "tests of the repository on the device"),
 )
 
 GRACE_S = 5.0
@@ -106,7 +107,9 @@ def main(given: list[str] | None = None) -> int:
         run_stage(stage, arguments, device, run, limit)
     lines = [line for line in results.read([arguments.output]) if line["run"] == run]
     print(table(lines), flush=True)
-    print(f"{arguments.output / results.FILE}: {time.monotonic() - started:.0f} s", flush=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = f"{used.ru_utime + used.ru_stime:.0f} s of processors"
+    print(f"{arguments.output / results.FILE}: {time.monotonic() - started:.0f} s, {cpu}", flush=True)
     return 1 if any(line["status"] in BROKEN for line in results.last_of_each(lines).values()) else 0
 
 

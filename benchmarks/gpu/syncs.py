@@ -44,6 +44,8 @@ WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equ
 
 OWN = (str(ROOT / "sfumato"), str(ROOT / "tasks"))
 
+WAIT = Setting.wait.__code__
+
 MOST_LINES = 25
 """Lines that are written of a task; the others are counted together."""
 
@@ -56,7 +58,7 @@ def count(setting: Setting, task: str) -> dict[str, Any]:
     """Waits of a step after the second, in all and by line, and its micro-batches."""
     config = TASKS[task](setting.scratch / task)
     config["train"] |= {"device": setting.device, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
-    if setting.on_gpu:
+    if setting.on_gpu and not task.startswith("rl_"):
         config["train"]["mixed_precision"] = "bf16"
     config["train"].pop("max_steps")
     if task.startswith("rl_"):
@@ -86,8 +88,8 @@ class Waits:
 
     def add(self) -> None:
         """A wait of whoever is on the stack."""
-        if self.counting:
-            self.lines[own_line()] += 1
+        if self.counting and (line := own_line()):
+            self.lines[line] += 1
 
     def __enter__(self) -> Waits:
         self._stack.enter_context(self._on_gpu() if self.on_gpu else Counted(self))
@@ -139,11 +141,14 @@ class Counted(TorchDispatchMode):
 
 
 def own_line() -> str:
-    """``file:line`` of the innermost frame of sfumato on this thread's stack; the caller's where there is none."""
+    """``file:line`` of the innermost frame of sfumato on this thread's stack; the caller's where there is none, and
+    nothing for a wait of this suite."""
     frame = first = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(OWN):
             return f"{Path(path).relative_to(ROOT)}:{frame.f_lineno}"
+        if frame.f_code is WAIT:
+            return ""
         frame = frame.f_back
     return f"{Path(first.f_code.co_filename).name}:{first.f_lineno}"

@@ -36,7 +36,7 @@ def cells(setting: Setting) -> dict[str, Cell]:
 
 
 def trace(setting: Setting, task: str, mode: str) -> dict[str, Any]:
-    """Shares of two steps (RL: of one), after some that do not count."""
+    """Shares of two steps (RL: of one, of eight images), after some that do not count."""
     folder = setting.scratch / f"{task}_{mode}"
     warm_up, traced = setting.size((4, 2), (1, 1)) if task == "sft" else (setting.size(2, 1), 1)
     profile = {"compile": mode == "compile", "profile_steps": [warm_up + 1, warm_up + traced]}
@@ -45,6 +45,8 @@ def trace(setting: Setting, task: str, mode: str) -> dict[str, Any]:
     else:
         config = rl_config(folder, setting, "2 steps", "jpeg")
         config["train"] |= profile
+        if not setting.tiny:  # one pass of each kind
+            config["rollout"] |= {"num_prompts": 1, "micro_batch_size": 8}
     steps = run_steps("train_text" if task == "sft" else "rl_diffusion", config, setting, warm_up, traced)
     found = next((folder / "run" / "traces").glob("rank0.json.gz"))
     events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]

@@ -103,6 +103,7 @@ def run_steps(
     folder = Path(parsed.train.output_dir)
     lines = [line for line in read_jsonl(folder / "timings.jsonl") if line["step"] > warm_up]
     found.timings, found.metrics = lines, list(read_jsonl(folder / "metrics.jsonl"))
+    found.peak_gib = max(line.get("memory/gpu_peak_mib", 0.0) for line in lines) / 1024
     return found
 
 
@@ -150,12 +151,8 @@ def watching(
         log(run, step, *args, **named)
         if each_step is not None:
             each_step(step)
-        if started[0] and setting.on_gpu:
-            found.peak_gib = max(found.peak_gib, torch.cuda.max_memory_reserved() / 2**30)
         if step == first:
             setting.wait()
-            if setting.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
             started[0] = time.perf_counter()
         elif step == last:
             setting.wait()

@@ -10,6 +10,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,14 +92,8 @@ def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tm
 
 
 def test_a_process_is_ended_at_its_limit_with_all_that_it_started(tmp_path):
-    script = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
     with (tmp_path / "log").open("wb") as log:
-        assert run.run_process([sys.executable, "-c", script], dict(os.environ), log, 3.0) is None
+        assert run.run_process(["bash", "-c", "sleep 600 & echo $!; wait"], dict(os.environ), log, 1.0) is None
     child = int((tmp_path / "log").read_text())
     for _ in range(100):
         if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
@@ -124,16 +119,20 @@ def test_what_became_of_a_cell_whose_process_died_is_written(tmp_path):
     assert run.skips(lines[-1], "r", arguments)
 
 
-def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, setting, capsys):
+def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, capsys):
     def fail(_: Setting) -> dict[str, Any]:
         bounded({"error": float("nan")}, 1.0)
         return {}
 
     writer = Writer(tmp_path / results.FILE, {"run": "r", "tiny": True})
     arguments = run.parse(["--tiny"])
-    late = Setting("cpu", True, tmp_path, tmp_path, time.monotonic() + 0.05)
-    cells = {"fails": fail, "works": lambda _: time.sleep(0.06) or {"x": 1.0}, "too late": lambda _: {"x": 2.0}}
-    run.measure_all(cells, "sft", late, writer, arguments)
+    clock = SimpleNamespace(left_s=100.0, on_gpu=False)
+
+    def work(given: Any) -> dict[str, Any]:
+        given.left_s = 0.0
+        return {"x": 1.0}
+
+    run.measure_all({"fails": fail, "works": work, "too late": work}, "sft", clock, writer, arguments)
     found = {cell: status for (_, cell), status in statuses(tmp_path).items()}
     assert found == {"fails": FAILED, "works": MEASURED, "too late": LEFT_OUT}
     assert "error above 1" in read([tmp_path])[1]["reason"] and "Traceback" in capsys.readouterr().err
@@ -218,6 +217,7 @@ def test_fine_tuning_is_timed_and_broken_off(setting):
 
 def test_weights_are_drawn_where_they_are_used_and_none_is_all_zero(setting):
     config = rl.rl_config(setting.scratch, setting, "2 steps", "jpeg")
+    config["train"]["max_steps"] = 1
     module = task_module("rl_diffusion")
     parsed = load_config(module.TrajectoryRLConfig, overrides=config)
     with drawn_on("cpu"):
