@@ -26,7 +26,8 @@ class Scheduler:
     def __init__(self, model_path: Path, faults: set[str]) -> None:
         self.module, self.faults, self.version = make_model(), faults, "default"
         self.model_path, self.lock = model_path, threading.Condition()
-        self.is_paused, self.num_aborts, self.num_running, self.seen = False, 0, 0, []
+        self.is_paused, self.num_aborts, self.num_waiting, self.seen = False, 0, 0, []
+        self.waits_after: int | None = None  # tokens, after which requests wait for the next pause
 
     def info(self) -> dict[str, Any]:
         return {
@@ -43,10 +44,12 @@ class Scheduler:
         if body.get("logprob_start_len") == 0:
             scores = log_probs(self.module, torch.tensor([tokens]))[0].tolist()
             given = [[None, tokens[0], None], *([s, t, None] for s, t in zip(scores, tokens[1:], strict=True))]
-        with self.lock:
-            self.num_running += 1
         while len(drawn) < params["max_new_tokens"]:
             with self.lock:
+                if len(drawn) == self.waits_after:
+                    self.num_waiting += 1
+                    self.lock.wait_for(lambda: self.waits_after is None)
+                    self.num_waiting -= 1
                 self.lock.wait_for(lambda: not self.is_paused or self.num_aborts > aborts)
                 if self.num_aborts > aborts:
                     reason = {"type": "abort", "message": "Abort in waiting queue"}
@@ -60,8 +63,6 @@ class Scheduler:
             if token in params.get("stop_token_ids", ()):
                 reason = {"type": "stop", "matched": token}
                 break
-        with self.lock:
-            self.num_running -= 1
         meta = {"id": "1", "finish_reason": reason, "prompt_tokens": len(body["input_ids"]), "cached_tokens": 0}
         meta |= {"weight_version": self.version, "completion_tokens": len(drawn), "output_token_logprobs": drawn}
         meta |= {} if given is None else {"input_token_logprobs": given}
@@ -92,7 +93,7 @@ class Scheduler:
 
     def pause(self, mode: str | None) -> None:
         with self.lock:
-            self.is_paused = mode is not None
+            self.is_paused, self.waits_after = mode is not None, None
             self.num_aborts += mode == "abort"
             self.lock.notify_all()
 

@@ -48,11 +48,12 @@ def requests_of(count, length=6):
     return [GenerationRequest([5, each, 9], 2**62 + each, length) for each in range(count)]
 
 
-def begin(engine, scheduler, requests, tokens=2):
+def begin(engine, scheduler, requests):
+    """Each request draws two tokens, and goes on when the engine has paused."""
+    scheduler.waits_after = 2
     future = ThreadPoolExecutor(1).submit(drawn, engine, requests)
-    while scheduler.num_running < min(len(requests), engine.http._threads._max_workers):
+    while scheduler.num_waiting < min(len(requests), engine.http._threads._max_workers):
         time.sleep(0.01)
-    time.sleep(0.05)
     return future
 
 
