@@ -25,6 +25,7 @@ from sfumato.parallel.mesh import Mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.precision import compute_in
 from sfumato.parallel.shards import local
 from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
 
@@ -113,6 +114,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
         blocks = find_blocks(module, planned.plan)
         if layout.tp > 1:
             module = parallelize(module, mesh, config, planned.plan)
+        if planned.dtype is not None and not gathers_low:
+            compute_in(module, planned.dtype)
         return count_saved(module, blocks, lambda: planned.run(module))
 
 

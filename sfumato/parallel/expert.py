@@ -19,7 +19,8 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local
 
 EXCHANGED = "sfumato_exchanged"
-"""Name under which transformers finds our function of an experts module."""
+GROUPED = "sfumato_grouped"
+"""Names under which transformers finds our functions of an experts module."""
 
 
 def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]:
@@ -62,6 +63,24 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
                 f"{name}: {type(layer_experts).__name__} cannot be switched to another experts implementation"
             )
     return experts
+
+
+def apply_grouped_experts(module: nn.Module) -> None:
+    """Computes experts in groups and in the dtype of autocast, where each rank has all of them.
+
+    transformers' own way takes the dtype of the weights, which under autocast is float32, and its backward pass adds
+    in an order that changes from run to run on GPUs. Models whose experts follow no ``use_experts_implementation`` stay
+    as they are, and so do those of which some have adapters on experts' weights, or parts of their own.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
+    has_more = any(len([*each.named_parameters()]) != len(each._parameters) for each in experts.values())
+    has_adapters = any(name.split(".")[-1] == "base_layer" for name in experts)
+    if not experts or has_more or has_adapters or not hasattr(module, "set_experts_implementation"):
+        return
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
+    module.set_experts_implementation(GROUPED)
 
 
 def has_experts(module: nn.Module) -> bool:
@@ -134,6 +153,26 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
     rows = _Exchange.apply(rows, received, sent, group)
+    rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
+    rows = rows.view(*top_k_weights.shape, rows.shape[-1]) * top_k_weights.unsqueeze(-1)
+    return rows.sum(dim=1).to(hidden_states.dtype)
+
+
+def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts' part of a layer, where each rank has all experts; nothing waits for the device.
+
+    Args:
+        experts: the experts module, with whole weights.
+        hidden_states, top_k_index, top_k_weights: as for ``exchanged_experts``.
+
+    Returns:
+        ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
+    """
+    device, k = hidden_states.device.type, top_k_index.shape[-1]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
+    order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
+    rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
+    rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
     rows = rows.view(*top_k_weights.shape, rows.shape[-1]) * top_k_weights.unsqueeze(-1)
     return rows.sum(dim=1).to(hidden_states.dtype)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
+from sfumato.parallel.precision import Converted
 from sfumato.parallel.shards import local
 
 ATTENTION = frozenset(
@@ -121,7 +122,7 @@ def apply_memory_savings(
                 "gradient_checkpointing_disable() (transformers) on the model"
             )
     for name, block in blocks.items():
-        if "forward" in vars(block):
+        if not isinstance(vars(block).get("forward"), Converted | None):
             raise ConfigError(
                 f"the forward of {name} has been replaced already (a cache, a hook of diffusers?): remove that, or set "
                 "train.activation_checkpointing none, train.enable_activation_offload false and train.compile false"
@@ -136,7 +137,11 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
         self.block, self.mode, self.backend, self.offload = block, mode, backend, offload
-        block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
+        replaced = vars(block).get("forward")
+        if isinstance(replaced, Converted):
+            block.class_forward = replaced.of_block
+        else:
+            block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
         run = MethodType(FORWARDS[mode], block)
         self.run = run if backend is None else torch.compile(run, backend=backend, **_compile_settings())
 

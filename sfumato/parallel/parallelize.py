@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
-from sfumato.parallel.expert import apply_expert_parallel, expert_placement, has_experts
+from sfumato.parallel.expert import apply_expert_parallel, apply_grouped_experts, expert_placement, has_experts
 from sfumato.parallel.memory import apply_memory_savings
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.precision import compute_in
 from sfumato.parallel.sequence import apply_sequence_parallel
 from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement
@@ -47,7 +48,8 @@ def parallelize(
         mesh: the ranks.
         config: what to apply.
         plan: the model's blocks and cuts.
-        param_dtype: dtype in which fsdp gathers and uses weights (bf16 under mixed precision); None keeps theirs.
+        param_dtype: dtype in which float32 weights are used (bf16 under mixed precision): fsdp gathers them in it, and
+            where nothing is gathered layers convert their own. None keeps theirs.
 
     Returns:
         The module to call from now on.
@@ -64,9 +66,13 @@ def parallelize(
             apply_tensor_parallel(part, mesh, plan, config.sequence_parallel)
     if layout.ep > 1 and (layout.pp == 1 or has_experts(module)):
         experts = apply_expert_parallel(module, mesh)
+    elif layout.ep == 1 and param_dtype is not None:
+        apply_grouped_experts(module)
     if layout.cp > 1:
         for part in parts:
             apply_sequence_parallel(part, mesh, plan)
+    if param_dtype is not None and (not mesh.distributed or config.data_parallel_mode == "ddp"):
+        compute_in(module, param_dtype)
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compile:
         apply_memory_savings(module, config, blocks)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)

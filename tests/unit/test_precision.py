@@ -1,0 +1,130 @@
+"""bf16 in one process: what fsdp2 computes with gathered bf16 weights, over float32 weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from sfumato.config.parallel import ParallelConfig
+from sfumato.parallel import expert
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.memory import apply_memory_savings
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.plan import find_blocks
+from sfumato.parallel.precision import compute_in
+from tests.dist.cases import CASES, build
+
+KINDS = ("dense", "moe", "sd3", "wan")
+ALONE = Mesh(Layout(), torch.device("cpu"))
+
+
+def loss_of(kind: str, module: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return CASES[kind].loss(module, CASES[kind].row(0), ALONE)[0]
+
+
+def parallel(kind: str, module: nn.Module, **config: object) -> nn.Module:
+    return parallelize(module, ALONE, ParallelConfig(**config), CASES[kind].plan(module), torch.bfloat16)
+
+
+def float32_weights_in_bf16(module: nn.Module) -> nn.Module:
+    """As fsdp2 gathers them; buffers stay."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16) if parameter.dtype == torch.float32 else parameter.data
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_that_of_bf16_weights_and_gradients_are_float32(kind):
+    plain = build(kind).train()
+    trained, low = parallel(kind, copy.deepcopy(plain)), float32_weights_in_bf16(copy.deepcopy(plain))
+    if kind == "moe":
+        expert.apply_grouped_experts(low)
+    loss = loss_of(kind, trained)
+    assert loss == loss_of(kind, low)
+    if kind in ("dense", "moe"):
+        assert loss != loss_of(kind, plain), "autocast alone would do"
+    loss.backward()
+    names = dict(plain.named_parameters())
+    assert dict(trained.named_parameters()).keys() == names.keys() == trained.state_dict().keys() & names.keys()
+    for parameter in trained.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is None or parameter.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_residual_stream_is_bf16(kind):
+    module = parallel(kind, build(kind).train())
+    seen = []
+    for block in find_blocks(module, CASES[kind].plan(module)).values():
+        block.register_forward_pre_hook(lambda _block, given: seen.append(given[0].dtype))
+        block.register_forward_hook(lambda _block, _given, made: seen.append(made.dtype))
+    loss_of(kind, module)
+    assert seen and set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_blocks_convert_again(kind, mode):
+    plain = build(kind).train()
+    kept, recomputed = (parallel(kind, copy.deepcopy(plain), activation_checkpointing=each) for each in ("none", mode))
+    losses = [loss_of(kind, module) for module in (kept, recomputed)]
+    assert losses[0] == losses[1]
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "wan"])
+def test_the_compiler_follows_without_a_break(kind):
+    plain = build(kind).train()
+    eager = loss_of(kind, parallel(kind, copy.deepcopy(plain)))
+    compute_in(plain, torch.bfloat16)
+    torch._dynamo.reset()
+    counters.clear()
+    blocks = find_blocks(plain, CASES[kind].plan(plain))
+    apply_memory_savings(plain, ParallelConfig(compile=True), blocks, backend="eager")
+    assert loss_of(kind, plain) == eager
+    assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
+
+
+def test_a_layer_that_fails_keeps_its_weights():
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self) -> None:
+            raise RuntimeError(str(self.weight.dtype))
+
+    module = Fails()
+    compute_in(module, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        module()
+    assert module.weight.dtype == torch.float32 and "weight" not in vars(module)
+
+
+def test_experts_are_multiplied_in_groups_and_in_bf16(monkeypatch):
+    seen = []
+    real = expert._compute
+    monkeypatch.setattr(expert, "_compute", lambda *given: seen.append((given[1].dtype, given[3])) or real(*given))
+    plain = build("moe").train()
+    module = parallel("moe", copy.deepcopy(plain))
+    found = loss_of("moe", module)
+    assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert float(found) == pytest.approx(float(loss_of("moe", plain)), rel=1e-2)
+
+
+def test_float32_experts_stay_as_transformers_computes_them():
+    plain = build("moe").train()
+    before = plain.config._experts_implementation
+    module = parallelize(plain, ALONE, ParallelConfig(), CASES["moe"].plan(plain), None)
+    assert module.config._experts_implementation == before != expert.GROUPED
