@@ -50,7 +50,7 @@ from sfumato.rollout.text_policy import (
     open_prompts,
     summed,
 )
-from sfumato.rollout.text_rows import drawn_log_probs, of_all_decisions, pack_samples, rows_in, token_counts
+from sfumato.rollout.text_rows import baselined, drawn_log_probs, of_all_decisions, pack_samples, rows_in, token_counts
 from sfumato.rollout.tokens import TextRollout
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
@@ -77,8 +77,7 @@ def main(config: TextRLConfig) -> None:
             "sampler": partial(build_sampler, prompts=train_prompts),
             "scorer": lambda config, mesh, run: build_scorer(config.reward),
         }
-        sizes = config.rollout.num_prompts, config.rollout.n
-        loader = TextPromptLoader(train_prompts, *sizes, config.train.seed, config.data.curriculum)
+        loader = TextPromptLoader.from_config(train_prompts, config)
         rescoring = Rescoring(fixed_tokens(config, template), config.rollout.tolerance)
         with launch_roles(config, run, **builders, rescoring=rescoring) as roles, roles.rescuing(Actor.save):
             train(config, run, roles, loader)
@@ -127,7 +126,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         run.count(tokens=metrics["rollout/tokens"] * batch.fraction_driven, flops=flops)
         stream.publish(version=step + 1)
 
-        metrics = scores.metrics("") | advantages.metrics | batch.staleness(step) | metrics
+        metrics = scores.metrics("") | batch.staleness(step) | metrics
         metrics |= sampling_metrics(batch.group_ids, config.rollout.num_prompts)
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
@@ -166,9 +165,8 @@ def build_actor(
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
     engine, dumps = TextEngine(config, model, flops, prompts=prompts), RolloutDumps(config, mesh, run.say)
-    others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer}
+    others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.under_way}
     others |= {"critic": critic.state} if critic is not None else {}
-    others |= {"loader": engine.under_way}  # answers that go on after an update
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
     checkpointer, idle = Checkpointer(config.train, run, mesh, config.train.max_steps), config.runtime.offload_idle
     return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic, dumps)
@@ -215,7 +213,7 @@ def update_policy(
     actor.end_update(step + 1)
     found = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
     found |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
-    return update.metrics(found | of_critic | actor.engine.metrics)
+    return update.metrics(found | of_critic | actor.engine.metrics | update.advantages.metrics)
 
 
 def policy_loss(
@@ -291,6 +289,8 @@ def with_advantages(update: Update) -> TextRollout:
         known["values"] = of_all_decisions(rollout, parts, actor.model, actor.critic.values)
     sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
     trained = sequences.spread(rows_in(parts, len(rollout)))
+    if algorithm.kl_before_baseline:
+        update.advantages, penalties = baselined(update, penalties, sequences, trained)
     further = penalties, known.get("values"), summed(actor.mesh)
     found = algorithm.token_advantage.compute(update.advantages.values, sequences, trained, *further)
     return rollout.with_fields(**known, advantages=found.values, returns=found.returns)

@@ -8,13 +8,13 @@ worse ones below, whatever the rewards: some objectives need that, others cannot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32, Int64
+    from jaxtyping import Bool, Float, Float32, Float64, Int64
     from torch import Tensor
 
 
@@ -32,12 +32,15 @@ class Advantages:
     """bool ``[N]``: the sample was not chosen, where only some of a group are trained on."""
     metrics: dict[str, float]
     """Statistics for the log."""
+    rewards: Float64[Tensor, "samples"] | None = None
+    """float64 ``[N]``: what they were made of, NaN where it is missing; None where nobody knows."""
 
     def rows(self, index: Sequence[int]) -> Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
         parts = (self.values, self.failed, self.no_spread, self.left_out)
-        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics)
+        rewards = None if self.rewards is None else self.rewards[chosen]
+        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics, rewards)
 
     def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
@@ -216,7 +219,7 @@ class BestWorst(RewardSumAdvantage):
             sign[members[worst]] = -1.0
             sign[members[best[~torch.isin(best, worst)][:top]]] = 1.0
         values = sign if self.values == "sign" else whole.values * (sign != 0)
-        return Advantages(values, whole.failed, whole.no_spread, sign == 0, whole.metrics)
+        return replace(whole, values=values, left_out=sign == 0)
 
 
 @dataclass(frozen=True)
@@ -312,4 +315,4 @@ def _advantages(
         "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
     }
     left_out = torch.zeros_like(failed) if left_out is None else left_out
-    return Advantages(values.to(torch.float32), failed, no_spread, left_out, metrics)
+    return Advantages(values.to(torch.float32), failed, no_spread, left_out, metrics, rewards)

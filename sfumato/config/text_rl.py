@@ -132,6 +132,11 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
         return self.kl.coef > 0 and self.kl.where == "reward"
 
     @property
+    def kl_before_baseline(self) -> bool:
+        """Whether it is taken from rewards that are compared within groups then."""
+        return self.kl_in_reward and not self.token_advantage.takes_rewards
+
+    @property
     def other_policies(self) -> dict[str, Any]:
         """Decays of the policies that are kept besides the trained one, by name."""
         return {"reference": self.reference} if self.kl.coef > 0 else {}
@@ -155,10 +160,12 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
         if not self.token_advantage.needs_values:
             why = "without a critic, which algorithm.token_advantage gae has: remove it"
             refuse_needless(self, "algorithm", ("value_clip_range",), why)
-        if self.kl_in_reward and not self.token_advantage.takes_rewards:
+        if self.kl_before_baseline and (self.advantage.type not in ("group", "rloo") or self.drop_no_spread):
+            what = "advantage" if self.advantage.type not in ("group", "rloo") else "drop_no_spread"
             raise ValueError(
-                "algorithm.kl.where: reward goes into the rewards of tokens, which algorithm.token_advantage "
-                f"{self.token_advantage.type} does not take: set it to returns or gae, or kl.where to loss"
+                f"algorithm.{what}: a penalty in the reward (algorithm.kl.where) is taken before the baseline of "
+                "algorithm.advantage group or rloo, and gives all groups spread: set advantage to one of these, and "
+                "drop_no_spread to false"
             )
         return self
 

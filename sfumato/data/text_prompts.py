@@ -192,6 +192,12 @@ class TextPromptLoader(PromptLoader):
         self._metadata = [prompt.metadata for prompt in prompts]
         self._known: tuple[int, list[int]] = (-1, [])
 
+    @classmethod
+    def from_config(cls, prompts: Sequence[TextPrompt], config: Any) -> TextPromptLoader:
+        """Of a run of RL. Raises as the class itself."""
+        rollout = config.rollout
+        return cls(prompts, rollout.num_prompts, rollout.n, config.train.seed, config.data.curriculum)
+
     def groups(self, iteration: int) -> list[int]:
         """The prompts of one iteration by number; the i-th is group i. Raises ConfigError as the curriculum errs."""
         if self._curriculum is None:

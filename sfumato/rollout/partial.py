@@ -86,10 +86,8 @@ class OverSampling:
 
     def __init__(self, config: TextRLConfig, prompts: Sequence[TextPrompt]) -> None:
         """Args: the task's configuration, and the prompts of training. Raises as ``TextPromptLoader``."""
-        rollout, self.config = config.rollout, config
-        sizes = rollout.num_prompts, rollout.n
-        self._loader = TextPromptLoader(prompts, *sizes, config.train.seed, config.data.curriculum)
-        self._prompts = prompts
+        self.config, self._prompts = config, prompts
+        self._loader = TextPromptLoader.from_config(prompts, config)
         self.groups: list[Group] = []
         """What goes on in the next iteration, oldest first."""
         self._begun = 0

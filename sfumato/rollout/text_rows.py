@@ -6,10 +6,15 @@ Shapes: B samples, R decisions (tokens that the policy drew), T tokens of a pack
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sfumato.algorithms.advantages import Advantages
+from sfumato.algorithms.sequences import Sequences
+from sfumato.algorithms.token_advantages import penalised
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.models.flops import FlopCount
@@ -94,6 +99,29 @@ def of_all_decisions(
         for sample, values in zip(part.tolist(), split, strict=False):
             found[sample] = values
     return torch.cat(found)
+
+
+def baselined(update: Any, penalties: Tensor, sequences: Sequences, mask: Tensor) -> tuple[Advantages, None]:
+    """Advantages of rewards less the sum of their tokens' penalties, compared over all ranks, which all call it.
+
+    So a KL in the reward comes before the baseline of a group, as in verl (``use_kl_in_reward``) and TRL (RLOO).
+
+    Args:
+        update: its B samples with their rewards, and the configuration.
+        penalties: ``[R]`` of the decisions.
+        sequences: of these, one for each sample.
+        mask: bool ``[R]``: those that are learned from.
+
+    Returns:
+        Of this rank's samples, with their rewards before the penalty; and no penalties, since they are taken.
+    """
+    mesh, own = update.actor.mesh, update.advantages
+    groups = torch.tensor([request.group_id for request in update.batch.requests])
+    everyone = mesh.gather((penalised(own.rewards, penalties, sequences, mask), groups))
+    rewards, groups = (torch.cat(parts) for parts in zip(*everyone, strict=True))
+    first = sum(len(part) for part, _ in everyone[: mesh.data_rank])
+    found = update.config.algorithm.advantage.compute(rewards, groups)
+    return replace(found.rows(range(first, first + len(update.batch))), rewards=own.rewards), None
 
 
 def rows_in(parts: Sequence[Tensor], count: int) -> Tensor:

@@ -184,6 +184,45 @@ def test_dynamic_sampling_replaces_groups_without_spread(tmp_path: Path) -> None
     assert sum(values(with_more, "rows")) > sum(values(without, "rows"))
 
 
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_a_kl_in_the_reward_comes_before_the_baseline(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advantages of the second iteration, when policy and reference differ, by verl's and TRL's formulas."""
+    kept: dict[int, Any] = {}
+    task = load_task("rl_text")
+    with_advantages = task.with_advantages
+
+    def watched(update: Any) -> Any:
+        before = update.advantages
+        found = with_advantages(update)
+        kept[update.step] = found, before, update.advantages
+        return found
+
+    monkeypatch.setattr(task, "with_advantages", watched)
+    kl = {"coef": 0.5, "estimator": "k1", "where": "reward"}
+    algorithm = {"recipe": recipe, "kl": kl, "drop_no_spread": False}
+    folder = run_task_here(task, tiny_text_rl_config(tmp_path, algorithm=algorithm, train={"max_steps": 2}))
+    rollout, before, after = kept[1]
+    known = {name: values.split(rollout.num_rows) for name, values in rollout.known.items()}
+    rewards = before.rewards.clone()
+    for row, (own, reference) in enumerate(zip(known["proximal_log_probs"], known["reference_log_probs"], strict=True)):
+        rewards[row] -= 0.5 * float((own - reference).sum())
+    groups = rewards.view(4, 4)
+    assert float((groups - before.rewards.view(4, 4)).abs().max()) > 1e-3
+    if recipe == "grpo":
+        expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    else:
+        expected = groups - (groups.sum(1, keepdim=True) - groups) / 3
+    assert torch.allclose(after.values.double(), expected.flatten(), atol=1e-5)
+    assert torch.equal(after.rewards, before.rewards)
+    for values, advantage in zip(known["advantages"], after.values, strict=True):
+        assert torch.equal(values, advantage.expand_as(values))
+    assert [line["advantage/abs_mean"] for line in read_jsonl(folder / "metrics.jsonl") if line["step"]][
+        1
+    ] == pytest.approx(float(expected.abs().mean()), rel=1e-4)
+
+
 def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> None:
     settings = {"model": {"lora": {"rank": 4}}, "train": {"max_steps": 3, "lr": 0.01}}
     folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
@@ -196,7 +235,11 @@ def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> Non
     [
         ({"rollout": {"top_p": 0.9}, "algorithm": {"off_policy": "none"}}, "draw from another distribution"),
         ({"algorithm": {"recipe": "grpo", "token_advantage": "returns"}}, "set algorithm.advantage to raw"),
-        ({"algorithm": {"kl": {"where": "reward"}}}, "does not take"),
+        ({"algorithm": {"kl": {"where": "reward"}}}, "drop_no_spread to false"),
+        (
+            {"algorithm": {"kl": {"where": "reward"}, "drop_no_spread": False, "advantage": "best"}},
+            "algorithm.advantage: a penalty in the reward",
+        ),
         ({"algorithm": {"recipe": "flow_grpo"}}, "recipe"),
         ({"train": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"algorithm": {"recipe": "distillation"}}, "algorithm.teacher"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sfumato.config.text_rl import TextRolloutConfig
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.text_prompts import TextPrompt, TextPromptLoader, load_text_prompts
@@ -95,10 +96,9 @@ def test_the_configurations(tmp_path):
             read = yaml.safe_load(block)
             if "data" in read:
                 TextPromptDataConfig(**read["data"])
-    kinds = [
-        read["rollout"]["kind"]
-        for block in blocks("rollouts.md", "yaml")
-        if "rollout" in (read := yaml.safe_load(block))
-    ]
+    shown = [read["rollout"] for block in blocks("rollouts.md", "yaml") if "rollout" in (read := yaml.safe_load(block))]
+    kinds = [rollout["kind"] for rollout in shown if "kind" in rollout]
+    (partial,) = (TextRolloutConfig(**rollout) for rollout in shown if "kind" not in rollout)
+    assert partial.partial_rollout and partial.max_age == 4
     assert [kind.pop("type") for kind in kinds] == ["tools", "verifiers"]
     assert ToolUse(**{**kinds[0], "use": tuple(kinds[0]["use"])}).max_turns == 4
