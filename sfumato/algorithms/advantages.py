@@ -8,7 +8,7 @@ worse ones below, whatever the rewards: some objectives need that, others cannot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -34,13 +34,16 @@ class Advantages:
     """Statistics for the log."""
     rewards: Float64[Tensor, "samples"] | None = None
     """float64 ``[N]``: what they were made of, NaN where it is missing; None where nobody knows."""
+    components: Mapping[str, Float[Tensor, "samples"]] = field(default_factory=dict)
+    """``[N]``: values of each reward by name, of which these were combined; empty where nobody knows."""
 
     def rows(self, index: Sequence[int]) -> Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
         parts = (self.values, self.failed, self.no_spread, self.left_out)
         rewards = None if self.rewards is None else self.rewards[chosen]
-        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics, rewards)
+        components = {name: values[chosen] for name, values in self.components.items()}
+        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics, rewards, components)
 
     def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
@@ -69,8 +72,8 @@ class RewardSumAdvantage:
         Raises:
             ValueError: when the shapes differ.
         """
-        del components, weights
-        return self.of_sums(checked(rewards, group_ids), group_ids)
+        del weights
+        return replace(self.of_sums(checked(rewards, group_ids), group_ids), components=components or {})
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         """Advantages of float64 rewards ``[N]`` in groups ``[N]``."""
@@ -175,7 +178,8 @@ class GDPO:
             [_flat(component.masked_fill(failed, torch.nan), group_ids) for component in parts.values()]
         ).all(dim=0)
         combined[failed | flat] = 0.0
-        return _advantages(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, flat)
+        found = _advantages(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, flat)
+        return replace(found, components=components or {})
 
     def _standardised(self, values: Tensor) -> Tensor:
         if len(values) == 0:

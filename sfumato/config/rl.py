@@ -67,6 +67,11 @@ class RolloutConfig(Section):
         """``max_staleness``, given or preset."""
         return STALENESS[self.async_strategy] if self.max_staleness is None else self.max_staleness
 
+    @property
+    def is_learned_from(self) -> bool:
+        """Whether the policy learns from what is drawn."""
+        return True
+
     @model_validator(mode="after")
     def _strategy_fits(self) -> RolloutConfig:
         if self.hybrid_engine and self.staleness:

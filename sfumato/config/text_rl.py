@@ -37,7 +37,11 @@ class TextRolloutConfig(RolloutConfig):
     top_k: int = Field(0, ge=0)
     """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
     dump: bool = False
-    """Keep every sample with its tokens, log-probabilities and advantages in rollouts/ of the run folder."""
+    """Keep every sample with its tokens, log-probabilities, rewards and advantages in rollouts/ of the run folder."""
+    rollout_only: bool = False
+    """Draw, score and dump, and learn nothing: the weights stay as they are."""
+    load_dump: FilePath | None = None
+    """Run folder whose rollouts are learned from, step by step, with their rewards, in the place of drawing."""
     tolerance: float = Field(0.15, gt=0)
     """Largest difference of the log-probability of a token in an engine with weights of its own from the actor's, in
     nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""
@@ -56,9 +60,28 @@ class TextRolloutConfig(RolloutConfig):
         return 0 if self.partial_rollout else super().staleness
 
     @property
+    def is_learned_from(self) -> bool:
+        """Whether the policy learns from what is drawn."""
+        return not self.rollout_only
+
+    @property
     def max_age(self) -> int:
         """Most updates that the policy may be ahead of a token of a partial rollout."""
         return STALENESS["fully-async"] if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _dumps_fit(self) -> TextRolloutConfig:
+        if self.load_dump is None:
+            return self
+        if self.rollout_only or self.over_sampling_batch_size is not None:
+            name = "rollout_only" if self.rollout_only else "over_sampling_batch_size"
+            raise ValueError(f"rollout.load_dump draws nothing, so rollout.{name} means nothing: remove one of them")
+        if self.engine.type != "embedded" or not self.hybrid_engine:
+            raise ValueError(
+                "rollout.load_dump draws nothing, so it needs no engine nor sampler of its own: leave rollout.engine "
+                "and rollout.hybrid_engine out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _over_sampling_fits(self) -> TextRolloutConfig:
@@ -250,6 +273,15 @@ class TextRLConfig(RecipeRLConfig):
                 "rollout.over_sampling_batch_size is for one process: of several each would choose what ends first "
                 "among its own, and a result would depend on their number: leave it out, or start one process, "
                 "without Ray"
+            )
+        if self.rollout.load_dump is not None and self.runtime.backend == "ray":
+            raise ValueError(
+                "rollout.load_dump is for runtime.backend in_process: nothing is drawn that pools could share"
+            )
+        if self.rollout.rollout_only and self.train.load_checkpoint_path not in (None, "new"):
+            raise ValueError(
+                "rollout.rollout_only learns nothing, so there is nothing to go on from: give the weights as "
+                "model.model_path, and leave train.load_checkpoint_path out"
             )
         if self.train.pipeline_parallel_size > 1:
             raise ValueError("train.pipeline_parallel_size: RL of language models takes all other meshes; set it to 1")

@@ -60,6 +60,9 @@ class Sample:
     """Whether the answer ended at the limit of its length."""
     damage: str = ""
     """Why it is not to be scored, such as a picture that was not finite before it was rounded; rewards never see it."""
+    scores: dict[str, float] | None = None
+    """Values of each reward by label, NaN where it failed, of a sample that was scored before and is not again; None
+    for all others."""
 
     def __post_init__(self) -> None:
         assert (self.image is None) != (self.text is None), "a sample is either an image or a text"

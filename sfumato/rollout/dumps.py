@@ -6,19 +6,20 @@ sequences, T tokens, R decisions, each sample by sample:
 - ``sample_ids``, ``group_ids``, ``prompt_ids``, int64 ``[B]``, ``is_first``, bool ``[B]``: what was asked for;
 - ``sample_versions``, int64 ``[B]``: of the policy that drew the sample;
 - ``advantages``, float32 ``[B]``, ``failed``, ``no_spread``, ``left_out``, bool ``[B]``: as ``Advantages``;
+- ``rewards``, ``rewards.NAME``, float64 ``[B]``: what is optimised, and each reward as it was given, NaN if missing;
 - ``num_sequences``, int64 ``[B]``, ``lengths``, int64 ``[S]``: sequences of a sample, tokens of a sequence;
 - ``finish_reasons``, uint8 ``[S]``: places in ``FINISH_REASONS``;
 - ``token_ids``, int32, ``drawn``, bool, ``log_probs``, float32, ``versions``, int32, all ``[T]``: as ``TokenSequence``;
 - ``known.NAME``, ``[R]``: what the update knew of each decision, such as ``known.advantages``, its advantage.
 
-The file's metadata say the format, the step and the rank.
+The file's metadata say the format, the step, the rank and the temperature of the rollout.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -41,7 +42,7 @@ FOLDER = "rollouts"
 FORMAT = "sfumato rollout 1"
 FINISH_REASONS = get_args(FinishReason)
 NAME = re.compile(r"step_(\d+)\.rank(\d+)\.safetensors")
-_KNOWN = "known."
+_KNOWN, _REWARDS = "known.", "rewards."
 _BY_TOKEN = ("token_ids", "drawn", "log_probs", "versions")
 
 
@@ -55,6 +56,8 @@ class RolloutDump:
     """Of these samples, without metrics."""
     step: int
     """The iteration, from 1."""
+    temperature: float | None = None
+    """That the tokens were drawn with, if the file says so."""
 
     @property
     def part(self) -> Part:
@@ -68,7 +71,14 @@ def dump_path(output_dir: Path, step: int, data_rank: int = 0) -> Path:
     return Path(output_dir) / FOLDER / f"step_{step:06d}.rank{data_rank}.safetensors"
 
 
-def write_dump(path: Path, rollout: TextRollout, advantages: Advantages, step: int, data_rank: int = 0) -> None:
+def write_dump(
+    path: Path,
+    rollout: TextRollout,
+    advantages: Advantages,
+    step: int,
+    data_rank: int = 0,
+    temperature: float | None = None,
+) -> None:
     """Writes one rank's samples of an iteration; the file is complete or absent.
 
     Args:
@@ -77,6 +87,7 @@ def write_dump(path: Path, rollout: TextRollout, advantages: Advantages, step: i
         advantages: of these samples.
         step: the iteration, from 1.
         data_rank: of the rank.
+        temperature: that the tokens were drawn with.
 
     Raises:
         OSError: when the disk is full or fails.
@@ -101,10 +112,14 @@ def write_dump(path: Path, rollout: TextRollout, advantages: Advantages, step: i
     for name in _BY_TOKEN:
         parts = [torch.from_numpy(np.asarray(getattr(each, name))) for each in sequences]
         tensors[name] = torch.cat(parts) if parts else torch.zeros(0)
+    if advantages.rewards is not None:
+        tensors |= {"rewards": advantages.rewards.double()}
+    tensors |= {f"{_REWARDS}{name}": values.double() for name, values in advantages.components.items()}
     if rollout.fields:
         tensors |= {f"{_KNOWN}{name}": values for name, values in rollout.known.items()}
     tensors = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
     metadata = {"format": FORMAT, "step": str(step), "data_rank": str(data_rank)}
+    metadata |= {} if temperature is None else {"temperature": repr(float(temperature))}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, save(tensors, metadata))
 
@@ -127,7 +142,9 @@ def read_dump(path: Path) -> RolloutDump:
     if metadata.get("format") != FORMAT:
         raise DataError(f"{path} is no rollout: its format is {metadata.get('format')!r}, not {FORMAT!r}")
     try:
-        return RolloutDump(_rollout_of(tensors), _advantages_of(tensors), int(metadata["step"]))
+        temperature = metadata.get("temperature")
+        drawn_at = None if temperature is None else float(temperature)
+        return RolloutDump(_rollout_of(tensors), _advantages_of(tensors), int(metadata["step"]), drawn_at)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} does not hold together: {type(error).__name__} {error}") from error
 
@@ -153,7 +170,9 @@ def _advantages_of(tensors: dict[str, Tensor]) -> Advantages:
     values = tensors["advantages"]
     if len(values) != len(tensors["sample_ids"]):
         raise ValueError(f"{len(values)} advantages of {len(tensors['sample_ids'])} samples")
-    return Advantages(values, tensors["failed"], tensors["no_spread"], tensors["left_out"], metrics={})
+    flags = tensors["failed"], tensors["no_spread"], tensors["left_out"]
+    given = {name.removeprefix(_REWARDS): each for name, each in tensors.items() if name.startswith(_REWARDS)}
+    return Advantages(values, *flags, metrics={}, rewards=tensors.get("rewards"), components=given)
 
 
 class RolloutDumps:
@@ -161,7 +180,7 @@ class RolloutDumps:
 
     def __init__(self, config: TextRLConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
         """``say`` is told, once, that dumps cannot be written."""
-        self.is_wanted, self.mesh = config.rollout.dump, mesh
+        self.rollout, self.mesh = config.rollout, mesh
         self.output_dir = Path(config.train.output_dir)
         self._sparing, self._has_begun = Sparing(say), False
 
@@ -175,14 +194,17 @@ class RolloutDumps:
             advantages: of these samples.
             step: the iteration, from 1.
         """
-        if not self.is_wanted:
+        if not (self.rollout.dump or self.rollout.rollout_only):
             return
+        if self.rollout.rollout_only:  # nothing was computed of its decisions
+            rollout = replace(rollout, fields=None)
         problem, rank = None, self.mesh.data_rank
         if self.mesh.rank_in("copies") == 0:
             try:
                 if not self._has_begun and self.mesh.is_first:
                     self._remove_from(step)
-                write_dump(dump_path(self.output_dir, step, rank), rollout, advantages, step, rank)
+                path = dump_path(self.output_dir, step, rank)
+                write_dump(path, rollout, advantages, step, rank, self.rollout.temperature)
             except OSError as error:
                 problem = error
         problems = [each for each in self.mesh.gather(problem) if each is not None]

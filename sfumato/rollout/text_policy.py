@@ -31,6 +31,7 @@ from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.partial import OverSampling
+from sfumato.rollout.replay import DumpedRollouts
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
@@ -83,6 +84,9 @@ class TextEngine:
         more = config.rollout.over_sampling_batch_size is not None
         self.under_way = OverSampling(config, prompts) if more and model is not None else None
         """Groups that are drawn beyond what an iteration learns from, where there are some."""
+        self._dumped = None
+        if config.rollout.load_dump is not None:
+            self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
 
     def _embedded(self, module: nn.Module) -> Engine:
         assert self._policy is not None
@@ -149,8 +153,12 @@ class TextEngine:
     ) -> tuple[TextRollout, list[Sample]]:
         """Draws the samples of an iteration that are asked for. ``prompts`` are those of training; see ``draw``.
 
-        Where more groups are under way than are asked for, those that end first take the places of these.
+        Where more groups are under way than are asked for, those that end first take the places of these. With
+        ``rollout.load_dump`` they are read.
         """
+        if self._dumped is not None:
+            return self._dumped.draw(requests, iteration)
+        version = 0 if self.config.rollout.rollout_only else version
         weights = ("rollout", version)
         if self.under_way is not None:
             return self.under_way.draw(*self._ready(weights, version), self.template, version)
@@ -174,7 +182,8 @@ class TextEngine:
     @property
     def metrics(self) -> dict[str, float]:
         """Of the iteration that was drawn last, where there is more to say than its samples do."""
-        return {} if self.under_way is None else self.under_way.metrics
+        source = self.under_way or self._dumped
+        return {} if source is None else source.metrics
 
     def close(self) -> None:
         """Ends the engine."""

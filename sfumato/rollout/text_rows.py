@@ -121,7 +121,9 @@ def baselined(update: Any, penalties: Tensor, sequences: Sequences, mask: Tensor
     rewards, groups = (torch.cat(parts) for parts in zip(*everyone, strict=True))
     first = sum(len(part) for part, _ in everyone[: mesh.data_rank])
     found = update.config.algorithm.advantage.compute(rewards, groups)
-    return replace(found.rows(range(first, first + len(update.batch))), rewards=own.rewards), None
+    return replace(
+        found.rows(range(first, first + len(update.batch))), rewards=own.rewards, components=own.components
+    ), None
 
 
 def rows_in(parts: Sequence[Tensor], count: int) -> Tensor:

@@ -82,6 +82,7 @@ class Update:
         self._sums: dict[str, float] = {}
         self._rows = 0.0
         useful = self.advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
+        useful &= config.rollout.is_learned_from
         actor.begin_update()
         self.passes = optimizer_passes(self.batch, useful, config, actor.mesh, step)
         """The optimiser steps of the iteration."""

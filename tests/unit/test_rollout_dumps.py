@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ from safetensors import safe_open
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.errors import DataError
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.prompt_template import build_prompt_template
+from sfumato.errors import ConfigError, DataError
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
+from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rollout import dumps
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.dumps import RolloutDump, RolloutDumps, dump_path, read_dump, write_dump
+from sfumato.rollout.replay import DumpedRollouts
 from sfumato.rollout.token_colours import write_token_page
 from sfumato.rollout.tokens import FinishReason, TextRollout, TokenSequence
+from sfumato.tracking.trackers import read_jsonl
+from tests.text_rewards import Ascii
 from tests.tiny import ROOT, load_task, run_task_here, tiny_text_rl_config, weights_in
 from tests.unit.test_report import Page
 
@@ -49,7 +57,10 @@ def example() -> tuple[TextRollout, Advantages]:
     rollout = TextRollout(requests=requests, versions=[3, 3, 2, 3], sequences=own)
     fields = {"advantages": torch.randn(6), "proximal_log_probs": torch.tensor([-0.0, -1e-38, -80.0, 1.0, 2.0, 3.0])}
     flags = [torch.tensor([row == place for row in range(4)]) for place in range(3)]
-    return rollout.with_fields(**fields), Advantages(torch.tensor([0.25, -1 / 3, 0.0, 1e-30]), *flags, {"x": 1.0})
+    rewards = torch.tensor([0.5, 1 / 3, torch.nan, 0.0], dtype=torch.float64)
+    given = {"rewards": rewards, "components": {"length": rewards * 2, "a.b": rewards - 1}}
+    values = torch.tensor([0.25, -1 / 3, 0.0, 1e-30])
+    return rollout.with_fields(**fields), Advantages(values, *flags, {"x": 1.0}, **given)
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -67,7 +78,10 @@ def assert_equal(found: RolloutDump, rollout: TextRollout, advantages: Advantage
     for known, expected in zip(found.rollout.fields, rollout.fields, strict=True):
         assert set(known) == set(expected)
         assert all(same(known[name].numpy(), expected[name].numpy()) for name in expected)
-    for name in ("values", "failed", "no_spread", "left_out"):
+    assert set(found.advantages.components) == set(advantages.components)
+    for name, expected in advantages.components.items():
+        assert same(found.advantages.components[name].numpy(), expected.numpy())
+    for name in ("values", "failed", "no_spread", "left_out", "rewards"):
         assert same(getattr(found.advantages, name).numpy(), getattr(advantages, name).numpy()), name
 
 
@@ -122,6 +136,107 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
     first, second = weights_in(tmp_path / "run/hf_ckpt"), weights_in(again / "hf_ckpt")
     assert first == second
     assert_equal(read_dump(dump_path(again, 1)), drawn.rollout, drawn.advantages)
+
+
+@pytest.mark.slow
+def test_a_run_from_dumps_has_the_bits_of_the_run_that_drew_them(tmp_path: Path) -> None:
+    settings = {"rollout": {"dump": True, "temperature": 0.8}, "algorithm": {"kl": {"coef": 0.1}}}
+    settings["train"] = {"max_steps": 3, "global_batch_size": 8}
+    drawn = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "drawn", **settings))
+    settings["rollout"] |= {"load_dump": str(drawn)}
+    settings["reward"] = {"rewards": [{"type": "tests.text_rewards:FirstIsAscii", "name": "ascii"}]}  # for evaluation
+    learned = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "learned", **settings))
+    lines = [
+        [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in read_jsonl(each)]
+        for each in (drawn / "metrics.jsonl", learned / "metrics.jsonl")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    assert weights_in(drawn / "hf_ckpt") == weights_in(learned / "hf_ckpt")
+    for step in (1, 2, 3):
+        first = read_dump(dump_path(drawn, step))
+        assert_equal(read_dump(dump_path(learned, step)), first.rollout, first.advantages)
+
+
+def test_drawing_alone_and_learning_alone(tmp_path: Path) -> None:
+    only = {"rollout": {"rollout_only": True, "micro_batch_size": 8}, "train": {"max_steps": 2}}
+    drawn = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "drawn", **only))
+    lines = [line for line in read_jsonl(drawn / "metrics.jsonl") if line["step"]]
+    assert [(line["rows"], line["updates"]) for line in lines] == [(0.0, 0.0)] * 2
+    dumps = [read_dump(dump_path(drawn, step)) for step in (1, 2)]
+    assert dumps[0].rollout.requests[0].prompt_id != dumps[1].rollout.requests[0].prompt_id
+    for line, dump in zip(lines, dumps, strict=True):
+        assert dump.rollout.fields is None and dump.temperature == 1.0
+        assert {int(each) for own in dump.rollout.sequences for one in own for each in one.versions} == {-1, 0}
+        assert float(dump.advantages.rewards.mean()) == pytest.approx(line["reward/total"])
+        assert torch.equal(dump.advantages.components["ascii"], dump.advantages.rewards)
+
+    settings = {"rollout": {"load_dump": str(drawn)}, "train": {"max_steps": 2}, "algorithm": {"recipe": "rloo"}}
+    learned = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "learned", **settings))
+    again = [line for line in read_jsonl(learned / "metrics.jsonl") if line["step"]]
+    assert [line["reward/total"] for line in again] == [line["reward/total"] for line in lines]
+    assert [line["staleness/max"] for line in again] == [0.0, 1.0]  # both were drawn before the first update
+    assert again[0]["mismatch/log_ratio_max"] < 1e-5 < 1e-3 < again[1]["mismatch/log_ratio_max"]
+    assert all(line["rows"] > 0 and line["updates"] == 1 for line in again)
+    assert weights_in(learned / "hf_ckpt") != weights_in(drawn / "hf_ckpt")
+
+
+def dumped(folder: Path, rollout: TextRollout, advantages: Advantages, rank: int = 0, **more: Any) -> DumpedRollouts:
+    write_dump(dump_path(folder, 1, rank), rollout, advantages, 1, rank, **more)
+    template = build_prompt_template(TextPromptDataConfig(synthetic={"problem": "add"}), build_byte_tokenizer())
+    return DumpedRollouts(folder, template, temperature=0.8)
+
+
+def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
+    rollout, advantages = example()
+    for own in rollout.sequences:
+        for one in own:
+            one.token_ids[:] = 65 + one.token_ids % 20
+    dumped(tmp_path, rollout.rows([0, 1]), advantages.rows([0, 1]))
+    source = dumped(tmp_path, rollout.rows([2, 3]), advantages.rows([2, 3]), rank=1, temperature=0.8)
+    wanted = [rollout.requests[row] for row in (3, 1)]
+    found, samples = source.draw(wanted, 0)
+    assert found.requests == wanted and found.fields is None and found.versions == [3, 3]
+    assert [len(own) for own in found.sequences] == [0, 2] and samples[1].num_tokens == 4
+    assert samples[1].scores == {"length": pytest.approx(2 / 3), "a.b": pytest.approx(-2 / 3)}
+    assert samples[0].text == "" and len(samples[1].text) == 4 and samples[1].group_id == 0
+    with pytest.raises(DataError, match="have no sample 77"):
+        source.draw([SampleRequest(77, 0, 0)], 0)
+    with pytest.raises(DataError, match="is missing"):
+        source.draw(wanted, 1)
+
+
+def test_dumps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    rollout, advantages = example()
+    wanted = rollout.requests[:1]
+    with pytest.raises(DataError, match=r"token \d+, which the tokenizer of"):
+        dumped(tmp_path / "tokens", rollout, advantages).draw(wanted, 0)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature 0\.8: .* was drawn with 0\.5"):
+        dumped(tmp_path / "warm", rollout, advantages, temperature=0.5).draw(wanted, 0)
+    without = replace(advantages, components={})
+    with pytest.raises(DataError, match="holds no rewards"):
+        dumped(tmp_path / "old", rollout, without).draw(wanted, 0)
+    with pytest.raises(ConfigError, match="has no folder rollouts"):
+        DumpedRollouts(tmp_path, None, 1.0)  # type: ignore[arg-type]
+    scorer = Scorer([Ascii()])
+    sample = Sample(prompt="", group_id=0, text="", scores={"other": 1.0})
+    with pytest.raises(DataError, match="no value of the reward 'ascii'"):
+        scorer.score([sample])
+    assert scorer.score([replace(sample, scores={"ascii": 0.25})]).total.tolist() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout": {"load_dump": "x", "rollout_only": True}}, "remove one of them"),
+        ({"rollout": {"load_dump": "x", "over_sampling_batch_size": 8}}, "remove one of them"),
+        ({"rollout": {"load_dump": "x", "hybrid_engine": False}}, "no engine nor sampler"),
+        ({"rollout": {"load_dump": "x"}, "runtime": {"backend": "ray"}}, "in_process"),
+        ({"rollout": {"rollout_only": True}, "train": {"load_checkpoint_path": "auto"}}, "nothing to go on from"),
+    ],
+)
+def test_what_means_nothing_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **settings))
 
 
 def test_broken_dumps_are_refused(tmp_path: Path) -> None:
@@ -235,7 +350,8 @@ def test_the_page_is_true(tmp_path: Path) -> None:
     exec(coloured.replace('"tokens.html"', repr(str(tmp_path / "tokens.html"))), names)
     assert "sample 10" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
     with safe_open(path, "pt") as file:
-        assert set(file.keys()) - set(re.findall(r"`([\w.]+)`", text)) == set()
+        named = {re.sub(r"^rewards\..*", "rewards.NAME", name) for name in file.keys()}  # noqa: SIM118
+    assert named - set(re.findall(r"`([\w.]+)`", text)) == set() and "rewards.NAME" in named
 
 
 def write_example(folder: Path) -> Path:

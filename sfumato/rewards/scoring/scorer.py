@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.rl import RewardConfig
-from sfumato.errors import ConfigError, RewardError
+from sfumato.errors import ConfigError, DataError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
@@ -98,6 +98,8 @@ class Scorer:
         Raises:
             UserError: what a reward raised as such (missing dependency, bad data) is passed on.
         """
+        if samples and samples[0].scores is not None:
+            return self._scored_before(samples)
         whole = [row for row, sample in enumerate(samples) if not sample.damage]
         shown = [samples[row] for row in whole]
         components: dict[str, np.ndarray] = {}
@@ -132,6 +134,21 @@ class Scorer:
             seconds=seconds,
             remembered=remembered,
         )
+
+    def _scored_before(self, samples: list[Sample]) -> Scores:
+        """The scores of samples that bring them. Raises DataError when one of a reward that is optimised is missing."""
+        known = [sample.scores or {} for sample in samples]
+        missing = [reward.label for reward in self.objective if any(reward.label not in each for each in known)]
+        if missing or self.combination.takes_metadata:
+            what = (
+                f"no value of the reward {missing[0]!r}" if missing else "no metadata, which reward.combination takes"
+            )
+            raise DataError(f"samples that were scored before bring {what}: draw and score them again")
+        components = {
+            reward.label: np.array([each[reward.label] for each in known], np.float64) for reward in self.objective
+        }
+        level, _ = self._combine(components, None, None)
+        return Scores(total=level, level=level, components=components, seconds=dict.fromkeys(components, 0.0))
 
     def finish(self, scores: Scores, group_ids: Sequence[int]) -> Scores:
         """Totals of all samples of an iteration, standardised where that is wanted.
