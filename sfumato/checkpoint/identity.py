@@ -32,7 +32,7 @@ WATCHED = ("data.eval_path", "eval.")
 """What may change, too, but is said, since curves of the evaluation have a break there."""
 
 
-def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, int] | None = None) -> Identity:
+def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, Any] | None = None) -> Identity:
     """What a resume of a run must find unchanged; refuses one that cannot, before anything is built or written.
 
     Args:
