@@ -41,6 +41,7 @@ CARRIED = (
     "annotated-types",
     "typing-inspection",
     "importlib_metadata",
+    "lazy-importer",
     "zipp",
     "rapidocr",
     "pyclipper",
@@ -78,7 +79,9 @@ def problems(installed: Callable[[str], str] = metadata.version) -> dict[str, li
         if not wanted.specifier.contains(version, prereleases=True):
             found[kind].append(f"{wanted} is wanted, {version} is installed" + (f" ({why})" if why else ""))
         elif wanted.name in CARRIED:
-            found["needed"] += [f"{each}, which {wanted.name} needs, is missing" for each in missing_below(wanted.name)]
+            for each in missing_below(wanted.name):  # of others it is not known whether an import would fail
+                kind = "needed" if normalised(each) in map(normalised, CARRIED) else "optional"
+                found[kind].append(f"{each}, which {wanted.name} requires, is missing")
     return found
 
 
@@ -89,7 +92,7 @@ def missing_below(name: str) -> list[str]:
     waiting, seen, missing = [name], set[str](), []
     while waiting:
         each = waiting.pop()
-        key = re.sub(r"[-_.]+", "-", each).lower()
+        key = normalised(each)
         if key in seen:
             continue
         seen.add(key)
@@ -115,17 +118,22 @@ def told(found: dict[str, list[str]]) -> str:
     return "\n".join(["packages:", *lines, remedy])
 
 
+def normalised(name: str) -> str:
+    """A package's name in lower case with hyphens."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def pinned() -> dict[str, str]:
-    """Versions of constraints.txt by name in lower case with hyphens."""
+    """Versions of constraints.txt by normalised name."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, version in pairs}
+    return {normalised(name): version.strip() for name, version in pairs}
 
 
 def fetch(folder: Path, python: str) -> int:
     """Downloads the wheels. Returns pip's exit code."""
     versions = pinned()
-    wanted = [f"{name}=={versions[re.sub(r'[-_.]+', '-', name).lower()]}" for name in CARRIED]
+    wanted = [f"{name}=={versions[normalised(name)]}" for name in CARRIED]
     platforms = [f"--platform={name}_x86_64" for name in PLATFORMS]
     choice = ["--no-deps", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *choice, "--dest", str(folder), *wanted]

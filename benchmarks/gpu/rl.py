@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.cells import Cell, NotHereError, Setting
 from benchmarks.gpu.sft import PEAK_TFLOPS, write_yaml
-from benchmarks.gpu.watched import run_steps
+from benchmarks.gpu.watched import Steps, largest_that_fits, run_steps
 
 SD35_MEDIUM: dict[str, Any] = {
     "pipeline": "StableDiffusion3Pipeline",
@@ -94,9 +94,15 @@ def measure(setting: Setting, mode: str, trained: str, reward: str) -> dict[str,
             import rapidocr  # noqa: F401
         except ImportError as error:
             raise NotHereError(f"OCR needs rapidocr: {error}") from error
-    config = rl_config(setting.scratch / f"{mode}_{trained}_{reward}".replace(" ", "_"), setting, trained, reward)
-    config["train"]["compile"] = mode == "compile"
-    steps = run_steps("rl_diffusion", config, setting, setting.size(2 if mode == "compile" else 1, 1), 1)
+
+    def measured(replayed: int) -> Steps:
+        folder = setting.scratch / f"{mode}_{trained}_{reward}_{replayed}".replace(" ", "_")
+        config = rl_config(folder, setting, trained, reward, replayed)
+        config["train"]["compile"] = mode == "compile"
+        return run_steps("rl_diffusion", config, setting, setting.size(2 if mode == "compile" else 1, 1), 1)
+
+    sizes = setting.size((8, 4), (2,)) if trained == "2 steps" else (1,)
+    steps = largest_that_fits(sizes, measured)
     found = steps.rates("images")
     phases = {f"{phase}_s": steps.mean(f"time/{phase}_s") for phase in ("generate", "wait_for_rewards", "update")}
     found |= {name: value for name, value in phases.items() if value}
@@ -105,10 +111,10 @@ def measure(setting: Setting, mode: str, trained: str, reward: str) -> dict[str,
     return found | {"replay_error": max(errors)}
 
 
-def rl_config(folder: Path, setting: Setting, trained: str, reward: str) -> dict[str, Any]:
+def rl_config(folder: Path, setting: Setting, trained: str, reward: str, replayed: int) -> dict[str, Any]:
     """The configuration of ``tasks/rl_diffusion.py``, with its files in ``folder``.
 
-    A replay has as many rows as a rollout, so that both run the same kernels.
+    A replay, of ``replayed`` samples, has as many rows as a rollout, so that both run the same kernels.
     """
     folder.mkdir(parents=True, exist_ok=True)
     words = [f"{first}{second}" for first in "ABCDEFGH" for second in "KLMNOPQR"]
@@ -119,9 +125,9 @@ def rl_config(folder: Path, setting: Setting, trained: str, reward: str) -> dict
     algorithm: dict[str, Any] = {"recipe": "flow_grpo"}
     if fast:
         algorithm = {"recipe": "flow_grpo_fast", "window": {"type": "random", "size": 2, "range": [0, 5]}}
-    groups, per_group, drawn, replayed = (4, 8, 16, 8) if fast else (2, 9, 9, 1)
+    groups, per_group, drawn = (4, 8, 2 * replayed) if fast else (2, 9, 9 * replayed)
     if setting.tiny:
-        groups, per_group, drawn, replayed = (2, 2, 4, 2) if fast else (2, 2, 4, 1)
+        groups, per_group, drawn = 2, 2, 4
     return {
         "model": {
             "config_path": write_yaml(folder / "model.yaml", copy.deepcopy(setting.size(SD35_MEDIUM, TINY))),

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu.run --budget 540 --only sft rl        # these alone, with all of the time
     python -m benchmarks.gpu.run --tiny                            # on a CPU, in minutes: whether it works
 
-Each cell appends a line to ``results.jsonl`` when it ends, and a table is printed last. A cell that fails costs itself;
+Each cell appends a line to ``results.jsonl`` when it ends, and a table is printed last; what processes say is in
+``log.txt``. A cell that fails costs itself;
 one whose process dies costs itself, too: the stage is started again after it. What a stage does not use of its time
 goes to the next ones. Exit code 1 when something failed, 2 when nothing could be measured. ``benchmarks.gpu.tables``
 puts the figures into docs/performance.md.
@@ -133,7 +134,7 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str
         "SFUMATO_GPU_COMMAND": results.command_of(),
     }
     while (left := until - time.monotonic()) > 1:
-        log = arguments.output / f"{stage.name}.log"
+        log = arguments.output / "log.txt"
         command = [sys.executable, "-m", "benchmarks.gpu.run", "--inside", stage.name, f"{left:.1f}", run]
         command += [
             "--output",
@@ -147,6 +148,8 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str
         command += [*(["--cells", *arguments.cells] if arguments.cells else [])]
         command += ["--crash", arguments.crash] if arguments.crash else []
         with log.open("ab") as file:
+            file.write(f"=== {stage.name}\n".encode())
+            file.flush()
             size = file.tell()
             code = run_process(command, environment, file, left)
         if code == 0:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.cells import Cell, Setting
-from benchmarks.gpu.watched import Steps, group_of_one, run_steps
+from benchmarks.gpu.watched import Steps, group_of_one, largest_that_fits, run_steps
 
 PEAK_TFLOPS = 790.0
 """Measured bf16 products of random numbers on an H200; MFU here is the share of this (the data sheet says 989)."""
@@ -63,23 +63,28 @@ def cells(setting: Setting) -> dict[str, Cell]:
 
 
 def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str, Any]:
-    """Rates of one cell."""
-    folder = setting.scratch / f"{compiled}_{engine}_{loss}"
-    config = sft_config(folder, setting, compile=compiled == "compile", chunked_loss=loss == "chunked")
-    with group_of_one(setting.on_gpu) if engine == "fsdp2" else contextlib.nullcontext():
-        steps = run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1))
-    return figures(steps)
+    """Rates of one cell, with rows of 16,384 tokens, or of fewer where memory does not suffice."""
+
+    def measured(rows: int) -> dict[str, Any]:
+        folder = setting.scratch / f"{compiled}_{engine}_{loss}_{rows}"
+        config = sft_config(folder, setting, rows, compile=compiled == "compile", chunked_loss=loss == "chunked")
+        with group_of_one(setting.on_gpu) if engine == "fsdp2" else contextlib.nullcontext():
+            return figures(run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1)))
+
+    return largest_that_fits(setting.size((4, 2), (2,)), measured)
 
 
 def figures(steps: Steps) -> dict[str, Any]:
     found = steps.rates("tokens")
+    found["tokens_of_a_step"] = steps.amounts["tokens"] / steps.count
     return found | {"mfu": found["tflops_per_s"] / PEAK_TFLOPS, "loss": steps.metrics[-1]["loss"]}
 
 
-def sft_config(folder: Path, setting: Setting, **train: Any) -> dict[str, Any]:
-    """The configuration of ``tasks/train_text.py``, with its files in ``folder``."""
+def sft_config(folder: Path, setting: Setting, rows: int, **train: Any) -> dict[str, Any]:
+    """The configuration of ``tasks/train_text.py``, with its files in ``folder``; a step packs ``rows`` times 4,096
+    tokens into one row."""
     folder.mkdir(parents=True, exist_ok=True)
-    row, rows = setting.size((4096, 4), (64, 2))
+    row = setting.size(4096, 64)
     train_path = folder / "train.jsonl"
     write_conversations(train_path, longest=row, tokens=setting.size(16, 8) * row * rows)
     return {

@@ -158,7 +158,13 @@ TABLES = {
         "sft",
         "blocks, engine, loss",
         product(("compile", "eager"), ("autocast", "fsdp2"), ("plain", "chunked")),
-        (Column("tokens/s", "tokens_per_s", "{:.0f}"), Column("step, s", "step_s"), TFLOPS, MFU, PEAK),
+        (
+            Column("tokens of a step", "tokens_of_a_step", "{:.0f}"),
+            Column("tokens/s", "tokens_per_s", "{:.0f}"),
+            TFLOPS,
+            MFU,
+            PEAK,
+        ),
     ),
     "rl": Table(
         "rl",

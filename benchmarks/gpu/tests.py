@@ -21,10 +21,11 @@ ON_DEVICE = (
     "tests/e2e/test_train_dit.py",
     "tests/e2e/test_train_text.py",
     "tests/e2e/test_train_dit_dpo.py",
+    "tests/e2e/test_separate_roles.py",
     "tests/faults/test_resume.py",
 )
 """Cheapest first."""
-TINY = {"tests/unit/test_save_async.py": "-k=test_a_save_that_is_under_way"}
+TINY = {"tests/unit/test_save_async.py": "-k=test_a_save_that_is_asked_for"}
 """What --tiny runs: whether the stage works; the tests themselves have their own run."""
 
 
@@ -40,7 +41,7 @@ def run_tests(setting: Setting, path: str) -> dict[str, Any]:
     except ImportError as error:
         raise NotHereError("pytest is not installed") from error
     limit = setting.left_s - 5
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow" if setting.tiny else "slow or not slow", "-rf"]
+    options = ["-p", "no:cacheprovider", "-m", "not slow" if setting.tiny else "slow or not slow", "-rf"]
     if setting.tiny:
         options.append(TINY[path])
     command = [sys.executable, "-m", "pytest", path, *options, f"--basetemp={setting.scratch / 'pytest'}"]

@@ -1,4 +1,4 @@
-"""Two traced steps of fine-tuning and of RL: how long the GPU is busy, by kind of kernel, and the trace itself."""
+"""Traced steps of fine-tuning and of RL: how long the GPU is busy, with what, and the traces themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ KINDS = {
 }
 """By what a kernel's name contains, the first that fits; all else is elementwise and others."""
 
+NAMED, NAME = 12, 90
+"""Kernels that a line names with their share, and characters of a name."""
+
 MAX_BYTES = 15 * 2**20
 """Larger traces are not kept."""
 
@@ -41,18 +45,17 @@ def trace(setting: Setting, task: str, mode: str) -> dict[str, Any]:
     warm_up, traced = setting.size((4, 2), (1, 1)) if task == "sft" else (setting.size(2, 1), 1)
     profile = {"compile": mode == "compile", "profile_steps": [warm_up + 1, warm_up + traced]}
     if task == "sft":
-        config = sft_config(folder, setting, **profile)
+        config = sft_config(folder, setting, 2, **profile)
     else:
-        config = rl_config(folder, setting, "2 steps", "jpeg")
+        config = rl_config(folder, setting, "2 steps", "jpeg", setting.size(4, 2))
         config["train"] |= profile
         if not setting.tiny:  # one pass of each kind
-            config["rollout"] |= {"num_prompts": 1, "micro_batch_size": 8}
+            config["rollout"]["num_prompts"] = 1
     steps = run_steps("train_text" if task == "sft" else "rl_diffusion", config, setting, warm_up, traced)
     found = next((folder / "run" / "traces").glob("rank0.json.gz"))
     events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
     values = shares(events, setting.on_gpu) | {"traced_s": steps.seconds, "trace_mib": found.stat().st_size / 2**20}
     keep(found, setting.output / f"trace_{task}_{mode}.json.gz")
-    keep(found.with_name("rank0.txt"), setting.output / f"trace_{task}_{mode}.txt")
     return values
 
 
@@ -63,7 +66,7 @@ def keep(path: Path, target: Path) -> None:
 
 
 def shares(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Any]:
-    """Share of the traced time in which the GPU runs something, its parts by kind, and the number of kernels.
+    """Share of the traced time in which the GPU runs something, its parts by kind and by name, the number of kernels.
 
     Args:
         events: of a Chrome trace; times in microseconds.
@@ -77,12 +80,13 @@ def shares(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Any]:
     ]
     begin, end = min(each["ts"] for each in whole), max(each["ts"] + each["dur"] for each in whole)
     found = {"busy": busy(spans) / (end - begin), "kernels": len(spans)}
-    if on_gpu:
-        total = sum(each["dur"] for each in spans)
-        for each in spans:
+    total, by_name = sum(each["dur"] for each in spans), Counter[str]()
+    for each in spans:
+        by_name[each["name"][:NAME]] += each["dur"] / total
+        if on_gpu:
             kind = kind_of(each["name"])
             found[kind] = found.get(kind, 0.0) + each["dur"] / total
-    return found
+    return found | {"longest": dict(by_name.most_common(NAMED))}
 
 
 def kind_of(name: str) -> str:

@@ -16,10 +16,10 @@ import statistics
 import sys
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -40,6 +40,9 @@ NEVER = 10**6
 
 class Enough(BaseException):
     """All steps that are measured are done. Nothing that handles errors handles it."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -206,6 +209,22 @@ def redraw_zeros(module: torch.nn.Module) -> None:
         if not parameter.any():
             generator = torch.Generator(parameter.device).manual_seed(1)
             parameter.normal_(std=0.02, generator=generator)
+
+
+def largest_that_fits(sizes: Sequence[int], measure: Callable[[int], Result]) -> Result:
+    """What ``measure`` gives with the first of some sizes that fits into the GPU's memory.
+
+    Raises:
+        torch.OutOfMemoryError: when the last one does not fit.
+    """
+    for size in sizes[:-1]:
+        try:
+            return measure(size)
+        except torch.OutOfMemoryError as error:
+            print(f"size {size}: {error}", flush=True)
+        gc.collect()  # the error is gone, and with it what its stack held
+        torch.cuda.empty_cache()
+    return measure(sizes[-1])
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import torch
 from benchmarks.gpu import pins, results, rl, run, sft, syncs, tables, traces
 from benchmarks.gpu.cells import Setting, bounded
 from benchmarks.gpu.results import BEGUN, BROKEN, CRASHED, FAILED, LATE, LEFT_OUT, MEASURED, Writer, read
-from benchmarks.gpu.watched import compiled_for, drawn_on, task_module
+from benchmarks.gpu.watched import compiled_for, drawn_on, largest_that_fits, task_module
 from sfumato.config.load import load_config
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel import memory
@@ -83,7 +84,7 @@ def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tm
     assert {stage for stage, _ in found} == {stage.name for stage in run.STAGES}
     left_out = {cell for (_, cell), status in found.items() if status == LEFT_OUT}
     assert left_out <= {"memory moves", "adamw8bit", "eager/9 steps/ocr processes"}
-    assert (tmp_path / "trace_sft_eager.json.gz").exists() and (tmp_path / "trace_rl_eager.txt").exists()
+    assert (tmp_path / "trace_sft_eager.json.gz").exists() and (tmp_path / "trace_rl_eager.json.gz").exists()
     again = suite(tmp_path, "--only", "sft", "--budget", "900", timeout=950)
     assert again.returncode == 0, again.stdout + again.stderr
     assert statuses(tmp_path)[first] == MEASURED
@@ -191,7 +192,7 @@ def test_figures_come_to_the_page_with_their_origin(tmp_path, monkeypatch):
     writer.write("sft", "eager/autocast/plain", CRASHED, reason="ended by SIGSEGV; ")
     tables.main([str(tmp_path), "--write"])
     page = tables.PAGE.read_text(encoding="utf-8")
-    assert "| compile, autocast, plain | 30123 | not measured | not measured | 56.2 % | not measured |" in page
+    assert "| compile, autocast, plain | not measured | 30123 | not measured | 56.2 % | not measured |" in page
     assert "| eager, autocast, plain | crashed | crashed | crashed | crashed | crashed |" in page
     assert "Origin: G, torch 9, 2026-12-01, commit c0ffee, `cmd`." in page
     tables.main(["--write"])  # what is kept is enough
@@ -212,11 +213,11 @@ def test_every_cell_of_a_table_is_a_cell_of_its_stage(setting):
 def test_fine_tuning_is_timed_and_broken_off(setting):
     found = sft.measure(setting, "eager", "autocast", "plain")
     assert found["tokens_per_s"] > 0 and found["tflops_per_s"] > 0 and 5 < found["loss"] < 8
-    assert not list((setting.scratch / "eager_autocast_plain/run").glob("checkpoints/global_step_*"))
+    assert not list((setting.scratch / "eager_autocast_plain_2/run").glob("checkpoints/global_step_*"))
 
 
 def test_weights_are_drawn_where_they_are_used_and_none_is_all_zero(setting):
-    config = rl.rl_config(setting.scratch, setting, "2 steps", "jpeg")
+    config = rl.rl_config(setting.scratch, setting, "2 steps", "jpeg", 2)
     config["train"]["max_steps"] = 1
     module = task_module("rl_diffusion")
     parsed = load_config(module.TrajectoryRLConfig, overrides=config)
@@ -234,6 +235,20 @@ def test_only_a_gpu_gets_generated_code(setting):
     assert memory.apply_memory_savings.__defaults__ == ("inductor",)
 
 
+def test_what_does_not_fit_into_memory_is_measured_smaller():
+    sizes: list[int] = []
+
+    def measure(size: int) -> int:
+        sizes.append(size)
+        if size > 4:
+            raise torch.OutOfMemoryError("too large")
+        return size
+
+    assert largest_that_fits((16, 8, 4, 2), measure) == 4 and sizes == [16, 8, 4]
+    with pytest.raises(torch.OutOfMemoryError):
+        largest_that_fits((16, 8), measure)
+
+
 def test_waits_are_counted_by_the_line_of_sfumato_that_led_to_them():
     from sfumato.parallel.expert import multiply_in_turn
 
@@ -244,6 +259,20 @@ def test_waits_are_counted_by_the_line_of_sfumato_that_led_to_them():
         float(torch.ones(()))
     ours = {line: count for line, count in waits.lines.items() if line.startswith("sfumato/parallel/expert.py")}
     assert waits.lines.total() == 1 + sum(ours.values()), waits.lines
+
+
+def test_warnings_of_a_gpu_are_counted_each_time_and_the_suites_own_waits_are_not(setting, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    on_gpu = Setting("cuda", True, setting.output, setting.scratch, setting.until)
+    with syncs.Waits(on_gpu=True) as waits:
+        waits.after_step(2)
+        on_gpu.wait()
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("another one", stacklevel=1)
+        torch.cuda.synchronize()
+    assert waits.lines.total() == 4, waits.lines
 
 
 def test_a_trace_says_how_long_the_gpu_is_busy_and_with_what():
@@ -258,4 +287,5 @@ def test_a_trace_says_how_long_the_gpu_is_busy_and_with_what():
     found = traces.shares(events, on_gpu=True)
     assert found["busy"] == pytest.approx(0.6) and found["kernels"] == 3
     assert found["products"] == pytest.approx(0.5) and found["attention"] == pytest.approx(30 / 80)
+    assert max(found["longest"], key=found["longest"].get) == "sm90_xmma_gemm_bf16"
     assert json.dumps(found) and found["others"] == pytest.approx(1 / 8)

@@ -18,7 +18,9 @@ from sfumato.errors import ConfigError
 from sfumato.parallel import memory
 from sfumato.parallel.memory import ActivationOffload, apply_memory_savings
 from sfumato.parallel.plan import find_blocks
-from tests.dist.cases import CASES, build, make_mesh
+from tests.dist import cases
+from tests.dist.cases import CASES, make_mesh
+from tests.tiny import DEVICE
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
@@ -26,6 +28,16 @@ MODES: dict[str, dict[str, Any]] = {
     "offload": {"enable_activation_offload": True},
     "full and offload": {"activation_checkpointing": "full", "enable_activation_offload": True},
 }
+
+
+def build(kind: str) -> nn.Module:
+    """The model of a case, where the tests compute."""
+    return cases.build(kind).to(DEVICE)
+
+
+def row_of(kind: str, index: int) -> dict[str, torch.Tensor]:
+    """A row of a case, there too."""
+    return {name: each.to(DEVICE) for name, each in CASES[kind].row(index).items()}
 
 
 def prepare(kind: str, module: nn.Module | None = None, backend: str = "aot_eager", **config: Any) -> nn.Module:
@@ -44,7 +56,7 @@ def run(kind: str, module: nn.Module, rows: int = 2) -> tuple[list[float], dict[
     """Losses and summed gradients of some rows of unequal lengths."""
     losses = []
     for index in range(rows):
-        loss, _ = CASES[kind].loss(module, CASES[kind].row(index), make_mesh()[0])
+        loss, _ = CASES[kind].loss(module, row_of(kind, index), make_mesh()[0])
         loss.backward()
         losses.append(float(loss.detach()))
     return losses, {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
@@ -96,7 +108,7 @@ def test_compiled_blocks_offload_and_run_without_gradients(compiler):
     module = prepare("dense", compile=True, enable_activation_offload=True)
     assert_same(run("dense", module, rows=1), run("dense", build("dense").train(), rows=1), 1e-6)
     with torch.no_grad():
-        loss, _ = CASES["dense"].loss(module, CASES["dense"].row(0), make_mesh()[0])
+        loss, _ = CASES["dense"].loss(module, row_of("dense", 0), make_mesh()[0])
     assert float(loss) == pytest.approx(truth("dense")[0][0], rel=1e-6)
 
 
@@ -140,7 +152,7 @@ def test_less_memory_waits_for_the_backward_pass(kind, copies):
         """Bytes that wait where they were made, and those in offload's copies."""
         module = prepare(kind, **config)
         with Alive(module) as alive:
-            loss, _ = CASES[kind].loss(module, CASES[kind].row(4), make_mesh()[0])
+            loss, _ = CASES[kind].loss(module, row_of(kind, 4), make_mesh()[0])
         moved = sum(each._host.nbytes for each in copies)
         waiting = alive.num_bytes() - moved
         loss.backward()
@@ -190,7 +202,7 @@ def test_dropout_is_recomputed_as_it_was():
 def test_without_gradients_and_frozen_blocks_run_as_they_were():
     module = prepare("dense", activation_checkpointing="selective")
     with torch.no_grad():
-        loss, _ = CASES["dense"].loss(module, CASES["dense"].row(0), make_mesh()[0])
+        loss, _ = CASES["dense"].loss(module, row_of("dense", 0), make_mesh()[0])
     assert float(loss) == truth("dense")[0][0]
     module.requires_grad_(False).lm_head.requires_grad_(True)
     assert run("dense", module)[1].keys() == {"lm_head.weight"}

@@ -16,6 +16,7 @@ from sfumato.errors import ConfigError
 from sfumato.optim.muon import Muon, hidden_matrices, orthogonalised
 from sfumato.optim.optimizer import build_optimizer
 from tests.dist.cases import CASES, build, make_mesh
+from tests.tiny import DEVICE
 
 
 def config(**settings) -> DitTrainConfig:
@@ -40,7 +41,7 @@ class Layers(nn.Module):
 
 def train(module: nn.Module, *optimizers: torch.optim.Optimizer, num_steps: int = 4, start: int = 0) -> None:
     for step in range(start, start + num_steps):
-        ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(step)).to(DEVICE)
         module(ids).square().mean().backward()
         for each in optimizers:
             each.step()
@@ -49,7 +50,7 @@ def train(module: nn.Module, *optimizers: torch.optim.Optimizer, num_steps: int 
 
 def layers() -> Layers:
     torch.manual_seed(0)
-    return Layers()
+    return Layers().to(DEVICE)
 
 
 def test_bf16_steps_are_those_of_torch_bit_for_bit():
@@ -76,7 +77,7 @@ def test_on_a_cpu_the_steps_run_in_float32():
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     optimizer, _ = build_optimizer(module, settings, 1)
     for index, each in enumerate(module.parameters()):
-        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(index))
+        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(index)).to(DEVICE)
     optimizer.step()
     for name in ("layers.0.weight", "layers.1.weight"):
         parameter = module.get_parameter(name)
