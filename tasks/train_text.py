@@ -43,11 +43,11 @@ def main(config: TrainTextConfig) -> None:
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_text")
 
-    model = build_language_model(config.model, config.train)
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     check_length(model.module.config, config.data.max_seq_len)
-    flops = FlopCount(model.module)
+    flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
-        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
     )
 
     model.parallelize(mesh, config.train)
@@ -88,7 +88,7 @@ def main(config: TrainTextConfig) -> None:
                 run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths, batch.image_shapes) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -157,7 +157,8 @@ def answer_prompts(
     """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
     tokenizer, prompts = model.tokenizer, validation.prompts
     stop = {tokenizer.eos_token_id} | {prompt.answer[-1] for prompt in prompts if config.data.data_type.has_answers}
-    answers = answer_greedily(model, [prompt.input_ids for prompt in prompts], config.eval.max_new_tokens, stop)
+    images, limit = [prompt.images for prompt in prompts], config.eval.max_new_tokens
+    answers = answer_greedily(model, [prompt.input_ids for prompt in prompts], limit, stop, images)
     return [
         SampleRecord(
             content=tokenizer.decode(answer),

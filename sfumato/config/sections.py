@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.parallel import ParallelConfig
@@ -74,24 +74,27 @@ class ModelConfig(Section):
         return self
 
 
+def _check_expression(match: str) -> str:
+    try:
+        re.compile(match)
+    except re.error as error:
+        raise ValueError(f"{match!r} is not a regular expression: {error}") from error
+    return match
+
+
+Expression = Annotated[str, AfterValidator(_check_expression)]
+"""A regular expression."""
+
+
 class ParamGroupConfig(Section):
     """Parameters with a rate or a decay of their own."""
 
-    match: str
+    match: Expression
     """Regular expression that is searched for in parameter names."""
     lr_scale: float = Field(1.0, ge=0)
     """Factor of the learning rate."""
     weight_decay: float | None = Field(None, ge=0)
     """Weight decay; null keeps what the parameter would have."""
-
-    @field_validator("match")
-    @classmethod
-    def _is_expression(cls, match: str) -> str:
-        try:
-            re.compile(match)
-        except re.error as error:
-            raise ValueError(f"{match!r} is not a regular expression: {error}") from error
-        return match
 
 
 class TrainConfig(ParallelConfig):

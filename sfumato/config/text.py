@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.paths import FilePath
-from sfumato.config.sections import LoraConfig
+from sfumato.config.sections import Expression, LoraConfig
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 
 
@@ -26,6 +26,8 @@ class LanguageModelConfig(Section):
     """Folder of the tokenizer; null takes model_path. `bytes` is one of 259 tokens that needs no folder."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights."""
+    freeze: list[Expression] = []
+    """Regular expressions; weights whose names contain one are not trained, such as `visual` of Qwen-VL models."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: with LoRA the base weights, and the reference of preference training."""
     attention: Literal["packed", "sdpa", "eager", "flex_attention", "flash_attention_2"] = "packed"
@@ -43,6 +45,10 @@ class LanguageModelConfig(Section):
             raise ValueError("set exactly one of model.model_path (a model folder) and model.config_path (a YAML file)")
         if self.config_path is not None and self.tokenizer_path is None:
             raise ValueError("model.config_path needs model.tokenizer_path, the folder of the tokenizer")
+        if self.freeze and self.lora is not None:
+            raise ValueError(
+                "model.freeze has no effect with model.lora, which freezes all weights: remove one of them"
+            )
         if self.made_by is not None and self.model_path is None:
             raise ValueError("model.made_by is the configuration that makes model.model_path: set both")
         return self

@@ -22,6 +22,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 Message = dict[str, Any]
 Encoded = tuple[np.ndarray, np.ndarray]
 Span = tuple[int, int]
+Rendered = tuple[str, list[Span], int]
+"""A text, the spans of its answers, and how many messages it renders."""
+Expand = Callable[[str, list[Span], int], tuple[str, list[Span]]]
+"""Puts what stands for the images of so many messages into their text, and moves spans with it."""
 Result = TypeVar("Result")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -68,16 +72,24 @@ class ChatTemplate:
         return ask_alone(self.asks(messages, where, tools), self.encoder)
 
     def asks(
-        self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        where: str,
+        tools: list[dict[str, Any]] | None = None,
+        expand: Expand | None = None,
     ) -> Asking[list[Encoded]]:
-        """As ``encode``, for work whose texts are encoded together with those of other conversations."""
-        trained = check_messages(messages, where)
+        """As ``encode``, for work whose texts are encoded together with those of other conversations.
+
+        With ``expand`` contents may be lists of parts.
+        """
+        trained = check_messages(messages, where, parts=expand is not None)
         shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown, tools, where)
         texts = chat.marked_texts(trained) if _GENERATION.search(chat.template) else chat.prefixed_texts(trained)
-        found = yield [text for text, _ in texts]
+        whole = [(text, spans) if expand is None else expand(text, spans, count) for text, spans, count in texts]
+        found = yield [text for text, _ in whole]
         encoded = []
-        for (text, spans), tokens in zip(texts, found, strict=True):
+        for (text, spans), tokens in zip(whole, found, strict=True):
             encoded.append((yield from self._mask(text, spans, tokens, where)))
         return encoded
 
@@ -165,7 +177,7 @@ class _Chat:
         self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
-    def marked_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
+    def marked_texts(self, trained: list[int]) -> list[Rendered]:
         """The whole text, with the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -190,9 +202,9 @@ class _Chat:
                 )
             blocks = [block for index, block in zip(answers, blocks, strict=True) if index in trained]
         self.check_shown(text, {})
-        return [(text, blocks)]
+        return [(text, blocks, len(self.messages))]
 
-    def prefixed_texts(self, trained: list[int]) -> list[tuple[str, list[Span]]]:
+    def prefixed_texts(self, trained: list[int]) -> list[Rendered]:
         """The whole text with the spans of the answers, or one text for each answer."""
         whole = self.render(len(self.messages))
         prompts = {index: self.render(index, prompt=True) for index in trained}
@@ -211,8 +223,8 @@ class _Chat:
         }
         self.check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
         if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
-            return [(whole, list(spans.values()))]
-        return [(texts[index], [spans[index]]) for index in trained]
+            return [(whole, list(spans.values()), len(self.messages))]
+        return [(texts[index], [spans[index]], index + 1) for index in trained]
 
     def render(self, count: int, prompt: bool = False) -> str:
         """The text of the first messages; ``prompt`` adds the beginning of an answer."""
@@ -253,12 +265,12 @@ class _Chat:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):
-            content = message.get("content") or ""
+            contents = _texts_of(message)
             if message["role"] != "assistant":
-                if content.strip() not in text and _in_json(content.strip()) not in text:
+                if any(said.strip() not in text and _in_json(said.strip()) not in text for said in contents):
                     raise self._error(index, "the chat template leaves it out")
             elif index in answers:
-                for said in (content, message.get("reasoning_content") or ""):
+                for said in (*contents, message.get("reasoning_content") or ""):
                     if not any(_squeeze(text) in squeezed[index] for text in (said, _in_json(said))):
                         raise self._error(index, "the chat template leaves out some of what it says")
                 for name in _tool_names(message.get("tool_calls") or []):
@@ -309,8 +321,8 @@ def check_fast(tokenizer: Any) -> None:
         )
 
 
-def check_messages(messages: list[Message], where: str) -> list[int]:
-    """The indices of the answers that are trained on.
+def check_messages(messages: list[Message], where: str, parts: bool = False) -> list[int]:
+    """The indices of the answers that are trained on. With ``parts`` a content may be a list of text and images.
 
     Raises:
         DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is trained on.
@@ -323,7 +335,8 @@ def check_messages(messages: list[Message], where: str) -> list[int]:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
         place = f"{place} ({role})"
         calls = role == "assistant" and message.get("tool_calls")
-        if not (isinstance(content, str) and content.strip()) and not (calls and content in (None, "")):
+        says = isinstance(content, str) and content.strip() or (parts and isinstance(content, list) and content)
+        if not says and not (calls and content in (None, "")):
             raise DataError(f"{place}: content must be a non-empty text, not {content!r}")
         if mask not in (None, 0, 1):
             raise DataError(f"{place}: loss_mask must be 0 or 1, not {mask!r}")
@@ -365,6 +378,12 @@ def _tool_names(tools: Any) -> list[str]:
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
+
+
+def _texts_of(message: Message) -> list[str]:
+    """What a message says, its images left out."""
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def _in_json(text: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.data.text import Document, TextSample
+from sfumato.data.vision import Beside, Tensors, Vision
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 
@@ -139,18 +140,27 @@ class TextBatch:
     """What one forward and backward pass works on. B rows of T tokens; B is 1 when packed."""
 
     tensors: dict[str, torch.Tensor]
-    """int64 ``[B, T]`` each. ``input_ids``. ``position_ids``: start at 0 with each document. ``labels``: the next token
+    """int64 ``[B, T]`` each, or with more dimensions after these. ``input_ids``. ``position_ids``: start at 0 with each document. ``labels``: the next token
     of the same document where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of
     the document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source. Where the
     format says them, ``numbers`` of tokens, float32, NaN elsewhere; a placeholder has none.
 
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.
+
+    Of models that see: ``kinds``, 0 of text and 1 of images, and where their rotary positions have three axes
+    ``positions`` ``[B, T, 3]``.
     """
     lengths: list[int]
     """Tokens of each document, without padding; none in a placeholder."""
     sample_ids: list[int]
     """Positions of the samples in the stream of all samples of the run, from which anything random is keyed."""
+    media: list[Tensors] = field(default_factory=list)
+    """Of models that see, what their ``forward`` takes for the images of each document, in the order of the rows. A
+    batch without images has one more document, a small image that is in no loss, so that every rank computes the
+    encoder."""
+    image_shapes: list[np.ndarray] = field(default_factory=list)
+    """``Images.shapes`` of each document that has images."""
 
     @property
     def num_tokens(self) -> int:
@@ -165,6 +175,7 @@ def make_batch(
     packed: bool,
     pad_token_id: int,
     min_tokens: int,
+    vision: Vision | None = None,
 ) -> TextBatch:
     """Puts samples into one micro-batch.
 
@@ -174,9 +185,20 @@ def make_batch(
         packed: all documents in one row, one after the other; otherwise one document a row.
         pad_token_id: token that fills rows up.
         min_tokens: shortest row.
+        vision: of a model that sees; opens the documents' images.
+
+    Raises:
+        DataError: when an image is broken.
     """
     documents = [document for sample in samples for document in sample.documents]
     origins = [source for sample, source in zip(samples, sources, strict=True) for _ in sample.documents]
+    num_documents, beside = len(documents), []
+    if vision is not None:
+        beside = [vision.beside(document.input_ids, document.images) for document in documents]
+        if not any(one.tensors for one in beside):
+            documents.append(Document(vision.idle_ids, np.zeros(vision.idle_length, bool)))
+            beside.append(vision.idle())
+            origins.append(0)
     lengths = [len(document.input_ids) for document in documents]
     rows = [list(range(len(documents)))] if packed else [[number] for number in range(len(documents))] or [[]]
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
@@ -192,7 +214,7 @@ def make_batch(
             tensors["input_ids"][place] = documents[number].input_ids
             tensors["position_ids"][place] = np.arange(lengths[number])
             tensors["labels"][place] = _labels(documents[number])
-            tensors["documents"][place] = number
+            tensors["documents"][place] = number if number < num_documents else 0
             tensors["sources"][place] = origins[number]
             if "numbers" in tensors:
                 tensors["numbers"][place] = documents[number].numbers
@@ -202,7 +224,28 @@ def make_batch(
             tensors["position_ids"][index, end:] = np.arange(end, width)
             tensors["documents"][index, end:] = row[0]
             tensors["sources"][index, end:] = origins[row[0]]
-    return TextBatch({name: torch.from_numpy(array) for name, array in tensors.items()}, lengths, list(sample_ids))
+    found = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    shapes = [one for sample in samples for one in sample.image_shapes]
+    found |= _beside(beside, rows, found["position_ids"])
+    media = [one.tensors for one in beside]
+    return TextBatch(found, lengths[:num_documents], list(sample_ids), media, shapes)
+
+
+def _beside(beside: Sequence[Beside], rows: Sequence[Sequence[int]], position_ids: torch.Tensor) -> Tensors:
+    """Positions and kinds of the tokens of models that see; those of padding are those of text."""
+    if not beside:
+        return {}
+    found = {"kinds": torch.zeros_like(position_ids)}
+    if beside[0].positions is not None:
+        found["positions"] = position_ids[..., None].repeat(1, 1, 3)
+    for index, row in enumerate(rows):
+        end = 0
+        for number in row:
+            start, end = end, end + len(beside[number].kinds)
+            found["kinds"][index, start:end] = beside[number].kinds
+            if "positions" in found:
+                found["positions"][index, start:end] = beside[number].positions
+    return found
 
 
 def _labels(document: Document) -> np.ndarray:

@@ -75,14 +75,17 @@ def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File |
     return [find_file({**row, key: frame}, key, root, f"{where}, frame {n}") for n, frame in enumerate(value, start=1)]
 
 
-def read_image(source: File, where: str) -> Image.Image:
+def read_image(source: File, where: str, still: bool = False) -> Image.Image:
     """An image, turned as EXIF says, of 8 bits per channel, red green blue; what is transparent shows white.
 
-    Raises DataError when it is broken.
+    Raises DataError when it is broken; with ``still`` also when it has several frames.
     """
     from PIL import ImageOps
 
     with _opened(source, where) as opened:
+        frames = getattr(opened, "n_frames", 1)
+        if still and frames > 1:
+            raise DataError(f"{where}: image ({_shown(source)}) is animated, with {frames} frames: give one of them")
         return _to_rgb(ImageOps.exif_transpose(opened))
 
 

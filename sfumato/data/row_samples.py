@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from sfumato.data.rows import RowTable
@@ -18,6 +19,20 @@ BATCH_CHARACTERS = 2**18
 """Characters of waiting texts from which on no row is added to a batch: encodings take some 100 bytes a token."""
 
 
+class FiledRow(dict[str, Any]):
+    """A row that knows the folder that its paths are relative to; that of rows made in code is the working folder."""
+
+    folder = Path()
+
+
+def filed_row(rows: RowTable, index: int) -> FiledRow:
+    """A row for a transform with images. Raises DataError as the table does."""
+    row = FiledRow(rows[index])
+    if hasattr(rows, "folder"):
+        row.folder = rows.folder(index)
+    return row
+
+
 def samples_of(
     transform: TextTransform, rows: RowTable, indices: Iterable[int]
 ) -> Iterator[tuple[int, list[TextSample] | DataError]]:
@@ -29,17 +44,18 @@ def samples_of(
     Raises:
         Exception: what reading or transforming a row raises that is no DataError, when the row's turn comes.
     """
+    read = filed_row if getattr(transform, "has_images", False) else (lambda rows, index: rows[index])
     if not _asks(transform):
         for index in indices:
             try:
-                found: Any = transform(rows[index], rows.describe(index))
+                found: Any = transform(read(rows, index), rows.describe(index))
             except DataError as error:
                 found = error
             yield index, found
         return
 
     def work(index: int) -> Asking[list[TextSample]]:
-        return (yield from transform.asks(rows[index], rows.describe(index)))
+        return (yield from transform.asks(read(rows, index), rows.describe(index)))
 
     remaining = iter(indices)
     while batch := _Batch(transform.encode):

@@ -16,7 +16,8 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import Encoded, check_fast
 from sfumato.data.tokenise import stay_in_one_thread
-from sfumato.errors import DataError, OverlongError
+from sfumato.data.vision import ImageReader, Images
+from sfumato.errors import ConfigError, DataError, OverlongError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 Messages = list[dict[str, Any]]
@@ -37,6 +38,8 @@ class Document:
     numbers: np.ndarray | None = None
     """float32 ``[L]``: what a format says of a token, such as the label of the step that it ends; NaN elsewhere. All
     documents of a format have them, or none."""
+    images: Images | None = None
+    """The images that stand in it, of formats with images."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,18 @@ class TextSample:
         """Tokens of all documents."""
         return sum(len(document.input_ids) for document in self.documents)
 
+    @property
+    def image_shapes(self) -> list[np.ndarray]:
+        """``Images.shapes`` of the documents that have images."""
+        return [document.images.shapes for document in self.documents if document.images is not None]
+
 
 class TextTransform(Protocol):
     """Turns rows into samples. It can be pickled, since it runs in worker processes.
 
-    One whose documents say numbers of tokens has ``has_numbers = True``.
+    One whose documents say numbers of tokens has ``has_numbers = True``. One whose documents have images has
+    ``has_images = True``, is given rows that know their ``folder`` (``FiledRow``), and has a method
+    ``files(row, where)`` that returns all images of a row.
 
     Two methods more, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)`` is a
     generator that yields lists of texts, is sent the tokens of each, and returns what a call returns; ``encode(texts)``
@@ -84,10 +94,16 @@ class TextFormat(ABC):
     numbers: ClassVar[str] = ""
     """What the numbers are that documents say of tokens: margins (at the last token of the better answer), labels (at
     the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
+    has_images: ClassVar[bool] = False
+    """Whether documents may have images; then ``transform`` is given an ``ImageReader`` instead of a tokenizer."""
     has_answers: ClassVar[bool] = True
     """Whether the loss mask holds answers, the last token of which ends them."""
     ignores: ClassVar[tuple[str, ...]] = ()
     """Fields of ``data`` that have no effect."""
+
+    def limited(self, reader: ImageReader) -> ImageReader:
+        """The reader of a model's images with the limits of this format."""
+        return reader
 
     @abstractmethod
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
@@ -102,11 +118,16 @@ class TextFormat(ABC):
         """
 
 
-def build_transform(config: TextDataConfig, tokenizer: Any) -> TextTransform:
-    """What turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``."""
+def build_transform(config: TextDataConfig, tokenizer: Any, reader: ImageReader | None = None) -> TextTransform:
+    """What turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
+
+    ``reader`` is that of a model that sees.
+    """
     check_fast(tokenizer)
     stay_in_one_thread()
-    return config.data_type.transform(config, tokenizer)
+    if config.data_type.has_images and reader is None:
+        raise ConfigError(f"data.data_type {config.data_type.type} needs a model that sees images")
+    return config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
 
 
 def fingerprint_of(config: TextDataConfig, tokenizer: Any, templates: list[str]) -> str:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from sfumato.checkpoint.identity import Identity
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.bad_rows import BadRows
@@ -24,6 +26,7 @@ from sfumato.data.stored import digest_of
 from sfumato.data.text import TextSample, TextTransform, build_transform
 from sfumato.data.text_steps import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
 from sfumato.data.token_store import Watch, build_token_store
+from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh
 
@@ -39,6 +42,15 @@ STEPS_AHEAD = 2
 def default_cost(length: int) -> float:
     """Work that a document of so many tokens makes, in units of that of a token without attention."""
     return length + length**2 / ATTENTION_LENGTH
+
+
+class SightedCost(NamedTuple):
+    """Work of a model that sees, in the units of the cost of documents."""
+
+    vision: Vision
+    """What makes batches."""
+    of_images: Callable[[np.ndarray], float]
+    """Work that images of these ``Images.shapes`` make."""
 
 
 class TextLoader:
@@ -57,8 +69,10 @@ class TextLoader:
         pad_token_id: int,
         mesh: Mesh,
         cost: Callable[[int], float],
+        sight: SightedCost | None = None,
     ) -> None:
         """Use ``build_text_loader``."""
+        self._sight = sight
         self.source_names = source_names
         """Names of the sources, which ``TextBatch.tensors["sources"]`` numbers."""
         self.epoch_ended = False
@@ -133,10 +147,16 @@ class TextLoader:
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
         capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
         costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
+        if self._sight is not None:
+            costs = [
+                cost + sum(map(self._sight.of_images, step.image_shapes(position)))
+                for position, cost in enumerate(costs)
+            ]
         by_rank = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
         first = step.after["samples"] - len(step.sources)
         own = by_rank[self._mesh.data_rank]
-        return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
+        vision = None if self._sight is None else self._sight.vision
+        return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh, vision)
 
 
 def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
@@ -189,6 +209,7 @@ def build_text_loader(
     say: Callable[[str], None],
     watch: Watch | None = None,
     cost: Callable[[int], float] = default_cost,
+    sight: SightedCost | None = None,
 ) -> TextLoader:
     """The loader that a configuration asks for. Every rank must call it.
 
@@ -202,6 +223,7 @@ def build_text_loader(
         mesh: the ranks.
         say, watch: for messages and a progress bar, see ``build_token_store``.
         cost: work that a document of some tokens makes, by which ranks are balanced.
+        sight: of a model that sees.
 
     Raises:
         ConfigError: when the end of the run cannot be known.
@@ -238,7 +260,7 @@ def build_text_loader(
         content = [transform.fingerprint, sources.names, sizes]
         order_key = [data.shuffle_buffer if data.shuffle else None, *order_key]
         steps = StreamSteps(stream, digest_of(["stream", content, order_key]), rule, length)
-    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost)
+    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight)
 
 
 @dataclass(frozen=True)
@@ -249,6 +271,8 @@ class AnsweredPrompt:
     """Tokens of the prompt."""
     answer: list[int]
     """Tokens of the expected answer."""
+    images: Images | None = None
+    """The images that stand in the prompt."""
 
 
 @dataclass(frozen=True)
@@ -279,23 +303,25 @@ def open_text_data(
     say: Callable[[str], None],
     watch: Watch | None = None,
     cost: Callable[[int], float] = default_cost,
+    sight: SightedCost | None = None,
 ) -> TextData:
     """Everything that a task reads; every rank must call it.
 
     Args:
         config: the task's configuration, with the sections data, train and eval.
         tokenizer: a fast tokenizer with a token for padding.
-        mesh, say, watch, cost: see ``build_text_loader``.
+        mesh, say, watch, cost, sight: see ``build_text_loader``.
 
     Raises:
         UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
     """
     data, train, pad = config.data, config.train, tokenizer.pad_token_id
-    transform = build_transform(data, tokenizer)
+    transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
     sources, held_out = open_sources(data), open_validation(data)
     identity = identify_text(config, sources, held_out, transform)
-    loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost)
-    validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say)
+    loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
+    vision = None if sight is None else sight.vision
+    validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say, vision)
     return TextData(loader, validation, identity)
 
 
@@ -308,6 +334,7 @@ def build_validation(
     pad_token_id: int,
     mesh: Mesh,
     say: Callable[[str], None],
+    vision: Vision | None = None,
 ) -> Validation | None:
     """Reads the first rows of each validation source. Broken rows are left out and named; they stop no run.
 
@@ -337,7 +364,7 @@ def build_validation(
         lengths, capacity = [1] * len(samples), train.micro_batch_size
     by_rank = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
     own = by_rank[mesh.data_rank]
-    batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh)
+    batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh, vision)
     return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
 
 
@@ -349,6 +376,7 @@ def _batches(
     packed: bool,
     pad_token_id: int,
     mesh: Mesh,
+    vision: Vision | None,
 ) -> list[TextBatch]:
     """Micro-batches of the samples at these positions, ``read`` one by one; see ``make_batch``."""
     return [
@@ -359,6 +387,7 @@ def _batches(
             packed,
             pad_token_id,
             placeholder_tokens(mesh),
+            vision,
         )
         for positions in bins
     ]
@@ -373,4 +402,4 @@ def _prompt(sample: TextSample) -> AnsweredPrompt:
         start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)
         while loss_mask[start - 1]:
             start -= 1
-    return AnsweredPrompt(ids[:start], ids[start:stop])
+    return AnsweredPrompt(ids[:start], ids[start:stop], document.images)

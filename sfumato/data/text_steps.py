@@ -62,6 +62,8 @@ class Step:
     """Number of the source of each sample."""
     read: Callable[[int], TextSample]
     """A sample by its position in the step."""
+    image_shapes: Callable[[int], list[np.ndarray]]
+    """``Images.shapes`` of the documents of a sample that have images; nothing is opened."""
     epoch_ended: bool
     """Whether an epoch ended within the step."""
     after: State
@@ -98,6 +100,7 @@ class StoreSteps:
                 document_lengths=self.store.document_lengths[indices],
                 sources=self.store.source_of[indices].tolist(),
                 read=lambda position, indices=indices: self.store.sample(int(indices[position])),
+                image_shapes=lambda position, indices=indices: self.store.image_shapes(int(indices[position])),
                 epoch_ended=epoch_ended,
                 after=after,
             )
@@ -343,6 +346,7 @@ class StreamSteps:
                 ),
                 sources=[sample.source for sample in taken],
                 read=lambda position, taken=taken: taken[position].sample,
+                image_shapes=lambda position, taken=taken: taken[position].sample.image_shapes,
                 epoch_ended=epoch_ended,
                 after=state,
             )

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.row_samples import samples_of
+from sfumato.data.pictures import File
+from sfumato.data.row_samples import filed_row, samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
+from sfumato.data.vision import Images
 from sfumato.errors import DataError
 
 CHUNK_ROWS = 256
@@ -37,23 +40,27 @@ COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source
 NUMBERS = {"numbers": "<f4"}
 """Likewise, per token, where the format says numbers of tokens."""
 
+IMAGES = {"row_of": "<i8", "image_counts": "<i4", "image_shapes": "<i4"}
+"""Likewise, per sample, per document and per image (three each), where documents may have images. The images stay where
+they are."""
+
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 class TokenStore:
     """The samples of a dataset, in the order of sources and rows."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """Opens a finished store of the sources of these names.
+    def __init__(self, folder: Path, sources: Sources, transform: TextTransform) -> None:
+        """Opens a finished store of these sources, made by this transform.
 
         Raises:
             DataError: when a file is missing, damaged or of the wrong size.
         """
         manifest = read_manifest(folder, "token store")
-        kinds = COLUMNS | (NUMBERS if "numbers" in manifest else {})
+        kinds = COLUMNS | (NUMBERS if "numbers" in manifest else {}) | (IMAGES if "row_of" in manifest else {})
         columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in kinds.items()}
         self.folder = folder
-        self.names = list(names)
+        self.names = list(sources.names)
         """Names of the sources."""
         self.documents_per_sample: int = manifest["documents_per_sample"]
         """1, or 2 for pairs."""
@@ -70,6 +77,11 @@ class TokenStore:
         self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
         self._numbers = columns.get("numbers")
         self._ends = np.cumsum(columns["document_lengths"])
+        self._rows, self._transform = sources.rows, transform
+        self._row_of: np.ndarray | None = columns.get("row_of")
+        if self._row_of is not None:
+            self._image_ends = np.cumsum(columns["image_counts"], dtype=np.int64)
+            self._image_shapes = columns["image_shapes"].reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -82,14 +94,39 @@ class TokenStore:
             stop = int(self._ends[number])
             start = int(self._ends[number - 1]) if number else 0
             numbers = None if self._numbers is None else self._numbers[start:stop]
-            documents.append(Document(self._tokens[start:stop], self._loss_mask[start:stop].view(bool), numbers))
+            parts = (self._tokens[start:stop], self._loss_mask[start:stop].view(bool), numbers)
+            documents.append(Document(*parts, self._images(index, number)))
         return TextSample(tuple(documents))
+
+    def image_shapes(self, index: int) -> list[np.ndarray]:
+        """``Images.shapes`` of the documents of a sample that have images; nothing is opened."""
+        first = index * self.documents_per_sample
+        found = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
+        return [shapes for shapes in found if len(shapes)]
+
+    def _shapes(self, number: int) -> np.ndarray:
+        if self._row_of is None:
+            return np.zeros((0, 3), np.int32)
+        return self._image_shapes[int(self._image_ends[number - 1]) if number else 0 : int(self._image_ends[number])]
+
+    def _images(self, index: int, number: int) -> Images | None:
+        shapes = self._shapes(number)
+        if not len(shapes):
+            return None
+        rows, row = self._rows[int(self.source_of[index])], int(self._row_of[index])
+        find = partial(_find_images, rows, row, self._transform, len(shapes))
+        return Images(shapes, find, rows.describe(row))
+
+
+def _find_images(rows: RowTable, index: int, transform: Any, count: int) -> Sequence[File]:
+    """The first images of a row."""
+    return transform.files(filed_row(rows, index), rows.describe(index))[:count]
 
 
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
     """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
     place = folder / _key(sources, transform)
-    return TokenStore(place, sources.names) if (place / MANIFEST).is_file() else None
+    return TokenStore(place, sources, transform) if (place / MANIFEST).is_file() else None
 
 
 def build_token_store(
@@ -133,8 +170,8 @@ def build_token_store(
                 raise
             shutil.rmtree(place, ignore_errors=True)
             building.rename(place)
-            return TokenStore(place, sources.names)
-    store = TokenStore(place, sources.names)
+            return TokenStore(place, sources, transform)
+    store = TokenStore(place, sources, transform)
     bad = store.bad_rows
     if len(bad) > max_bad_rows:
         raise DataError(
@@ -151,8 +188,10 @@ class _TokenisedRows:
     """The samples of some rows that follow each other, and why others of these rows are missing."""
 
     documents: list[Document] = field(default_factory=list)
-    num_samples: int = 0
-    """Samples of these rows, each of as many documents."""
+    rows: list[int] = field(default_factory=list)
+    """The row of each sample, each of as many documents."""
+    shapes: list[np.ndarray] = field(default_factory=list)
+    """``Images.shapes`` of each document; the documents themselves have no images here."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
 
@@ -172,6 +211,7 @@ def _build(
     ]
     first = np.cumsum([0, *map(len, sources.rows)])
     kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
+    kinds |= IMAGES if getattr(transform, "has_images", False) else {}
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
     num_samples = [0] * len(sources.rows)
@@ -181,14 +221,18 @@ def _build(
             for row, error in part.bad:
                 bad_rows.add(int(first[source]) + row, error)
                 broken.append(str(error))
-            num_samples[source] += part.num_samples
+            num_samples[source] += len(part.rows)
             if part.documents:
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
                 if "numbers" in columns:
                     columns["numbers"].add(np.concatenate([document.numbers for document in part.documents]))
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
-            columns["source_of"].add([source] * part.num_samples)
+            columns["source_of"].add([source] * len(part.rows))
+            if "row_of" in columns and part.documents:
+                columns["row_of"].add(part.rows)
+                columns["image_counts"].add([len(shapes) for shapes in part.shapes])
+                columns["image_shapes"].add(np.concatenate(part.shapes).reshape(-1))
     if 0 in num_samples:
         name = sources.names[num_samples.index(0)]
         raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
@@ -234,9 +278,14 @@ def _tokenise(rows: RowTable, transform: TextTransform, indices: range) -> _Toke
             part.bad.append((index, found))
             continue
         for sample in found:
-            part.documents += sample.documents
-            part.num_samples += 1
+            part.documents += [replace(document, images=None) for document in sample.documents]
+            part.shapes += [_shapes_of(document) for document in sample.documents]
+            part.rows.append(index)
     return part
+
+
+def _shapes_of(document: Document) -> np.ndarray:
+    return np.zeros((0, 3), np.int32) if document.images is None else document.images.shapes
 
 
 def _tokenise_all(

@@ -8,12 +8,14 @@ best keys, rotary positions that stretch), only documents of one length share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby, pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from sfumato.data.vision import Beside, Tensors, join_media
 from sfumato.parallel.mesh import Mesh
 
 WORTH_PADDING = 0.75
@@ -23,7 +25,25 @@ SHORT = 32
 """Documents of at most so many tokens join each other whatever their lengths."""
 
 
-def apart(forward: Callable[[Tensor], Tensor], row: dict[str, Tensor], mesh: Mesh, same_length: bool) -> Tensor:
+@dataclass(frozen=True)
+class Sight:
+    """The images of packed rows."""
+
+    media: Sequence[Tensors]
+    """What ``forward`` takes for the images of each document."""
+    idle_ids: Tensor
+    """int64 ``[I]``: tokens of the small image that a call without images gets, as a document more."""
+    idle: Beside
+    """What stands beside these."""
+
+
+def apart(
+    forward: Callable[..., Tensor],
+    row: dict[str, Tensor],
+    mesh: Mesh,
+    same_length: bool,
+    sight: Sight | None = None,
+) -> Tensor:
     """What a model says about the tokens of packed rows, computed for each document in a row of its own.
 
     Args:
@@ -32,26 +52,60 @@ def apart(forward: Callable[[Tensor], Tensor], row: dict[str, Tensor], mesh: Mes
             plus 1.
         mesh: the ranks; those that share weights compute equally many times.
         same_length: only documents of one length share a call: what the model computes depends on the longest row.
+        sight: of a model that sees; ``forward`` is then given a ``Beside`` of ``[N, L]`` tokens, too.
 
     Returns:
         ``[B, T, V]``.
     """
     input_ids, device = row["input_ids"].flatten(), row["input_ids"].device
-    groups = group_documents(document_lengths(row["position_ids"]), same_length)
+    lengths = document_lengths(row["position_ids"])
+    groups = group_documents(lengths, same_length)
+    number_of = {start: number for number, start in enumerate(accumulate(lengths, initial=0))}
     calls = round(mesh.max(len(groups), over="world"))  # before any of them, which may be collective operations
     outputs, places = [], []
-    for starts, lengths in groups:
-        columns = torch.arange(max(lengths))
-        is_token = columns < torch.tensor(lengths)[:, None]  # [N, L]
+    for starts, sizes in groups:
+        columns = torch.arange(max(sizes))
+        is_token = columns < torch.tensor(sizes)[:, None]  # [N, L]
         place = torch.where(is_token, torch.tensor(starts)[:, None] + columns, 0).to(device)
-        output = forward(input_ids[place].masked_fill(~is_token.to(device), 0))
-        outputs.append(output[is_token.to(device)])
-        places.append(place[is_token.to(device)])
+        is_token = is_token.to(device)
+        ids = input_ids[place].masked_fill(~is_token, 0)
+        if sight is None:
+            output = forward(ids)
+        else:
+            media = [sight.media[number_of[start]] for start in starts if number_of[start] < len(sight.media)]
+            beside = _gather(row, place, is_token, join_media(media))
+            output = forward(*_with_idle(ids, beside, sight))[: len(starts), : max(sizes)]
+        outputs.append(output[is_token])
+        places.append(place[is_token])
     joined = torch.cat(outputs)[torch.cat(places).argsort()]
     for _ in range(calls - len(groups)):
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        joined = joined + 0.0 * forward(nothing).sum()  # keeps collective operations in step
+        given = (nothing,) if sight is None else _with_idle(nothing, _gather(row, nothing, nothing == 0, {}), sight)
+        joined = joined + 0.0 * forward(*given).sum()  # keeps collective operations in step
     return joined.view(*row["input_ids"].shape, -1)
+
+
+def _gather(row: dict[str, Tensor], place: Tensor, is_token: Tensor, media: Tensors) -> Beside:
+    """What stands beside tokens ``[N, L]``, of all documents' tokens those at these places."""
+    kinds = row["kinds"].flatten()[place].masked_fill(~is_token, 0)
+    positions = row["positions"].flatten(0, 1)[place] if "positions" in row else None
+    return Beside(media, positions, kinds)
+
+
+def _with_idle(ids: Tensor, beside: Beside, sight: Sight) -> tuple[Tensor, Beside]:
+    """Tokens ``[N, L]`` and what stands beside them; those without images get a row more with a small image."""
+    if beside.tensors:
+        return ids, beside
+    width, own = max(ids.shape[1], len(sight.idle_ids)), len(sight.idle_ids)
+
+    def with_row(tokens: Tensor, last: Tensor) -> Tensor:
+        found = tokens.new_zeros(len(tokens) + 1, width, *tokens.shape[2:])
+        found[:-1, : tokens.shape[1]], found[-1, :own] = tokens, last.to(tokens.device)
+        return found
+
+    idle = sight.idle
+    positions = None if beside.positions is None else with_row(beside.positions, idle.positions)
+    return with_row(ids, sight.idle_ids), Beside(idle.tensors, positions, with_row(beside.kinds, idle.kinds))
 
 
 def forget_lengths(module: nn.Module) -> None:

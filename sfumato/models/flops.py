@@ -7,13 +7,16 @@ out, and so is what is computed twice to save memory: recomputed blocks, logits 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from sfumato.data.text_loader import SightedCost
+from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.expert import find_experts, has_experts
@@ -32,17 +35,26 @@ class FlopCount:
     state of linear attention and convolutions are not counted.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, vision: Vision | None = None) -> None:
         """
         Args:
             model: before ``parallelize``, adapters included; its weights may be on meta.
+            vision: of a model that sees, whose encoder is counted apart, see ``EncoderFlops``.
 
         Raises:
             ConfigError: when it has experts, but does not say how many a token goes to.
         """
-        self.trained_weights, self.frozen_weights = _matrix_weights(model)
-        self.attention = _attention_by_window(model)
+        encoder = {} if vision is None else encoder_modules(model)
+        self.trained_weights, self.frozen_weights = _matrix_weights(model, encoder.values())
+        self.attention = _attention_by_window(model, encoder.values())
         """Operations for a pair of tokens in all layers together that have the same window."""
+        self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader.tokens_per_patch)
+        self.sight = None if vision is None else SightedCost(vision, self.encoder.training)
+        """What images cost, for the loader."""
+
+    def of_document(self, length: int) -> int:
+        """Operations of a forward and a backward pass of a document, without its images."""
+        return self.training([length])
 
     @property
     def active_weights(self) -> int:
@@ -58,20 +70,120 @@ class FlopCount:
         lengths = list(lengths)
         return 2 * self.active_weights * sum(lengths) + self._attention(lengths)
 
-    def training(self, lengths: Iterable[int]) -> int:
+    def training(self, lengths: Iterable[int], image_shapes: Iterable[np.ndarray] = ()) -> int:
         """Operations of a forward and a backward pass.
 
         The backward pass has a product for the gradient of each layer's input and one for that of its weight, which
         frozen weights (LoRA) have not.
+
+        Args:
+            lengths: tokens of each document.
+            image_shapes: ``Images.shapes`` of documents with images, of a model that sees.
         """
         lengths = list(lengths)
         matrices = (6 * self.trained_weights + 4 * self.frozen_weights) * sum(lengths)
-        return matrices + 3 * self._attention(lengths)
+        return matrices + 3 * self._attention(lengths) + sum(self.encoder.training(shapes) for shapes in image_shapes)
 
     def _attention(self, lengths: list[int]) -> int:
         return sum(
             flops * causal_pairs(length, window) for window, flops in self.attention.items() for length in lengths
         )
+
+
+class EncoderFlops:
+    """Operations of an image encoder, with what brings its output into a language model.
+
+    Layers within a list of blocks, and those before it, work on each patch; those after it (a merger, a projector) on
+    each token of the language model. Attention: all pairs of patches of a frame or tile, or of a window of it where
+    the encoder has windows.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], tokens_per_patch: float) -> None:
+        """Args are the encoder's modules by name, and the tokens that a patch becomes."""
+        self.tokens_per_patch = tokens_per_patch
+        self.of_patch, self.of_token = {True: 0, False: 0}, {True: 0, False: 0}
+        """Weights that a patch, and a token, is multiplied with: trained, and frozen."""
+        self.windows: dict[int | None, int] = {}
+        """Operations for a pair of patches in all layers together that have windows of the same edge, in patches."""
+        self.is_trained = False
+        for module in modules.values():
+            self._count(module)
+
+    def forward(self, shapes: np.ndarray) -> int:
+        """Operations of a forward pass over images of these ``Images.shapes``."""
+        patches = self._patches(shapes)
+        matrices = sum(self.of_patch.values()) * patches + sum(self.of_token.values()) * patches * self.tokens_per_patch
+        return round(2 * matrices) + self._attention(shapes)
+
+    def training(self, shapes: np.ndarray) -> int:
+        """Operations of a forward and a backward pass; an encoder of which nothing is trained has no backward pass."""
+        if not self.is_trained:
+            return self.forward(shapes)
+        patches = self._patches(shapes)
+        trained = self.of_patch[True] * patches + self.of_token[True] * patches * self.tokens_per_patch
+        frozen = self.of_patch[False] * patches + self.of_token[False] * patches * self.tokens_per_patch
+        behind = 4 if self.of_patch[True] else 2  # nothing is sent back through a tower that is frozen as a whole
+        attention = self._attention(shapes) * (3 if self.of_patch[True] else 1)
+        return round(6 * trained + behind * frozen) + attention
+
+    def _patches(self, shapes: np.ndarray) -> int:
+        return int(np.prod(np.asarray(shapes, np.int64), axis=1).sum())
+
+    def _attention(self, shapes: np.ndarray) -> int:
+        total = 0
+        for edge, flops in self.windows.items():
+            for frames, rows, columns in np.asarray(shapes, np.int64).tolist():
+                total += flops * frames * _squares(rows, edge) * _squares(columns, edge)
+        return total
+
+    def _count(self, tower: nn.Module) -> None:
+        blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList)]
+        block_names = [name for name in blocks if any(_heads(part) for part in tower.get_submodule(name).modules())]
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            is_inside = any(f"{name}.".startswith(f"{block}.") for block in block_names)
+            is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+            found = self.of_patch if is_inside or is_convolution else self.of_token
+            for parameter in module.parameters(recurse=False):
+                self.is_trained |= parameter.requires_grad
+                if parameter.ndim == 2 or (is_convolution and parameter.ndim > 2):
+                    found[parameter.requires_grad] += parameter.numel()
+            if heads := _heads(module):
+                number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
+                edge = _window_edge(module.config, number)
+                self.windows[edge] = self.windows.get(edge, 0) + 4 * heads
+
+
+def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a transformers model beside its decoder and its output layer, by name."""
+    decoder, base = model.get_decoder(), model.base_model
+    kept = {id(decoder), id(model.get_output_embeddings())}
+    found = {name: module for name, module in base.named_children() if id(module) not in kept}
+    return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+
+
+def _heads(module: nn.Module) -> int:
+    """The width of all heads of an encoder's attention together; 0 of any other module."""
+    heads, width = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
+    if not heads or not width or not hasattr(module, "config"):
+        return 0
+    return heads * width
+
+
+def _window_edge(config: Any, number: int) -> int | None:
+    """Patches of the edge of the windows of a block; None where it has none."""
+    full = getattr(config, "fullatt_block_indexes", None)
+    if full is None or number in full:
+        return None
+    return config.window_size // config.patch_size
+
+
+def _squares(size: int, edge: int | None) -> int:
+    """The sum of the squares of the sizes of windows along an axis."""
+    if edge is None:
+        return size**2
+    return size // edge * edge**2 + (size % edge) ** 2
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -127,7 +239,7 @@ def with_denoiser(model: DiffusionModel, denoiser: nn.Module) -> DiffusionModel:
     return shadow
 
 
-def _matrix_weights(model: nn.Module) -> tuple[int, int]:
+def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tuple[int, int]:
     """Trained and frozen weights that a token is multiplied with: matrices that are no embeddings, shares of experts.
 
     A weight that embedding and output layer share counts as the output layer's.
@@ -136,8 +248,9 @@ def _matrix_weights(model: nn.Module) -> tuple[int, int]:
     for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
         experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]
     found = {True: 0, False: 0}
+    left_out = {id(inner) for module in without for inner in module.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or id(module) in left_out:
             continue
         share = next((share for prefix, share in experts.items() if f"{name}.".startswith(prefix)), (1, 1))
         for parameter in module.parameters(recurse=False):
@@ -155,9 +268,12 @@ def _top_k(experts: nn.Module) -> int:
     )
 
 
-def _attention_by_window(model: nn.Module) -> dict[int | None, int]:
+def _attention_by_window(model: nn.Module, without: Iterable[nn.Module] = ()) -> dict[int | None, int]:
     found: dict[int | None, int] = {}
+    left_out = {id(inner) for module in without for inner in module.modules()}
     for module in model.modules():
+        if id(module) in left_out:
+            continue
         if not (hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "scaling")):
             continue
         config = module.config

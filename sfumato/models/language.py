@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
+from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import apart
 from sfumato.models.lora import merge_adapters, save_adapter
@@ -49,10 +50,12 @@ class LanguageModel(PackedModel[TokenScores]):
         build: Callable[[], nn.Module],
         source: Path | None = None,
         chunked: bool = False,
+        vision: Vision | None = None,
     ) -> None:
-        """Use ``build_language_model``. ``chunked`` computes logits for some tokens at a time; the rest as for
-        ``PackedModel``."""
+        """Use ``build_language_model``. ``chunked`` computes logits for some tokens at a time, ``vision`` makes batches
+        of a model that sees; the rest as for ``PackedModel``."""
         super().__init__(module, tokenizer, autocast_dtype, build, source)
+        self.vision = vision
         self._output_layer, self._chunked = OutputLayer(module), chunked
 
     @contextmanager
@@ -67,8 +70,8 @@ class LanguageModel(PackedModel[TokenScores]):
 
     def frozen_copy(self) -> LanguageModel:
         """The same model with weights of its own that need no gradients; call it before ``parallelize``."""
-        module = copy.deepcopy(self.module).requires_grad_(False)
-        return LanguageModel(module, self.tokenizer, self.autocast_dtype, self._build, self.source, self._chunked)
+        module, given = copy.deepcopy(self.module).requires_grad_(False), (self.source, self._chunked, self.vision)
+        return LanguageModel(module, self.tokenizer, self.autocast_dtype, self._build, *given)
 
     @torch.no_grad()
     def token_log_probs(
@@ -93,10 +96,10 @@ class LanguageModel(PackedModel[TokenScores]):
         """``log p(label)`` of each token in nats."""
         return output.log_probs(row["labels"])
 
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor) -> Tensor:
+    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
         """``log p`` of each token but the first."""
         with self.autocast():
-            logits = plain(input_ids=tokens[None], use_cache=False).logits[0]
+            logits = plain(input_ids=tokens[None], use_cache=False, **beside).logits[0]
         return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
@@ -112,6 +115,8 @@ class LanguageModel(PackedModel[TokenScores]):
         """
         adapters = self._adapters()
         self.tokenizer.save_pretrained(folder)
+        if self.vision is not None:
+            self.vision.reader.save(folder, self.source)
         plain = build_on_meta(self._build)
         if adapters:
             whole = build_on_meta(self._build)  # a stage of a pipeline does not know the others' layers
@@ -134,16 +139,19 @@ class LanguageModel(PackedModel[TokenScores]):
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
+        if self.vision is not None:
+            check_sighted(mesh)
 
     def _from_pipeline(self, logits: Tensor) -> TokenScores:
         return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
-    def _score(self, tensors: Tensors) -> tuple[TokenScores, Tensors]:
+    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
         row = shard_sequence(self._to_device(tensors), self.mesh)
         head, tail = self._output_layer.apart() if self._chunked else (None, None)
         if self.rows.rows == "documents":
             with self.autocast():
-                output = apart(self._forward, row, self.mesh, self.rows.same_length)
+                forward, sight = self._forward if self.vision is None else self._forward_beside, self._sight(media)
+                output = apart(forward, row, self.mesh, self.rows.same_length, sight)
             return TokenScores(output, tuple(row["input_ids"].shape), None, head, tail), row
         kept = None
         can_pick = "number" not in tensors and "logits_to_keep" in self._arguments
@@ -151,13 +159,26 @@ class LanguageModel(PackedModel[TokenScores]):
             masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
             if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
                 kept = (masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
-        output = self._logits(row, **({} if kept is None else {"logits_to_keep": kept}))
+        output = self._logits(row, media, **({} if kept is None else {"logits_to_keep": kept}))
         return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
 
     def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """Logits, or with a chunked loss the last hidden states, of tokens ``[B, T]``."""
         output = super()._forward(input_ids, **more)
         return self._output_layer.hidden(output) if self._chunked else output
+
+
+def check_sighted(mesh: Mesh) -> None:
+    """Raises ConfigError for meshes that a model that sees cannot be put on."""
+    layout = mesh.layout
+    sizes = {
+        "train.tensor_parallel_size": layout.tp,
+        "train.pipeline_parallel_size": layout.pp,
+        "train.ulysses_parallel_size and train.context_parallel_size": layout.cp,
+    }
+    for field, size in sizes.items():
+        if size > 1:
+            raise ConfigError(f"a model that sees images cannot be cut so yet: set {field} to 1")
 
 
 def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:

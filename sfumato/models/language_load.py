@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -17,11 +18,14 @@ from torch import nn
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
+from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter
 from sfumato.models.packed_attention import ATTENTION, register_packed_attention
-from sfumato.models.plain import can_set_attention
+from sfumato.models.plain import attention_by_part, can_set_attention
+from sfumato.models.vision_load import add_image_tokens, build_vision
+from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
@@ -30,7 +34,9 @@ OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_d
 """Keys of config.json files that some configurations' classes have no field for."""
 
 
-def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool = False) -> LanguageModel:
+def build_language_model(
+    config: LanguageModelConfig, train: Any, frozen: bool = False, data_type: TextFormat | None = None
+) -> LanguageModel:
     """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
     ``LanguageModel.parallelize``.
 
@@ -40,23 +46,55 @@ def build_language_model(config: LanguageModelConfig, train: Any, frozen: bool =
         config: the model section.
         train: the train section: seed of random weights, precision, ``init_device``, ``chunked_loss``.
         frozen: make a reference: without adapters, nothing trained.
+        data_type: the format of the data; one with images takes a model that sees.
 
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    described = read_model_config(config)
+    sees = data_type is not None and data_type.has_images
+    described = read_model_config(config, sees)
     train_base = config.lora is None and not frozen
-    module, make = build_module(config, train, described, AutoModelForCausalLM, train_base)
-    tokenizer = build_tokenizer(config)
+    auto_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    module, make = build_module(config, train, described, auto_class, train_base)
+    tokenizer, vision = build_tokenizer(config), None
+    if sees:
+        if config.tokenizer_path == BYTES:
+            add_image_tokens(tokenizer)
+        vision = build_vision(
+            described, None if config.tokenizer_path == BYTES else source_of(config), module, tokenizer
+        )
+        vision = vision.with_reader(data_type.limited(vision.reader))
     check_vocabulary(module, tokenizer)
-    model = LanguageModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss)
+    settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
+    model = LanguageModel(module, tokenizer, *settings)
     if not train_base:
         module.requires_grad_(False)
+    freeze(module, config.freeze)
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Leaves weights as they are whose names contain one of these expressions.
+
+    Raises:
+        ConfigError: when an expression takes no trained weight, or none is left.
+    """
+    for index, pattern in enumerate(patterns):
+        taken = [weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)]
+        if not taken:
+            names = ", ".join(list(trainable_parameters(module))[:3])
+            raise ConfigError(
+                f"model.freeze.{index}: {pattern!r} takes no trained weight; there are {names}, ...: correct the "
+                "expression, or leave it out"
+            )
+        for weight in taken:
+            weight.requires_grad_(False)
+    if patterns and not trainable_parameters(module):
+        raise ConfigError("model.freeze leaves nothing to train")
 
 
 def build_module(
@@ -90,7 +128,7 @@ def build_module(
             "train.init_device meta draws no random weights under adapters: with model.config_path take cpu"
         )
     dtype = torch.float32 if train_base else DTYPES[config.dtype]
-    attention, source = _attention(config, described), source_of(config)
+    attention, source = _attention(config, described, auto_class), source_of(config)
 
     def make() -> nn.Module:
         module = _make(auto_class, copy.deepcopy(described), attention, dtype, config.trust_remote_code)
@@ -123,11 +161,28 @@ def check_vocabulary(module: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def read_model_config(config: LanguageModelConfig) -> Any:
-    """The transformers configuration of a folder or a description. Raises ConfigError."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
+    """The transformers configuration of a folder or a description, with ``sees`` of a model that sees images.
 
+    Raises ConfigError.
+    """
+    described = _read_model_config(config, sees)
+    if sees and getattr(described, "vision_config", None) is None:
+        raise ConfigError(
+            f"data.data_type image_conversation: a model of type {described.model_type} sees no images: take one that "
+            "does, or data.data_type conversation"
+        )
+    return described
+
+
+def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
@@ -138,22 +193,48 @@ def read_model_config(config: LanguageModelConfig) -> Any:
             )
         check_weights(folder)
         try:
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+            found = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
+        if (
+            not sees
+            and found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            and found.model_type not in names
+        ):
+            raise ConfigError(
+                f"model.model_path {folder}: {found.model_type} is a model that sees images: take data.data_type "
+                "image_conversation in tasks/train_text.py, which takes rows without images, too"
+            )
+        return found
     fields = read_yaml(config.config_path)
     where, kind = config.config_path, fields.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"[:600])
+    if kind not in names:
+        raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(names))}"[:600])
     cls = CONFIG_MAPPING[kind]
-    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    wrong = [str(key) for key in fields if key not in known]
-    if wrong:
-        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(known))}")
+    _check_keys(cls, fields, str(where))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # transformers raises kinds of its own for values that it refuses
         raise ConfigError(f"{where}: transformers refuses it: {error}") from error
+
+
+def _check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for a key that a configuration, or one inside it, does not know."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
+    wrong = [str(key) for key in fields if key not in known]
+    if wrong:
+        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(known))}")
+    for name, part in cls.sub_configs.items():
+        inside = fields.get(name)
+        if isinstance(inside, dict):
+            own = CONFIG_MAPPING.get(inside.get("model_type")) if part is AutoConfig else part
+            if own is None:
+                raise ConfigError(f"{where}: {name}.model_type: unknown model_type {inside.get('model_type')!r}")
+            _check_keys(own, inside, f"{where}: {name}")
 
 
 def build_tokenizer(config: LanguageModelConfig) -> Any:
@@ -181,7 +262,8 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
 
 def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     try:
-        return auto_class.from_config(described, attn_implementation=attention, dtype=dtype, trust_remote_code=trust)
+        by_part = attention_by_part(described, attention)
+        return auto_class.from_config(described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust)
     except (ValueError, KeyError) as error:
         if attention == "eager":
             raise ConfigError(f"transformers cannot make this {described.model_type}: {error}") from error
@@ -204,7 +286,7 @@ def _load(
         module, report = auto_class.from_pretrained(
             folder,
             config=copy.deepcopy(described),
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(described, attention),
             dtype=dtype,
             trust_remote_code=trust,
             local_files_only=True,
@@ -231,12 +313,10 @@ def _load(
     return module
 
 
-def _attention(config: LanguageModelConfig, described: Any) -> str:
+def _attention(config: LanguageModelConfig, described: Any, auto_class: Any) -> str:
     """transformers' name of the attention; a model with an attention of its own has none but that."""
-    from transformers import AutoModelForCausalLM
-
     if config.attention == "packed":
-        known = AutoModelForCausalLM._model_mapping.get(type(described), None)
+        known = auto_class._model_mapping.get(type(described), None)
         if known is None or can_set_attention(known):
             return register_packed_attention()
         return "sdpa" if known._supports_sdpa else "eager"

@@ -7,18 +7,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
+from sfumato.data.vision import Beside, Images, Vision, join_media
 from sfumato.errors import ConfigError
-from sfumato.models.document_rows import forget_lengths
+from sfumato.models.document_rows import Sight, forget_lengths
 from sfumato.models.lora import start_magnitudes
 from sfumato.models.plain import give_weights, set_attention
 from sfumato.parallel.attention import shard_sequence
@@ -32,6 +34,10 @@ from sfumato.parallel.shards import whole_shapes
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 Tensors = dict[str, Tensor]
+
+KINDS = ("token_type_ids", "mm_token_type_ids")
+"""What transformers' models call the kinds of tokens."""
+
 Output = TypeVar("Output")
 """What a model says of the tokens of a micro-batch."""
 
@@ -54,6 +60,8 @@ class PackedModel(ABC, Generic[Output]):
 
     says: ClassVar[tuple[str, str]]
     """What the probe calls one of the numbers that it compares, and several."""
+    vision: Vision | None = None
+    """What makes batches of a model that sees."""
 
     def __init__(
         self,
@@ -86,20 +94,22 @@ class PackedModel(ABC, Generic[Output]):
         self._mesh: Mesh | None = None
 
     @abstractmethod
-    def _score(self, tensors: Tensors) -> tuple[Output, Tensors]:
-        """What the model says of the tensors of a micro-batch, and its part of these on its device."""
+    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[Output, Tensors]:
+        """What the model says of the tensors of a micro-batch, with its documents' images, and its part of these on its
+        device."""
 
     @abstractmethod
     def numbers_of(self, output: Output, row: Tensors) -> Tensor:
         """What the probe compares: a number for each token, float32 ``[B, T]``, 0 where the label is -100."""
 
     @abstractmethod
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor) -> Tensor:
+    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
         """The same by transformers' own module of a document alone, of each token that has a next one.
 
         Args:
             plain: from ``plain_with``.
             tokens: int64 ``[L]``.
+            beside: arguments of its ``forward`` that its images give.
 
         Returns:
             float32 ``[L - 1]``.
@@ -227,7 +237,7 @@ class PackedModel(ABC, Generic[Output]):
         losses = []
         for index, row in accumulate(self.module, list(enumerate(rows))):
             with self._dropout_of(step, batches[index], row):
-                part = loss(*self._score(row), batches[index])
+                part = loss(*self._score(row, batches[index].media), batches[index])
                 part.backward()
             losses.append(part.detach())
         return torch.stack(losses).double().tolist() if losses else []
@@ -250,7 +260,7 @@ class PackedModel(ABC, Generic[Output]):
         with self._evaluating():
             if self._pipeline is None:
                 for index, row in enumerate(rows):
-                    yield index, *self._score(row)
+                    yield index, *self._score(row, batches[index].media)
                 return
             rows = [self._to_device(row) for row in rows]
             with self.autocast():
@@ -319,9 +329,12 @@ class PackedModel(ABC, Generic[Output]):
         """Sum of a tensor of any shape over the ranks that share a sequence; gradients go to each rank's own part."""
         return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"))
 
-    def _logits(self, row: Tensors, **more: Tensor) -> Tensor:
+    def _logits(self, row: Tensors, media: Sequence[Tensors] = (), **more: Tensor) -> Tensor:
         """What the module's head gives for packed rows as they are, ``[B, T, ...]``."""
-        if "position_ids" in self._arguments:  # recurrent models and those with ALiBi know none
+        if "kinds" in row:
+            beside = Beside(join_media(media), row.get("positions"), row["kinds"])
+            more |= self._seen(row["position_ids"], beside)
+        elif "position_ids" in self._arguments:  # recurrent models and those with ALiBi know none
             more["position_ids"] = row["position_ids"]
         with self.autocast():
             return self._forward(row["input_ids"], **more)
@@ -331,6 +344,37 @@ class PackedModel(ABC, Generic[Output]):
         if self.rows.same_length:
             forget_lengths(self.plain)
         return self.module(input_ids=input_ids, use_cache=False, **more).logits
+
+    def _seen(self, position_ids: Tensor, beside: Beside) -> Tensors:
+        """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees.
+
+        Where it has rotary positions of three axes, those within documents come first, as transformers has it for
+        packed rows.
+        """
+        found = self._to_device(beside.tensors) | {"position_ids": position_ids}
+        if beside.positions is not None:
+            found["position_ids"] = torch.cat([position_ids[None], beside.positions.movedim(-1, 0)])
+        kinds = {name: beside.kinds for name in KINDS if name in self._arguments}
+        return found | self._to_device(kinds)
+
+    def _forward_beside(self, input_ids: Tensor, beside: Beside) -> Tensor:
+        """As ``_forward``, of documents in rows of their own, of a model that sees."""
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return self._forward(input_ids, **self._seen(position_ids, beside))
+
+    def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+        """What transformers' own module is given beside the tokens ``[L]`` of one document; it counts positions itself."""
+        if self.vision is None:
+            return {}
+        beside = self.vision.beside(input_ids, images)
+        kinds = {name: beside.kinds[None] for name in KINDS if name in self._arguments}
+        return self._to_device(beside.tensors | kinds)
+
+    def _sight(self, media: Sequence[Tensors]) -> Sight | None:
+        """The images of a batch, for documents in rows of their own."""
+        if self.vision is None:
+            return None
+        return Sight(media, torch.from_numpy(self.vision.idle_ids), self.vision.idle())
 
     def sum_for_rows(self, values: Tensor) -> Tensor:
         """As ``sum_over_sequence``, where each rank goes on with rows of its own: gradients are summed, too."""
@@ -368,7 +412,7 @@ class PackedModel(ABC, Generic[Output]):
         for batch in batches:
             columns = torch.arange(batch.tensors["input_ids"].shape[1]).expand_as(batch.tensors["input_ids"])
             more = {"number": columns} if every_token or self.mesh.layout.cp > 1 else {}
-            found.append(TextBatch(batch.tensors | more, batch.lengths, batch.sample_ids))
+            found.append(replace(batch, tensors=batch.tensors | more))
         return found
 
     def _join(self, part: Tensor, columns: Tensor | None, batch: TextBatch) -> Tensor:

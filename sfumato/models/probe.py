@@ -9,9 +9,9 @@ must give the same; a document must not notice what stands beside it, nor a toke
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.packing import TextBatch, make_batch, micro_batch_rule, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.vision import Images, Vision, as_png
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import forget_lengths
 from sfumato.models.packed_attention import ATTENTION
@@ -37,6 +38,9 @@ from sfumato.parallel.weights import whole_weights
 
 LENGTHS = (13, 5, 21, 21, 2)
 """Tokens of the short documents: some equal, one as short as can be."""
+
+SIGHTS = {0: ((56, 84),), 2: ((28, 28), (84, 56))}
+"""Of a model that sees, heights and widths in pixels of the images of some of these documents."""
 
 LARGEST_COPY = 4 * 2**30
 """Bytes of weights up to which transformers' own module is made beside the run's."""
@@ -144,12 +148,48 @@ def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int)
     if longest > max(first, *LENGTHS):
         lengths.append([longest])
     generator = torch.Generator().manual_seed(0)
+    known = text_tokens(model)
+    found = [
+        [_sample(known[torch.randint(len(known), (length,), generator=generator)]) for length in part]
+        for part in lengths
+    ]
+    if model.vision is not None:  # documents with and without images, and images of several sizes
+        for index, sizes in SIGHTS.items():
+            found[0][index] = _with_images(found[0][index], sizes, model.vision, max_seq_len)
+    return found
+
+
+def text_tokens(model: PackedModel) -> Tensor:
+    """Tokens that stand for text, int64."""
     size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
-    return [[_sample(torch.randint(size, (length,), generator=generator)) for length in part] for part in lengths]
+    known = torch.arange(size)
+    if model.vision is None:
+        return known
+    special = torch.tensor(sorted({*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}))
+    return known[~torch.isin(known, special)]
 
 
 def _sample(tokens: Tensor) -> TextSample:
     return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
+
+
+def _with_images(sample: TextSample, sizes: Sequence[tuple[int, int]], vision: Vision, max_seq_len: int) -> TextSample:
+    """A document with random images of these heights and widths between its tokens, or as it is if that is too long."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    pictures = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
+    texts, shapes = vision.reader.place(pictures)
+    parts = np.array_split(sample.documents[0].input_ids, len(pictures) + 1)
+    tokens = [parts[0]]
+    for text, part in zip(texts, parts[1:], strict=True):
+        tokens += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
+    input_ids = np.concatenate(tokens)
+    if len(input_ids) > max_seq_len:
+        return sample
+    contents = [as_png(picture) for picture in pictures]
+    images = Images(shapes, lambda: contents, "an image of the probe")
+    return TextSample((Document(input_ids, np.arange(len(input_ids)) > 0, images=images),))
 
 
 class Checks:
@@ -168,7 +208,8 @@ class Checks:
 
     def _batch(self, documents: list[TextSample]) -> TextBatch:
         count, packed = len(documents), self.train.rmpad_with_pos_ids
-        return make_batch(documents, list(range(count)), [0] * count, packed, 0, placeholder_tokens(self.model.mesh))
+        least, vision = placeholder_tokens(self.model.mesh), self.model.vision
+        return make_batch(documents, list(range(count)), [0] * count, packed, 0, least, vision)
 
     def reference(self) -> Measured | None:
         """What transformers' own module computes of one document after the other, or where that is too large, this
@@ -288,7 +329,7 @@ class Checks:
     def _leak(self, found: Measured, _expected: Measured | None) -> str | None:
         """Every second document becomes another, of the rest the last token: what is said before it must not change."""
         changed = [
-            _sample(_other(document.documents[0].input_ids, 0 if index % 2 else -1, self.model))
+            _other(document.documents[0], 0 if index % 2 else -1, self.model)
             for index, document in enumerate(self.documents[0])
         ]
         other = self._batch(changed)
@@ -333,12 +374,14 @@ def _line_of(error: Exception) -> str:
     return line if isinstance(error, ConfigError) else f"{type(error).__name__}: {line}"
 
 
-def _other(tokens: np.ndarray, start: int, model: PackedModel) -> Tensor:
-    """A document whose tokens from ``start`` on are others."""
-    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
-    found = torch.from_numpy(tokens.astype(np.int64))
-    found[start:] = (found[start:] + 1) % size
-    return found
+def _other(document: Document, start: int, model: PackedModel) -> TextSample:
+    """A document whose tokens of text from ``start`` on are others."""
+    known = text_tokens(model)
+    found = torch.from_numpy(document.input_ids.astype(np.int64))
+    is_text = torch.isin(found, known)
+    is_text[:start] = False
+    found[is_text] = known[(torch.searchsorted(known, found[is_text]) + 1) % len(known)]
+    return TextSample((replace(document, input_ids=found.numpy().astype(np.int32)),))
 
 
 def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:
@@ -347,17 +390,17 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     if can_set_attention(plain):
         set_attention(plain, "eager")
 
-    def numbers_of(tokens: Tensor, more: int = 0) -> Tensor:
+    def numbers_of(document: Document, more: int = 0) -> Tensor:
         """Of each token but the last, with ``more`` tokens after that."""
         forget_lengths(plain)
-        return model.numbers_alone(plain, torch.cat([tokens, tokens[:more]]))[: len(tokens) - 1]
+        input_ids = np.concatenate([document.input_ids, document.input_ids[:more]])
+        beside = model.alone(input_ids, document.images)
+        tokens = torch.from_numpy(input_ids.astype(np.int64)).to(model.mesh.device)
+        return model.numbers_alone(plain, tokens, beside)[: len(document.input_ids) - 1]
 
-    short, *long = [
-        [torch.from_numpy(document.documents[0].input_ids.astype(np.int64)).to(model.mesh.device) for document in part]
-        for part in documents
-    ]
+    short, *long = [[document.documents[0] for document in part] for part in documents]
     plain.train()
-    loss, num_labels = 0.0, sum(len(tokens) - 1 for tokens in short)
+    loss, num_labels = 0.0, sum(len(document.input_ids) - 1 for document in short)
     for tokens in short:
         part = -numbers_of(tokens).sum() / num_labels
         part.backward()

@@ -88,12 +88,12 @@ class ScalarModel(PackedModel[Tensor]):
         """Values as log-probabilities, ``log sigmoid``, whose sum does not cancel out."""
         return functional.logsigmoid(output).masked_fill(row["labels"] == IGNORED, 0.0)
 
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor) -> Tensor:
+    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
         """The same of each token but the last."""
         found: list[Tensor] = []
         handle = getattr(plain, HEAD).register_forward_hook(lambda _module, _inputs, output: found.append(output))
         with self.autocast():
-            plain(input_ids=tokens[None], use_cache=False)
+            plain(input_ids=tokens[None], use_cache=False, **beside)
         handle.remove()
         return functional.logsigmoid(found[0][0, :-1, 0].float())
 
@@ -143,7 +143,8 @@ class ScalarModel(PackedModel[Tensor]):
         super()._check(mesh, config)
         check_scalar_settings(mesh, config)
 
-    def _score(self, tensors: Tensors) -> tuple[Tensor, Tensors]:
+    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[Tensor, Tensors]:
+        assert not media, "build_scalar_model makes no model that sees"
         row = shard_sequence(self._to_device(tensors), self.mesh)
         if self.rows.rows == "documents":
             with self.autocast():

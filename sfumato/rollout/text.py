@@ -8,11 +8,16 @@ import numpy as np
 
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.vision import Images
 from sfumato.models.language import LanguageModel
 
 
 def answer_greedily(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Iterable[int]
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop: Iterable[int],
+    images: Sequence[Images | None] | None = None,
 ) -> list[list[int]]:
     """The likeliest next token, again and again. All ranks must call it with the same prompts.
 
@@ -24,6 +29,7 @@ def answer_greedily(
         prompts: token ids, at least one in each.
         max_new_tokens: longest answer.
         stop: tokens that end an answer; they are part of it.
+        images: that stand in each prompt.
 
     Returns:
         The answers' token ids.
@@ -34,7 +40,8 @@ def answer_greedily(
         open_ones = [index for index, answer in enumerate(answers) if not (answer and answer[-1] in stop)]
         if not open_ones:
             break
-        batch = _packed([[*prompts[index], *answers[index]] for index in open_ones], model)
+        texts = [[*prompts[index], *answers[index]] for index in open_ones]
+        batch = _packed(texts, None if images is None else [images[index] for index in open_ones], model)
         predicted = model.predictions([batch])[0][0]
         end = -1
         for index, length in zip(open_ones, batch.lengths, strict=True):
@@ -43,7 +50,11 @@ def answer_greedily(
     return answers
 
 
-def _packed(texts: Sequence[Sequence[int]], model: LanguageModel) -> TextBatch:
-    samples = [TextSample((Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool)),)) for tokens in texts]
-    pad = model.tokenizer.pad_token_id
-    return make_batch(samples, list(range(len(texts))), [0] * len(texts), True, pad, placeholder_tokens(model.mesh))
+def _packed(texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel) -> TextBatch:
+    documents = [
+        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=images and images[index])
+        for index, tokens in enumerate(texts)
+    ]
+    samples, ids = [TextSample((document,)) for document in documents], list(range(len(texts)))
+    pad, least = model.tokenizer.pad_token_id, placeholder_tokens(model.mesh)
+    return make_batch(samples, ids, [0] * len(texts), True, pad, least, model.vision)

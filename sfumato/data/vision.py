@@ -1,0 +1,279 @@
+"""Images that stand in text: placeholders among its tokens, tensors beside them, and positions of any rank.
+
+transformers' own processor of the model makes all of these. Images are named by a document and opened when a batch is
+made; what is known before, from the preprocessing of the data, is how many tokens each takes and how it is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.data.pictures import File, read_image
+from sfumato.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""Files of a transformers folder that say how images and texts become tensors."""
+
+Span = tuple[int, int]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a document, which are opened when a batch is made."""
+
+    shapes: np.ndarray
+    """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part."""
+    find: Callable[[], Sequence[File]]
+    """The files, or what they hold."""
+    where: str
+    """File and row, for messages."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a model is given beside the L tokens of one document."""
+
+    tensors: Tensors = field(default_factory=dict)
+    """Arguments of its ``forward`` that images give; empty without images. Documents follow each other in dim 0."""
+    positions: Tensor | None = None
+    """int64 ``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these."""
+    kinds: Tensor | None = None
+    """int64 ``[L]``: 0 of text, 1 of an image."""
+
+
+class ImageReader:
+    """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
+
+    def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float]) -> None:
+        """Use ``build_vision``.
+
+        Args:
+            processor: transformers' processor with its tokenizer.
+            arguments: what the model's ``forward`` takes.
+            patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
+                language model that a patch becomes.
+        """
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.placeholder: str = processor.image_token
+        """What the chat template writes for an image."""
+        self._arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
+        self._patch = patches[0]
+        self.tokens_per_patch = patches[1]
+        """Tokens of the language model for each patch of the encoder."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies how images become tokens and pixels."""
+        settings = (
+            f"{type(self.processor).__name__} {self.placeholder} {self.processor.image_processor.to_json_string()}"
+        )
+        own = {
+            name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
+        }
+        return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
+        """A reader that scales images to areas within these limits; None keeps the processor's own.
+
+        Raises:
+            ConfigError: when the processor scales all images to a size of its own.
+        """
+        if min_pixels is None and max_pixels is None:
+            return self
+        size = dict(self.processor.image_processor.size)
+        if not {"shortest_edge", "longest_edge"} <= size.keys() or not self._has_grid():
+            raise ConfigError(
+                f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} scales images to a size of "
+                f"its own ({size}): remove them"
+            )
+        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        size |= {name: value for name, value in limits.items() if value is not None}
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise ConfigError(
+                f"data.data_type: images of at least {size['shortest_edge']} pixels and at most "
+                f"{size['longest_edge']}: min_pixels must not be above max_pixels (one that is not set is the processor's)"
+            )
+        reader = copy.copy(self)
+        reader.processor = copy.copy(self.processor)
+        reader.processor.image_processor = copy.deepcopy(self.processor.image_processor)
+        reader.processor.image_processor.size = type(self.processor.image_processor.size)(**size)
+        return reader
+
+    def place(self, images: Sequence[Image.Image]) -> tuple[list[str], np.ndarray]:
+        """The text that stands for each image, and the shapes of ``Images``.
+
+        Raises:
+            ValueError: when the processor refuses an image.
+        """
+        if not images:
+            return [], np.zeros((0, 3), np.int32)
+        found = self._process(images)
+        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(
+            found, len(images)
+        )
+
+    def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
+        """A rendered conversation with its images' texts, and its spans where they are then.
+
+        Raises:
+            DataError: when there are more or fewer placeholders than images.
+        """
+        places = [found.span() for found in re.finditer(re.escape(self.placeholder), text)]
+        if len(places) != len(replacements):
+            raise DataError(
+                f"{where}: the conversation has {len(places)} placeholders ({self.placeholder}) for "
+                f"{len(replacements)} images"
+            )
+        parts, moved, last = [], [list(span) for span in spans], 0
+        for (start, stop), replacement in zip(places, replacements, strict=True):
+            parts += [text[last:start], replacement]
+            longer = len(replacement) - (stop - start)
+            for span, before in zip(moved, spans, strict=True):
+                span[0] += longer if before[0] >= stop else 0
+                span[1] += longer if before[1] >= stop else 0
+            last = stop
+        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in moved]
+
+    def tensors(self, images: Images) -> Tensors:
+        """What the model's ``forward`` takes for the images of a document.
+
+        Raises:
+            DataError: when an image is broken, or has changed since its tokens were made.
+        """
+        opened = [read_image(file, images.where, still=True) for file in images.find()]
+        found = self._process(opened)
+        if len(opened) != len(images.shapes) or not np.array_equal(self._shapes(found, len(opened)), images.shapes):
+            raise DataError(f"{images.where}: an image has another size than when the data was preprocessed")
+        found = {name: found[name] for name in self._arguments if name in found and name != "mm_token_type_ids"}
+        return {name: torch.as_tensor(np.asarray(value)) for name, value in found.items() if name != "token_type_ids"}
+
+    def kinds(self, input_ids: np.ndarray) -> np.ndarray:
+        """What each token is: int64 ``[L]``, 0 text, 1 image."""
+        return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
+
+    def save(self, folder: Path, source: Path | None) -> None:
+        """Writes what transformers loads the processor from: of a model that came from a folder, that folder's files."""
+        self.processor.image_processor.save_pretrained(folder)
+        for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
+            if path.name in PROCESSOR_FILES:
+                shutil.copyfile(path, folder / path.name)
+
+    def _process(self, images: Sequence[Image.Image]) -> Any:
+        text = self.placeholder * len(images)
+        return self.processor(
+            images=list(images), text=[text], return_text_replacement_offsets=True, return_tensors="np"
+        )
+
+    def _has_grid(self) -> bool:
+        return "image_grid_thw" in self._arguments
+
+    def _shapes(self, found: Any, count: int) -> np.ndarray:
+        if self._has_grid():
+            return np.asarray(found["image_grid_thw"], np.int32)
+        pixels = np.asarray(found["pixel_values"])
+        if "num_patches" in found:  # tiles of each image
+            tiles = np.asarray(found["num_patches"]).reshape(-1)
+        else:
+            tiles = np.full(count, pixels.shape[1] if pixels.ndim == 5 else pixels.shape[0] // count)
+        rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
+        return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
+
+
+class Vision:
+    """What makes batches for a model that sees: the reader of its images, and its own rule for positions."""
+
+    def __init__(self, reader: ImageReader, positions: Callable[[Tensor, Tensor, Tensors], Tensor] | None) -> None:
+        """Use ``build_vision``.
+
+        Args:
+            reader: of the images.
+            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to int64 ``[3, 1, L]``; None
+                where the model counts tokens.
+        """
+        self.reader, self._positions = reader, positions
+        self.idle_ids, self._idle = self._make_idle()
+
+    def with_reader(self, reader: ImageReader) -> Vision:
+        """The same with other limits of images."""
+        return Vision(reader, self._positions)
+
+    @property
+    def idle_length(self) -> int:
+        """Tokens of the small image that a batch without images gets."""
+        return len(self.idle_ids)
+
+    def beside(self, input_ids: np.ndarray, images: Images | None) -> Beside:
+        """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
+        return self._beside(input_ids, self.reader.tensors(images) if images is not None and len(images.shapes) else {})
+
+    def idle(self) -> Beside:
+        """Of the small image, the tokens of which are ``idle_ids``.
+
+        It lets ranks whose documents have no images take part in what the encoder does on the others, and gives the
+        encoder gradients that are zero instead of none.
+        """
+        return self._idle
+
+    def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> Beside:
+        kinds = torch.from_numpy(self.reader.kinds(input_ids))
+        if self._positions is None:
+            return Beside(tensors, None, kinds)
+        if not tensors:
+            return Beside({}, torch.arange(len(input_ids))[:, None].expand(-1, 3), kinds)
+        ids = torch.from_numpy(input_ids.astype(np.int64))
+        return Beside(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
+
+    def _make_idle(self) -> tuple[np.ndarray, Beside]:
+        from PIL import Image
+
+        blank = Image.new("RGB", (32, 32), "white")
+        (text,), shapes = self.reader.place([blank])
+        input_ids = np.array(self.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        content = as_png(blank)
+        images = Images(shapes, lambda: [content], "the image of batches without images")
+        return input_ids, self.beside(input_ids, images)
+
+
+def join_media(media: Sequence[Tensors]) -> Tensors:
+    """The images' tensors of documents, one after the other; what has fewer tiles is filled up with zeros."""
+    given = [tensors for tensors in media if tensors]
+    return {name: _cat([tensors[name] for tensors in given]) for name in (given[0] if given else {})}
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    widest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    filled = []
+    for tensor in tensors:
+        room = tensor.new_zeros(len(tensor), *widest)
+        room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        filled.append(room)
+    return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
+
+
+def as_png(image: Image.Image) -> bytes:
+    """What a file of an image holds."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,203 @@
+"""From a transformers folder, or a description, to what makes batches for a model that sees."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from sfumato.data.vision import ImageReader, Tensors, Vision
+from sfumato.errors import ConfigError, MissingDependencyError
+
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Tokens that the tokenizer of bytes has besides its own for a model that sees."""
+
+NAMED = {
+    "image_token": "<|image_pad|>",
+    "context_image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    **dict.fromkeys(("vision_start_token", "start_image_token", "boi_token"), "<|vision_start|>"),
+    **dict.fromkeys(("vision_end_token", "end_image_token", "eoi_token"), "<|vision_end|>"),
+}
+"""What the processors of transformers call these."""
+
+
+def add_image_tokens(tokenizer: Any) -> None:
+    """Gives the tokenizer of bytes the tokens that processors ask for."""
+    known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*known, *SPECIAL]})
+    for name, token in NAMED.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+
+
+def build_vision(described: Any, folder: Path | None, module: nn.Module, tokenizer: Any) -> Vision:
+    """The reader of a model's images, with its rule for positions.
+
+    Images are scaled by Pillow, not by torchvision, so that they are the same on every machine.
+
+    Args:
+        described: transformers' configuration of the model.
+        folder: with the processor's files; None makes a processor from the description.
+        module: the model.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ConfigError: when transformers has no processor of a known kind for it, or the folder lacks its files.
+        MissingDependencyError: when its images need torchvision.
+    """
+    processor = _build_processor(described, folder, tokenizer)
+    arguments = list(inspect.signature(module.forward).parameters)
+    edge = getattr(described.vision_config, "patch_size", 1)
+    edge = edge if isinstance(edge, int) else edge[0]
+    rule = _positions_of(module)
+    first = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
+    _check_tokens(first, described)
+    (shapes,) = first.reader.place([_square()])[1:]
+    patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
+    return Vision(ImageReader(processor, arguments, (edge, _num_tokens(first) / patches)), rule)
+
+
+def _square() -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (224, 224), "white")
+
+
+def _num_tokens(vision: Vision) -> int:
+    (text,), _ = vision.reader.place([_square()])
+    ids = np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return int((vision.reader.kinds(ids) != 0).sum())
+
+
+def _check_tokens(vision: Vision, described: Any) -> None:
+    """Whether the tokens of images are those that the model puts images in the place of."""
+    ids = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0]
+    wanted = getattr(described, "image_token_id", None)
+    if wanted not in ids.tolist():
+        raise ConfigError(
+            f"the tokenizer's tokens of images are {sorted(set(ids.tolist()))}, the model's image_token_id is {wanted}: "
+            "they do not match"
+        )
+
+
+def _positions_of(module: nn.Module) -> Any:
+    """The model's own rule for positions of three axes; None where it has none."""
+    base = module.base_model
+    if not hasattr(base, "get_rope_index"):
+        return None
+
+    def positions(input_ids: Tensor, kinds: Tensor, tensors: Tensors) -> Tensor:
+        found, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, image_grid_thw=tensors["image_grid_thw"])
+        return found
+
+    return positions
+
+
+def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
+    """transformers' processor, without the part for videos, which needs torchvision."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kind = described.model_type
+    name = PROCESSOR_MAPPING_NAMES.get(kind)
+    cls = getattr(transformers, name, None) if name else None
+    if cls is None:
+        raise ConfigError(f"transformers has no processor for {kind}")
+    images = _made_image_processor(described) if folder is None else _read_image_processor(folder)
+    parameters = inspect.signature(cls.__init__).parameters
+    settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
+    settings = {key: value for key, value in settings.items() if key in parameters and not key.endswith("processor")}
+    if folder is None and "image_seq_length" in parameters:
+        settings["image_seq_length"] = _tokens_per_tile(described)
+    if folder is None and kind.startswith("llava"):
+        settings |= _llava_settings(described)
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    if "video_processor" in parameters:
+        parts["video_processor"] = None
+    processor = cls.__new__(cls)
+    processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
+    try:
+        processor.__init__(**parts, **settings)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the processor {name} of {kind} cannot be made: {error}") from error
+    del processor.check_argument_for_proper_class
+    if not isinstance(getattr(processor, "image_token", None), str):
+        raise ConfigError(f"model.model_path: images of {kind} are not known: {name} names no image_token")
+    _set_template(processor, described, folder is None)
+    return processor
+
+
+def _set_template(processor: Any, described: Any, is_made: bool) -> None:
+    """The chat template of the processor is the tokenizer's from now on."""
+    tokenizer = processor.tokenizer
+    if is_made:
+        image = processor.image_token
+        if getattr(described, "vision_start_token_id", None) is not None:
+            image = f"<|vision_start|>{image}<|vision_end|>"
+        text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
+        tokenizer.chat_template = text.replace("IMAGE", image)
+    elif processor.chat_template:
+        tokenizer.chat_template = processor.chat_template
+
+
+def _read_image_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip install "
+            "'sfumato[editing]'"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model.model_path {folder}: transformers finds no image processor there (preprocessor_config.json): {error}"
+        ) from error
+
+
+def _made_image_processor(described: Any) -> Any:
+    """The image processor of a kind of model, with the sizes of its description."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    kind, vision = described.model_type, described.vision_config
+    names = (
+        IMAGE_PROCESSOR_MAPPING_NAMES.get(kind) or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe")) or {}
+    )
+    if "pil" not in names:
+        raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")
+    cls = getattr(transformers, names["pil"])
+    known = {name: getattr(vision, name, None) for name in ("patch_size", "temporal_patch_size")}
+    known["merge_size"] = getattr(vision, "spatial_merge_size", None)
+    settings = {name: value for name, value in known.items() if value is not None and hasattr(cls, name)}
+    size = getattr(vision, "image_size", None)
+    if known["merge_size"] is None and size is not None:
+        size = size if isinstance(size, int) else size[0]
+        settings["size"] = {"height": size, "width": size}
+        settings.pop("patch_size", None)
+    return cls(**settings)
+
+
+def _tokens_per_tile(described: Any) -> int:
+    """Tokens of the language model for an image, or a tile of one, of the encoder's size."""
+    if getattr(described, "mm_tokens_per_image", None):
+        return described.mm_tokens_per_image
+    size, edge = (
+        value if isinstance(value, int) else value[0]
+        for value in (described.vision_config.image_size, described.vision_config.patch_size)
+    )
+    return int((size // edge) ** 2 * getattr(described, "downsample_ratio", 1.0) ** 2)
+
+
+def _llava_settings(described: Any) -> dict[str, Any]:
+    size, edge = described.vision_config.image_size, described.vision_config.patch_size
+    return {
+        "num_image_tokens": (size // edge) ** 2,
+        "vision_feature_select_strategy": described.vision_feature_select_strategy,
+    }

@@ -1,0 +1,116 @@
+"""Tiny models that see, described in code, and conversations with pictures made in code."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny import _train, merge, write_config
+
+IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
+
+
+def tiny_vision_description(kind: str) -> dict[str, Any]:
+    """A model of width 32 with two layers and an encoder of width 16, for the tokenizer of bytes with 4 tokens more.
+
+    Args:
+        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl or llava_onevision.
+    """
+    text = {
+        "vocab_size": 263,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+    }
+    mrope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+    qwen = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "depth": 2}
+    if kind == "qwen2_vl":
+        vision = qwen | {"embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "initializer_range": 0.1}
+        return {"model_type": kind, "text_config": text | mrope, "vision_config": vision, **IDS}
+    if kind == "qwen2_5_vl":
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "window_size": 16}
+        vision = qwen | vision | {"fullatt_block_indexes": [1], "initializer_range": 0.1}
+        return {"model_type": kind, "text_config": text | mrope, "vision_config": vision, **IDS}
+    if kind.startswith("qwen3_vl"):
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        vision = qwen | vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "initializer_range": 0.1}
+        mrope["rope_parameters"]["mrope_interleaved"] = True
+        text |= mrope | {"head_dim": 8}
+        if kind == "qwen3_vl_moe":
+            text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
+    siglip = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "gemma3":
+        text |= {"head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8}
+        vision = siglip | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
+        ids = {"boi_token_index": 259, "eoi_token_index": 260, "image_token_index": 261, "mm_tokens_per_image": 4}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
+    text["model_type"] = "qwen2"
+    if kind == "internvl":
+        vision = siglip | {"image_size": [16, 16], "patch_size": [4, 4]}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+    vision = siglip | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
+    ids = {"image_token_index": 261, "video_token_index": 262, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+    return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
+
+
+def picture(height: int, width: int, seed: int = 0) -> bytes:
+    """A PNG file of random colours."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    """A file as a data: URL."""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def image_row(index: int) -> dict[str, Any]:
+    """A conversation with 0, 1 or 2 pictures of sizes of their own; those of a third are files that lie beside."""
+    sizes = [(16 + 8 * (index % 3), 24 + 8 * number) for number in range(index % 3)]
+    pictures = [{"type": "image", "image": data_url(picture(*size, index))} for size in sizes]
+    content = [*pictures, {"type": "text", "text": f"What is number {index}?"}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {index}."}]}
+
+
+def write_image_rows(path: Path, count: int, start: int = 0) -> Path:
+    """A .jsonl file of such conversations."""
+    path.write_text("".join(f"{json.dumps(image_row(start + index))}\n" for index in range(count)), encoding="utf-8")
+    return path
+
+
+def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_text.py`` run of 6 steps of 4 rows of 128 tokens with pictures; its folder is ``tmp_path/run``."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    description = write_config(tiny_vision_description(kind), tmp_path / f"{kind}.yaml")
+    data_type = {"type": "image_conversation"}
+    if kind.startswith("qwen"):
+        data_type |= {"min_pixels": 64, "max_pixels": 1024}
+    base = {
+        "model": {"config_path": str(description), "tokenizer_path": "bytes"},
+        "data": {
+            "data_type": data_type,
+            "train_path": str(write_image_rows(tmp_path / "rows.jsonl", 24)),
+            "eval_path": str(write_image_rows(tmp_path / "held_out.jsonl", 5, 50)),
+            "max_seq_len": 128,
+        },
+        "train": {**_train(tmp_path), "micro_batch_size": 1, "global_batch_size": 4},
+        "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 2, "max_new_tokens": 4},
+    }
+    return merge(base, overrides)
