@@ -45,7 +45,9 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         return {"model_type": kind, "text_config": text | mrope, "vision_config": vision, **IDS}
     if kind.startswith("qwen3_vl"):
         vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
-        vision = qwen | vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "initializer_range": 0.1}
+        vision = (
+            qwen | vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "initializer_range": 0.1}
+        )
         mrope["rope_parameters"]["mrope_interleaved"] = True
         text |= mrope | {"head_dim": 8}
         if kind == "qwen3_vl_moe":
@@ -96,7 +98,7 @@ def write_image_rows(path: Path, count: int, start: int = 0) -> Path:
 
 
 def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: Any) -> dict[str, Any]:
-    """A ``tasks/train_text.py`` run of 6 steps of 4 rows of 128 tokens with pictures; its folder is ``tmp_path/run``."""
+    """A ``tasks/train_text.py`` run of 6 steps of 4 rows of 128 tokens with pictures; in ``tmp_path/run``."""
     tmp_path.mkdir(parents=True, exist_ok=True)
     description = write_config(tiny_vision_description(kind), tmp_path / f"{kind}.yaml")
     data_type = {"type": "image_conversation"}

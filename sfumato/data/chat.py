@@ -335,7 +335,7 @@ def check_messages(messages: list[Message], where: str, parts: bool = False) -> 
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
         place = f"{place} ({role})"
         calls = role == "assistant" and message.get("tool_calls")
-        says = isinstance(content, str) and content.strip() or (parts and isinstance(content, list) and content)
+        says = (isinstance(content, str) and content.strip()) or (parts and isinstance(content, list) and content)
         if not says and not (calls and content in (None, "")):
             raise DataError(f"{place}: content must be a non-empty text, not {content!r}")
         if mask not in (None, 0, 1):

@@ -140,10 +140,11 @@ class TextBatch:
     """What one forward and backward pass works on. B rows of T tokens; B is 1 when packed."""
 
     tensors: dict[str, torch.Tensor]
-    """int64 ``[B, T]`` each, or with more dimensions after these. ``input_ids``. ``position_ids``: start at 0 with each document. ``labels``: the next token
-    of the same document where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of
-    the document in this batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source. Where the
-    format says them, ``numbers`` of tokens, float32, NaN elsewhere; a placeholder has none.
+    """int64 ``[B, T]`` each, or with more dimensions after these. ``input_ids``. ``position_ids``: start at 0 with each
+    document. ``labels``: the next token of the same document where the loss mask holds it, -100 elsewhere (shifted
+    already). ``documents``: the number of the document in this batch; the parts of a pair are 2k and 2k + 1.
+    ``sources``: the number of its source. Where the format says them, ``numbers`` of tokens, float32, NaN elsewhere; a
+    placeholder has none.
 
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.

@@ -113,7 +113,8 @@ class ImageReader:
         if size["shortest_edge"] > size["longest_edge"]:
             raise ConfigError(
                 f"data.data_type: images of at least {size['shortest_edge']} pixels and at most "
-                f"{size['longest_edge']}: min_pixels must not be above max_pixels (one that is not set is the processor's)"
+                f"{size['longest_edge']}: min_pixels must not be above max_pixels (one that is null is the "
+                "processor's)"
             )
         reader = copy.copy(self)
         reader.processor = copy.copy(self.processor)
@@ -174,7 +175,7 @@ class ImageReader:
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def save(self, folder: Path, source: Path | None) -> None:
-        """Writes what transformers loads the processor from: of a model that came from a folder, that folder's files."""
+        """Writes what transformers loads the processor from: the files of the folder that the model came from."""
         self.processor.image_processor.save_pretrained(folder)
         for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
             if path.name in PROCESSOR_FILES:
@@ -209,8 +210,8 @@ class Vision:
 
         Args:
             reader: of the images.
-            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to int64 ``[3, 1, L]``; None
-                where the model counts tokens.
+            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to int64 ``[3, 1, L]``;
+                None where the model counts tokens.
         """
         self.reader, self._positions = reader, positions
         self.idle_ids, self._idle = self._make_idle()

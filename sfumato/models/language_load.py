@@ -31,6 +31,7 @@ from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
+OTHER_KEYS |= {"bos_token_id", "eos_token_id"}
 """Keys of config.json files that some configurations' classes have no field for."""
 
 
@@ -231,10 +232,10 @@ def _check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
     for name, part in cls.sub_configs.items():
         inside = fields.get(name)
         if isinstance(inside, dict):
-            own = CONFIG_MAPPING.get(inside.get("model_type")) if part is AutoConfig else part
-            if own is None:
-                raise ConfigError(f"{where}: {name}.model_type: unknown model_type {inside.get('model_type')!r}")
-            _check_keys(own, inside, f"{where}: {name}")
+            kind = inside.get("model_type")
+            if part is AutoConfig and kind not in CONFIG_MAPPING:
+                raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
+            _check_keys(CONFIG_MAPPING[kind] if part is AutoConfig else part, inside, f"{where}: {name}")
 
 
 def build_tokenizer(config: LanguageModelConfig) -> Any:

@@ -363,7 +363,7 @@ class PackedModel(ABC, Generic[Output]):
         return self._forward(input_ids, **self._seen(position_ids, beside))
 
     def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
-        """What transformers' own module is given beside the tokens ``[L]`` of one document; it counts positions itself."""
+        """What transformers' own module, which counts positions itself, is given beside the tokens of a document."""
         if self.vision is None:
             return {}
         beside = self.vision.beside(input_ids, images)

@@ -80,8 +80,8 @@ def _check_tokens(vision: Vision, described: Any) -> None:
     wanted = getattr(described, "image_token_id", None)
     if wanted not in ids.tolist():
         raise ConfigError(
-            f"the tokenizer's tokens of images are {sorted(set(ids.tolist()))}, the model's image_token_id is {wanted}: "
-            "they do not match"
+            f"the tokenizer's tokens of images are {sorted(set(ids.tolist()))}, the model's image_token_id is "
+            f"{wanted}: they do not match"
         )
 
 
@@ -152,12 +152,13 @@ def _read_image_processor(folder: Path) -> Any:
         return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     except ImportError as error:
         raise MissingDependencyError(
-            f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip install "
-            "'sfumato[editing]'"
+            f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip "
+            "install 'sfumato[editing]'"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.model_path {folder}: transformers finds no image processor there (preprocessor_config.json): {error}"
+            f"model.model_path {folder}: transformers finds no image processor there, in preprocessor_config.json: "
+            f"{error}"
         ) from error
 
 
@@ -176,6 +177,8 @@ def _made_image_processor(described: Any) -> Any:
     known = {name: getattr(vision, name, None) for name in ("patch_size", "temporal_patch_size")}
     known["merge_size"] = getattr(vision, "spatial_merge_size", None)
     settings = {name: value for name, value in known.items() if value is not None and hasattr(cls, name)}
+    if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
+        settings["image_grid_pinpoints"] = described.image_grid_pinpoints
     size = getattr(vision, "image_size", None)
     if known["merge_size"] is None and size is not None:
         size = size if isinstance(size, int) else size[0]
