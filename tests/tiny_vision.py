@@ -54,6 +54,7 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
             text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
         return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
     siglip = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    siglip["vision_use_head"] = False
     if kind == "gemma3":
         text |= {"head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8}
         vision = siglip | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
@@ -62,6 +63,7 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
     text["model_type"] = "qwen2"
     if kind == "internvl":
         vision = siglip | {"image_size": [16, 16], "patch_size": [4, 4]}
+        vision.pop("vision_use_head")
         return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
     vision = siglip | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
     ids = {"image_token_index": 261, "video_token_index": 262, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}

@@ -100,8 +100,9 @@ class ImageConversationTransform:
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """As a call. Every image is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
+        opened = [read_image(file, where, still=True) for file in files]
         try:
-            replacements, shapes = self.reader.place([read_image(file, where, still=True) for file in files])
+            replacements, shapes = self.reader.place(opened)
         except ValueError as error:
             raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an image: {error}") from error
         counts: list[int] = []

@@ -59,7 +59,10 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     _check_tokens(first, described)
     (shapes,) = first.reader.place([_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
-    return Vision(ImageReader(processor, arguments, (edge, _num_tokens(first) / patches)), rule)
+    ratio = _num_tokens(first) / patches
+    if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
+        ratio = 1.0
+    return Vision(ImageReader(processor, arguments, (edge, ratio)), rule)
 
 
 def _square() -> Any:

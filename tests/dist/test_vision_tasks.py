@@ -1,0 +1,42 @@
+"""Training of models that see on several ranks, some of which have no image, against the same task in one process."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from sfumato.config.load import merge
+from tests.dist.test_tasks import STEPS, assert_equal_runs, run_rank
+from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
+from tests.tiny import run_task_here
+from tests.tiny_vision import image_row, tiny_vision_config
+
+PARTS = {"model": {"freeze": [r"visual\.blocks", r"embed_tokens"]}}
+MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "ddp": (2, "qwen2_5_vl", {"data_parallel_mode": "ddp"}, {}),
+    "fsdp2": (2, "qwen3_vl", {}, {}),
+    "fsdp1": (2, "qwen2_vl", {"data_parallel_mode": "fsdp1"}, {}),
+    "hsdp, chunked loss": (4, "qwen2_5_vl", {"data_parallel_replicate_size": 2, "chunked_loss": True}, {}),
+    "fsdp2 x ep": (2, "qwen3_vl_moe", {"expert_parallel_size": 2}, {}),
+    "fsdp2, a row for each document": (2, "gemma3", {}, {}),
+    "fsdp2, padded rows": (2, "qwen2_5_vl", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
+    "fsdp2, tiles": (2, "internvl", {}, {}),
+    "meta, recompute": (2, "qwen2_5_vl", {"init_device": "meta", "activation_checkpointing": "full"}, {}),
+    "parts frozen, rate by part": (2, "qwen2_5_vl", {"param_groups": [{"match": "visual", "lr_scale": 0.1}]}, PARTS),
+    "adapters": (2, "qwen2_5_vl", {}, {"model": {"lora": {"rank": 4, "alpha": 8, "init_weights": "default"}}}),
+    "iterable": (2, "qwen2_5_vl", {}, {"data": {"datasets_type": "iterable", "shuffle_buffer": 5}}),
+}
+
+
+@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("ddp", "fsdp2")))
+def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
+    num_ranks, kind, train, settings = MODES[mode]
+    train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
+    config = merge(tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2}), settings)
+    rows = [image_row(index if index % 4 == 2 else 3 * index) for index in range(24)]  # most have no image
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
+    run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})

@@ -1,0 +1,277 @@
+"""Models that see: packed documents with images against transformers, one by one; broken images; operations."""
+
+import base64
+import io
+import json
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextConfig
+from sfumato.data.packing import make_batch
+from sfumato.data.pictures import read_image
+from sfumato.data.row_samples import FiledRow
+from sfumato.data.text import build_transform
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import check_sighted
+from sfumato.models.language_load import build_language_model
+from sfumato.models.packed_model import RowLayout
+from sfumato.models.plain import set_attention
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.weights import whole_weights
+from tests.tiny import run_task_here, tiny_language_description, write_config
+from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config
+
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision")
+APART = ("gemma3", "qwen2_5_vl")
+"""Whose documents have rows of their own."""
+
+
+def build(tmp_path, kind="qwen2_5_vl", **changes):
+    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, **changes))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
+
+
+def samples_of(transform, rows):
+    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
+
+
+def inputs_of(model, row):
+    """What transformers' processor makes of a conversation by itself."""
+    processor, pictures, messages = model.vision.reader.processor, [], []
+    for message in row["messages"]:
+        parts = message["content"]
+        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
+        pictures += [part["image"] for part in parts if part["type"] == "image"]
+        shown = [{key: part[key] for key in part if key != "image"} for part in parts]
+        messages.append({"role": message["role"], "content": shown})
+    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
+    opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures]
+    return processor(text=[text], images=opened or None, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
+)
+def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
+    model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
+    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    given = [image_row(index) for index in range(5)]
+    samples = samples_of(transform, given)
+    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
+    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
+    set_attention(plain, "eager")
+
+    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    expected = 0.0
+    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    for row, sample, log_probs in zip(given, samples, found, strict=True):
+        inputs = inputs_of(model, row)
+        document = sample.documents[0]
+        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
+        logits = plain(**{name: inputs[name] for name in inputs if name != "num_patches"}, use_cache=False).logits[0]
+        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
+        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
+        torch.testing.assert_close(log_probs[:-1], alone, rtol=1e-5, atol=1e-5)
+        expected -= alone.sum()
+    expected.backward()
+    assert total == pytest.approx(float(expected), rel=1e-6)
+    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    ours = {name: each.grad for name, each in trainable_parameters(model.trained).items() if each.grad is not None}
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
+    assert any("vis" in name and bool(gradient.any()) for name, gradient in ours.items())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", ["packed", "documents"])
+def test_a_batch_without_images_computes_the_encoder_with_gradients_of_zero(tmp_path, rows, packed):
+    model, transform = build(tmp_path)
+    model.take("sdpa", RowLayout(rows))
+    samples = samples_of(transform, [image_row(0), image_row(3)])
+    batch = make_batch(samples, [0, 1], [0, 0], packed, 0, 2, model.vision)
+    without = make_batch(samples, [0, 1], [0, 0], packed, 0, 2)
+    assert not batch.image_shapes and batch.lengths == without.lengths and batch.num_tokens == without.num_tokens
+    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    for name, weight in trainable_parameters(model.trained).items():
+        assert weight.grad is not None and ("visual" not in name or not weight.grad.any()), name
+    found = model.token_log_probs([batch])[0]
+    model.vision = None
+    model.take("sdpa", RowLayout("documents"))
+    expected = model.token_log_probs([without])[0]
+    size = expected.shape[1]
+    torch.testing.assert_close(found[: len(expected), :size], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, "gemma3"])
+def test_operations_of_the_encoder_are_those_that_torch_counts(tmp_path, kind):
+    model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
+    plain, flops = model.plain, FlopCount(model.plain, model.vision)
+    plain.set_attn_implementation("eager")
+    (sample,) = samples_of(transform, [image_row(2)])
+    images = sample.documents[0].images
+    tensors = model.vision.reader.tensors(images)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        plain.base_model.get_image_features(**tensors)
+    # InternVL's encoder has a token more than patches; what LLaVA-OneVision makes of tiles varies with their number
+    near = {"internvl": 0.15, "llava_onevision": 0.05}.get(kind, 1e-9)
+    assert flops.encoder.forward(images.shapes) == pytest.approx(counter.get_total_flops(), rel=near)
+    with_images = flops.training([sample.num_tokens], [images.shapes])
+    assert with_images == flops.training([sample.num_tokens]) + flops.encoder.training(images.shapes)
+    assert flops.encoder.training(images.shapes) == pytest.approx(3 * flops.encoder.forward(images.shapes))
+
+
+def saved(image, kind="PNG", **settings):
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def broken_rows():
+    from PIL import Image
+
+    whole, plain = picture(64, 64), Image.new("RGB", (16, 16), "red")
+    head = b"IHDR" + (60_000).to_bytes(4, "big") * 2 + whole[24:29]
+    bomb = whole[:12] + head + zlib.crc32(head).to_bytes(4, "big") + whole[33:]
+    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
+    animated = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    ask = [{"type": "text", "text": "What?"}]
+    return {
+        "truncated": ([{"type": "image", "image": data_url(whole[:-400])}, *ask], {}, "broken image"),
+        "empty": ([{"type": "image", "image": "data:image/png;base64,"}, *ask], {}, "broken image"),
+        "bomb": ([{"type": "image", "image": data_url(bomb)}, *ask], {}, "pixels: scale it down"),
+        "missing": ([{"type": "image", "path": "nowhere.png"}, *ask], {}, "image file not found: .*nowhere.png"),
+        "thin": (
+            [{"type": "image", "image": data_url(picture(1, 400))}, *ask],
+            {},
+            "refuses an image: absolute aspect",
+        ),
+        "animated": ([{"type": "image", "image": data_url(animated)}, *ask], {}, "animated, with 2 frames"),
+        "text": ([{"type": "image", "image": data_url(b"no image")}, *ask], {}, "it is no PNG"),
+        "base64": ([{"type": "image", "base64": "%%%"}, *ask], {}, "no valid base64"),
+        "address": ([{"type": "image", "url": "https://example.org/a.png"}, *ask], {}, "not downloaded"),
+        "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
+        "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
+        "null": ("<image>?", {"images": [None]}, "is null"),
+        "its own": ([*ask, {"type": "text", "text": "<|image_pad|>"}], {}, "1 placeholders .* for 0 images"),
+        "video": ([{"type": "video", "video": "a.mp4"}], {}, "neither a text nor an image"),
+    }
+
+
+@pytest.mark.parametrize("name", broken_rows())
+def test_broken_images_are_named(transform, name):
+    content, columns, message = broken_rows()[name]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}], **columns}
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 7.*{message}"):
+        transform(FiledRow(row), "rows.jsonl, line 7")
+
+
+@pytest.fixture(scope="module")
+def transform(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("transform"))[1]
+
+
+def test_images_come_from_files_bytes_and_columns_alike(transform, tmp_path):
+    content = picture(16, 24, 1)
+    (tmp_path / "a.png").write_bytes(content)
+    end = {"role": "assistant", "content": "Yes."}
+    ways = [
+        ([{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}], {}),
+        ([{"type": "image", "image": data_url(content)}, {"type": "text", "text": "What?"}], {}),
+        ([{"type": "image_url", "image_url": {"url": data_url(content)}}, {"type": "text", "text": "What?"}], {}),
+        ([{"type": "image", "base64": base64.b64encode(content).decode()}, {"type": "text", "text": "What?"}], {}),
+        ([{"type": "image"}, {"type": "text", "text": "What?"}], {"images": [{"bytes": content, "path": None}]}),
+        ("<image>What?", {"images": [content]}),
+        ("<image>What?", {"image": "a.png"}),
+    ]
+    found = []
+    for message, columns in ways:
+        row = FiledRow({"messages": [{"role": "user", "content": message}, end], **columns})
+        row.folder = tmp_path
+        (sample,) = transform(row, "row 1")
+        document = sample.documents[0]
+        pixels = transform.reader.tensors(document.images)["pixel_values"]
+        found.append((document.input_ids.tolist(), document.loss_mask.tolist(), pixels))
+    for ids, mask, pixels in found[1:]:
+        assert (ids, mask) == found[0][:2] and torch.equal(pixels, found[0][2])
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "I;16"])
+def test_pixels_of_any_format_are_read(transform, mode):
+    from PIL import Image
+
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    image = Image.fromarray(np.full((16, 16), 40_000, np.uint16)) if mode == "I;16" else Image.new(mode, (16, 16))
+    content = [{"type": "image", "image": data_url(saved(image, kind))}, {"type": "text", "text": "What?"}]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}]}
+    (sample,) = transform(FiledRow(row), "row 1")
+    assert (
+        transform.reader.tensors(sample.documents[0].images)["pixel_values"].shape[0] == sample.image_shapes[0].prod()
+    )
+
+
+def test_broken_rows_are_left_out_up_to_their_number(tmp_path):
+    rows = [image_row(index) for index in range(4)]
+    rows[2]["messages"][0]["content"][0]["image"] = data_url(picture(16, 16)[:-30])
+    config = tiny_vision_config(tmp_path, train={"max_steps": 1, "global_batch_size": 1}, eval={"every_steps": 0})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: .*broken image"):
+        run_task_here("train_text", config)
+    config["data"]["max_bad_rows"] = 1
+    run_task_here("train_text", config)
+    assert "line 3" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
+    (tmp_path / "a.png").write_bytes(picture(16, 24))
+    row = FiledRow({"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}]})
+    row["image"], row.folder = "a.png", tmp_path
+    (sample,) = transform(row, "row 1")
+    (tmp_path / "a.png").write_bytes(picture(32, 24))
+    with pytest.raises(DataError, match="row 1: an image has another size"):
+        transform.reader.tensors(sample.documents[0].images)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"ulysses_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
+        ({"train": {"tensor_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
+        ({"train": {"pipeline_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
+        ({"model": {"freeze": ["vizual"]}}, "'vizual' takes no trained weight"),
+        ({"model": {"freeze": ["."]}}, "leaves nothing to train"),
+        ({"data": {"data_type": {"min_pixels": 4096}}}, "min_pixels must not be above max_pixels"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, changes, message):
+    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, **changes))
+    size = config.train
+    layout = Layout(ulysses=size.ulysses_parallel_size, tp=size.tensor_parallel_size, pp=size.pipeline_parallel_size)
+
+    def put() -> None:
+        model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+        check_sighted(Mesh(layout, torch.device("cpu")))
+        model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+
+    with pytest.raises(ConfigError, match=message):
+        put()
+
+
+def test_text_and_sight_meet_their_models(tmp_path):
+    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path))
+    with pytest.raises(ConfigError, match="model_type"):
+        build_language_model(config.model, config.train)
+    blind = str(write_config(tiny_language_description(), tmp_path / "blind.yaml"))
+    given = config.model.model_copy(update={"config_path": blind})
+    with pytest.raises(ConfigError, match="model_type"):
+        build_language_model(given, config.train, data_type=config.data.data_type)
