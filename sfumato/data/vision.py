@@ -194,10 +194,11 @@ class ImageReader:
         if self._has_grid():
             return np.asarray(found["image_grid_thw"], np.int32)
         pixels = np.asarray(found["pixel_values"])
-        if "num_patches" in found:  # tiles of each image
-            tiles = np.asarray(found["num_patches"]).reshape(-1)
-        else:
-            tiles = np.full(count, pixels.shape[1] if pixels.ndim == 5 else pixels.shape[0] // count)
+        if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
+            tiles = np.full(count, pixels.shape[1])
+        else:  # tiles of all images, one after the other; each is as many tokens
+            counts = [entry["replacement"].count(self.placeholder) for entry in found["text_replacement_offsets"][0]]
+            tiles = np.array(counts) * len(pixels) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
 

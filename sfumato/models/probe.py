@@ -9,9 +9,9 @@ must give the same; a document must not notice what stands beside it, nor a toke
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,12 +22,12 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.packing import TextBatch, make_batch, micro_batch_rule, placeholder_tokens
 from sfumato.data.text import Document, TextSample
-from sfumato.data.vision import Images, Vision, as_png
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import forget_lengths
 from sfumato.models.packed_attention import ATTENTION
 from sfumato.models.packed_model import PackedModel, RowLayout, Tensors
 from sfumato.models.plain import can_set_attention, changing_positions, set_attention
+from sfumato.models.probe_documents import make_documents, other_than
 from sfumato.parallel.attention import SIZES
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
@@ -36,17 +36,8 @@ from sfumato.parallel.parallelize import forget_pass
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
 
-LENGTHS = (13, 5, 21, 21, 2)
-"""Tokens of the short documents: some equal, one as short as can be."""
-
-SIGHTS = {0: ((56, 84),), 2: ((28, 28), (84, 56))}
-"""Of a model that sees, heights and widths in pixels of the images of some of these documents."""
-
 LARGEST_COPY = 4 * 2**30
 """Bytes of weights up to which transformers' own module is made beside the run's."""
-
-LONGEST = 8192
-"""Tokens of the longest document that is made."""
 
 
 @dataclass(frozen=True)
@@ -134,62 +125,6 @@ def probe(
     if problems:
         first = next(iter(problems.values()))
         say(f"{model.name}: {first}. Taken instead, since it is right: {way}")
-
-
-def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
-    """Documents of random tokens for three micro-batches: short ones; two of about one length that fill a micro-batch
-    of the run; and one as long as the run has. What begins at some length (a window, a choice of keys) shows in these.
-    """
-    longest = min(max_seq_len, LONGEST)
-    first = min(longest, train.micro_batch_size * max_seq_len * 4 // 7)  # the other has three quarters of its length
-    lengths = [[min(length, max_seq_len) for length in LENGTHS]]
-    if first > max(LENGTHS):
-        lengths.append([first, max(first * 3 // 4, 2)])
-    if longest > max(first, *LENGTHS):
-        lengths.append([longest])
-    generator = torch.Generator().manual_seed(0)
-    known = text_tokens(model)
-    found = [
-        [_sample(known[torch.randint(len(known), (length,), generator=generator)]) for length in part]
-        for part in lengths
-    ]
-    if model.vision is not None:  # documents with and without images, and images of several sizes
-        for index, sizes in SIGHTS.items():
-            found[0][index] = _with_images(found[0][index], sizes, model.vision, max_seq_len)
-    return found
-
-
-def text_tokens(model: PackedModel) -> Tensor:
-    """Tokens that stand for text, int64."""
-    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
-    known = torch.arange(size)
-    if model.vision is None:
-        return known
-    special = torch.tensor(sorted({*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}))
-    return known[~torch.isin(known, special)]
-
-
-def _sample(tokens: Tensor) -> TextSample:
-    return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
-
-
-def _with_images(sample: TextSample, sizes: Sequence[tuple[int, int]], vision: Vision, max_seq_len: int) -> TextSample:
-    """A document with random images of these heights and widths between its tokens, or as it is if that is too long."""
-    from PIL import Image
-
-    generator = np.random.default_rng(0)
-    pictures = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
-    texts, shapes = vision.reader.place(pictures)
-    parts = np.array_split(sample.documents[0].input_ids, len(pictures) + 1)
-    tokens = [parts[0]]
-    for text, part in zip(texts, parts[1:], strict=True):
-        tokens += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
-    input_ids = np.concatenate(tokens)
-    if len(input_ids) > max_seq_len:
-        return sample
-    contents = [as_png(picture) for picture in pictures]
-    images = Images(shapes, lambda: contents, "an image of the probe")
-    return TextSample((Document(input_ids, np.arange(len(input_ids)) > 0, images=images),))
 
 
 class Checks:
@@ -329,7 +264,7 @@ class Checks:
     def _leak(self, found: Measured, _expected: Measured | None) -> str | None:
         """Every second document becomes another, of the rest the last token: what is said before it must not change."""
         changed = [
-            _other(document.documents[0], 0 if index % 2 else -1, self.model)
+            other_than(document.documents[0], 0 if index % 2 else -1, self.model)
             for index, document in enumerate(self.documents[0])
         ]
         other = self._batch(changed)
@@ -372,16 +307,6 @@ def _or_error(compute: Callable[[], Result]) -> Result | str:
 def _line_of(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ConfigError) else f"{type(error).__name__}: {line}"
-
-
-def _other(document: Document, start: int, model: PackedModel) -> TextSample:
-    """A document whose tokens of text from ``start`` on are others."""
-    known = text_tokens(model)
-    found = torch.from_numpy(document.input_ids.astype(np.int64))
-    is_text = torch.isin(found, known)
-    is_text[:start] = False
-    found[is_text] = known[(torch.searchsorted(known, found[is_text]) + 1) % len(known)]
-    return TextSample((replace(document, input_ids=found.numpy().astype(np.int32)),))
 
 
 def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:

@@ -38,6 +38,9 @@ def build(tmp_path, kind="qwen2_5_vl", **changes):
     config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, **changes))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    for weight in trainable_parameters(model.trained).values():
+        if not weight.any():  # Gemma's projector begins at zero, which would hide its encoder
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
     return model, build_transform(config.data, model.tokenizer, model.vision.reader)
 
 

@@ -1,0 +1,91 @@
+"""The documents of the probe: random tokens, and of models that see random images among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.text import Document, TextSample
+from sfumato.data.vision import Images, Vision, as_png
+from sfumato.models.packed_model import PackedModel
+
+LENGTHS = (13, 5, 21, 21, 2)
+"""Tokens of the short documents: some equal, one as short as can be."""
+
+SIGHTS = {0: ((56, 84),), 2: ((28, 28), (84, 56))}
+"""Of a model that sees, heights and widths in pixels of the images of some of these documents."""
+
+LONGEST = 8192
+"""Tokens of the longest document that is made."""
+
+
+def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
+    """Documents of random tokens for three micro-batches: short ones; two of about one length that fill a micro-batch
+    of the run; and one as long as the run has. What begins at some length (a window, a choice of keys) shows in these.
+    """
+    longest = min(max_seq_len, LONGEST)
+    first = min(longest, train.micro_batch_size * max_seq_len * 4 // 7)  # the other has three quarters of its length
+    lengths = [[min(length, max_seq_len) for length in LENGTHS]]
+    if first > max(LENGTHS):
+        lengths.append([first, max(first * 3 // 4, 2)])
+    if longest > max(first, *LENGTHS):
+        lengths.append([longest])
+    generator = torch.Generator().manual_seed(0)
+    known = text_tokens(model)
+    found = [
+        [sample_of(known[torch.randint(len(known), (length,), generator=generator)]) for length in part]
+        for part in lengths
+    ]
+    if model.vision is not None:  # documents with and without images, and images of several sizes
+        for index, sizes in SIGHTS.items():
+            found[0][index] = _with_images(found[0][index], sizes, model.vision, max_seq_len)
+    return found
+
+
+def text_tokens(model: PackedModel) -> Tensor:
+    """Tokens that stand for text, int64."""
+    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
+    known = torch.arange(size)
+    if model.vision is None:
+        return known
+    special = torch.tensor(sorted({*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}))
+    return known[~torch.isin(known, special)]
+
+
+def sample_of(tokens: Tensor) -> TextSample:
+    """A document of these tokens, all of which are in the loss."""
+    return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
+
+
+def _with_images(sample: TextSample, sizes: Sequence[tuple[int, int]], vision: Vision, max_seq_len: int) -> TextSample:
+    """A document with random images of these heights and widths between its tokens, or as it is if that is too long."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    pictures = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
+    texts, shapes = vision.reader.place(pictures)
+    parts = np.array_split(sample.documents[0].input_ids, len(pictures) + 1)
+    tokens = [parts[0]]
+    for text, part in zip(texts, parts[1:], strict=True):
+        tokens += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
+    input_ids = np.concatenate(tokens)
+    if len(input_ids) > max_seq_len:
+        return sample
+    contents = [as_png(picture) for picture in pictures]
+    images = Images(shapes, lambda: contents, "an image of the probe")
+    return TextSample((Document(input_ids, np.arange(len(input_ids)) > 0, images=images),))
+
+
+def other_than(document: Document, start: int, model: PackedModel) -> TextSample:
+    """A document whose tokens of text from ``start`` on are others."""
+    known = text_tokens(model)
+    found = torch.from_numpy(document.input_ids.astype(np.int64))
+    is_text = torch.isin(found, known)
+    is_text[:start] = False
+    found[is_text] = known[(torch.searchsorted(known, found[is_text]) + 1) % len(known)]
+    return TextSample((replace(document, input_ids=found.numpy().astype(np.int32)),))
