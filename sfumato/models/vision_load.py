@@ -59,7 +59,7 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     _check_tokens(first, described)
     (shapes,) = first.reader.place([_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
-    ratio = _num_tokens(first) / patches
+    ratio = _num_tokens(first, described.image_token_id) / patches
     if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
     return Vision(ImageReader(processor, arguments, (edge, ratio)), rule)
@@ -71,10 +71,9 @@ def _square() -> Any:
     return Image.new("RGB", (224, 224), "white")
 
 
-def _num_tokens(vision: Vision) -> int:
+def _num_tokens(vision: Vision, image_token_id: int) -> int:
     (text,), _ = vision.reader.place([_square()])
-    ids = np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"])
-    return int((vision.reader.kinds(ids) != 0).sum())
+    return vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"].count(image_token_id)
 
 
 def _check_tokens(vision: Vision, described: Any) -> None:

@@ -29,7 +29,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("ddp", "fsdp2")))
+@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2",)))
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     num_ranks, kind, train, settings = MODES[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}

@@ -62,8 +62,13 @@ def inputs_of(model, row):
     return processor(text=[text], images=opened or None, return_tensors="pt")
 
 
+WAYS = [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
+QUICK = (("qwen3_vl", "packed"), ("gemma3", "documents"))
+"""The rest is left to the slow tests."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "rows"), [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
+    ("kind", "rows"), [pytest.param(*way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS]
 )
 def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
@@ -116,7 +121,10 @@ def test_a_batch_without_images_computes_the_encoder_with_gradients_of_zero(tmp_
     torch.testing.assert_close(found[: len(expected), :size], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*PACKED, "gemma3"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*PACKED, "gemma3") if kind != "qwen2_5_vl"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *SLOW])
 def test_operations_of_the_encoder_are_those_that_torch_counts(tmp_path, kind):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
     plain, flops = model.plain, FlopCount(model.plain, model.vision)
