@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,23 +82,47 @@ class Group:
         return [version for answer in self.answers for version in answer.versions]
 
 
+@dataclass
+class Pool:
+    """The groups that are under way between two iterations."""
+
+    begun: int = 0
+    """Groups that the run has begun."""
+    groups: list[Group] = field(default_factory=list)
+    """Those that go on, oldest first."""
+
+
 class OverSampling:
-    """The groups that are under way in a run of one process. A checkpoint keeps them."""
+    """The groups that are under way in a run of one process. A checkpoint keeps them.
+
+    It has them before and after the iteration that was drawn last, which a run that fails before it has learned from
+    that iteration draws again when it goes on.
+    """
 
     def __init__(self, config: TextRLConfig, prompts: Sequence[TextPrompt]) -> None:
         """Args: the task's configuration, and the prompts of training. Raises as ``TextPromptLoader``."""
         self.config, self._prompts = config, prompts
         self._loader = TextPromptLoader.from_config(prompts, config)
-        self.groups: list[Group] = []
-        """What goes on in the next iteration, oldest first."""
-        self._begun = 0
+        self._drawn: int | None = None  # the iteration that was drawn last
+        self._before = self._after = Pool()
         self.metrics: dict[str, float] = {}
         """Of the iteration that was drawn last."""
 
+    @property
+    def groups(self) -> list[Group]:
+        """What goes on in the next iteration, oldest first."""
+        return self._after.groups
+
     def draw(
-        self, engine: Engine, sampling: Sampling, limits: LengthLimits, template: PromptTemplate, version: int
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        limits: LengthLimits,
+        template: PromptTemplate,
+        version: int,
+        iteration: int,
     ) -> tuple[TextRollout, list[Sample]]:
-        """Draws an iteration.
+        """Draws an iteration: the one after that which was drawn last, or that one again.
 
         Args:
             engine: by the weights of now.
@@ -105,6 +130,7 @@ class OverSampling:
             limits: of an answer's length.
             template: has the tokenizer.
             version: of the weights.
+            iteration: that is drawn.
 
         Returns:
             P groups, oldest first, numbered as the samples of any iteration; and what rewards see of them.
@@ -113,16 +139,18 @@ class OverSampling:
             ConfigError, EngineError: as ``Engine.generate``.
         """
         rollout = self.config.rollout
-        before = self.groups
-        self.groups = [group for group in before if version - min(group.versions, default=version) <= rollout.max_age]
-        too_old = len(before) - len(self.groups)
-        while len(self.groups) < rollout.over_sampling_batch_size:
-            self.groups.append(self._new_group())
-        race = _Race(engine, sampling, rollout.num_prompts, self.groups)
-        asyncio.run(race.run([self._answer_keys(group, limits) for group in self.groups]))
+        if iteration != self._drawn:
+            self._before, self._drawn = self._after, iteration
+        pool = copy.deepcopy(self._before)
+        kept = [group for group in pool.groups if version - min(group.versions, default=version) <= rollout.max_age]
+        too_old = len(pool.groups) - len(kept)
+        new = range(pool.begun, pool.begun + rollout.over_sampling_batch_size - len(kept))
+        groups = kept + [self._new_group(number) for number in new]
+        race = _Race(engine, sampling, rollout.num_prompts, groups)
+        asyncio.run(race.run([self._answer_keys(group, limits) for group in groups]))
         chosen = race.chosen()
-        left = [group for group in self.groups if group not in chosen]
-        self.groups = left if rollout.partial_rollout else []
+        left = [group for group in groups if group not in chosen]
+        self._after = Pool(new.stop, left if rollout.partial_rollout else [])
         tokens = float(sum(len(group.versions) for group in left))
         ages = version - np.array([each for group in chosen for each in group.versions] or [version])
         what = "kept" if rollout.partial_rollout else "aborted"
@@ -131,9 +159,8 @@ class OverSampling:
         self.metrics |= {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
         return self._rollout_of(chosen, version, template)
 
-    def _new_group(self) -> Group:
-        number, num_prompts = self._begun, self.config.rollout.num_prompts
-        self._begun += 1
+    def _new_group(self, number: int) -> Group:
+        num_prompts = self.config.rollout.num_prompts
         prompt_id = self._loader.groups(number // num_prompts)[number % num_prompts]
         return Group(number, prompt_id, [Answer() for _ in range(self.config.rollout.n)])
 
@@ -168,26 +195,19 @@ class OverSampling:
     # of a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """See ``Resumable``: what goes on, 16 letters a token."""
-        groups = [
-            {"number": group.number, "prompt_id": group.prompt_id, "answers": [_packed(one) for one in group.answers]}
-            for group in self.groups
-        ]
-        return {"groups_begun": self._begun, "groups": groups}
+        """See ``Resumable``: 16 letters a token that goes on, twice."""
+        return {"drawn": self._drawn, "before": _packed_pool(self._before), "after": _packed_pool(self._after)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See ``Resumable``."""
-        if "groups_begun" not in state:
+        if "drawn" not in state:
             raise DataError(
                 "the checkpoint is of a run without rollout.over_sampling_batch_size, and does not say which groups "
                 "were under way: leave it out, or start a new run from the exported weights (model.model_path)"
             )
         try:
-            self._begun = int(state["groups_begun"])
-            self.groups = [
-                Group(each["number"], each["prompt_id"], [_unpacked(one) for one in each["answers"]])
-                for each in state["groups"]
-            ]
+            self._before, self._after = _unpacked_pool(state["before"]), _unpacked_pool(state["after"])
+            self._drawn = None if state["drawn"] is None else int(state["drawn"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the partial rollouts of the checkpoint do not hold together: {error}") from error
 
@@ -262,6 +282,22 @@ class _Race:
             for answer in group.answers if group.number not in chosen else ():
                 answer.cut(self._before[id(answer)] + self._last)
         return [group for group in self.groups if group.number in chosen]
+
+
+def _packed_pool(pool: Pool) -> dict[str, Any]:
+    groups = [
+        {"number": group.number, "prompt_id": group.prompt_id, "answers": [_packed(one) for one in group.answers]}
+        for group in pool.groups
+    ]
+    return {"begun": pool.begun, "groups": groups}
+
+
+def _unpacked_pool(state: dict[str, Any]) -> Pool:
+    groups = [
+        Group(each["number"], each["prompt_id"], [_unpacked(one) for one in each["answers"]])
+        for each in state["groups"]
+    ]
+    return Pool(int(state["begun"]), groups)
 
 
 def _packed(answer: Answer) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class TextEngine:
         version = 0 if self.config.rollout.rollout_only else version
         weights = ("rollout", version)
         if self.under_way is not None:
-            return self.under_way.draw(*self._ready(weights, version), self.template, version)
+            return self.under_way.draw(*self._ready(weights, version), self.template, version, iteration)
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
         sequences, samples = self.draw(weights, version, wanted, groups, keys)

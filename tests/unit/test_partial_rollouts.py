@@ -20,7 +20,7 @@ from sfumato.data.text_prompts import TextPrompt, load_text_prompts
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.rollout import text_policy
-from sfumato.rollout.engines.base import GenerationRequest, Sampling
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.complete import complete
 from sfumato.rollout.engines.embedded import EmbeddedEngine
 from sfumato.rollout.partial import OverSampling
@@ -58,7 +58,7 @@ class Bench:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.flush()
         self.engine.version = version
-        rollout, samples = self.groups.draw(self.engine, SAMPLING, LIMITS, self.template, version)
+        rollout, samples = self.groups.draw(self.engine, SAMPLING, LIMITS, self.template, version, version)
         assert [sample.num_tokens for sample in samples] == rollout.num_rows
         assert rollout.sample_ids == list(range(P * N))
         return rollout
@@ -158,6 +158,37 @@ def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.log_probs, other.log_probs)
 
 
+def test_an_iteration_that_was_not_learned_from_is_drawn_again(tmp_path: Path) -> None:
+    """As after a reward that ended the run: the checkpoint is written when the iteration has been drawn already."""
+    bench = Bench(tmp_path)
+    bench.draw(1)
+    module = copy.deepcopy(bench.module.state_dict())
+    whole, after = bench.draw(2), state_tokens(bench.groups)
+    state = json.loads(json.dumps(bench.groups.state()))
+    bench.module.load_state_dict(module)
+    bench.groups = OverSampling(bench.config, bench.prompts)
+    bench.groups.restore(state)
+    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.groups) == after
+    bench.module.load_state_dict(module)
+    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.groups) == after
+
+
+def test_an_engine_that_fails_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, untouched = Bench(tmp_path), Bench(tmp_path)
+    for each in (bench, untouched):
+        each.draw(1)
+    before = state_tokens(bench.groups)
+    module, step = copy.deepcopy(bench.module.state_dict()), bench.engine._step
+    steps = iter(range(4))
+    monkeypatch.setattr(bench.engine, "_step", lambda: step() if next(steps, None) is not None else 1 / 0)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        bench.draw(2)
+    monkeypatch.undo()
+    assert state_tokens(bench.groups) == before
+    bench.module.load_state_dict(module)
+    assert values(bench.draw(2)) == values(untouched.draw(2))
+
+
 def test_groups_that_became_too_old_are_dropped(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_staleness=1)
     dropped, oldest = 0.0, []
@@ -197,8 +228,8 @@ def test_without_partial_rollout_the_rest_is_thrown_away(tmp_path: Path) -> None
     ("state", "message"),
     [
         ({}, "over_sampling_batch_size"),
-        ({"groups_begun": 3, "groups": [{"number": 1}]}, "do not hold together"),
-        ({"groups_begun": 3, "groups": None}, "do not hold together"),
+        ({"drawn": 3, "before": {"begun": 1, "groups": [{"number": 1}]}, "after": {}}, "do not hold together"),
+        ({"drawn": 3, "before": {"begun": 1, "groups": None}, "after": {}}, "do not hold together"),
     ],
 )
 def test_a_state_of_something_else_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:
