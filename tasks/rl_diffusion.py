@@ -40,7 +40,7 @@ from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.monitors import group_diversity, velocity_norms
 from sfumato.rollout.policy import build_policy, count_costs, prepare_prompts
-from sfumato.rollout.self_check import RowProbe, probe_rows
+from sfumato.rollout.self_check import Replay, RowProbe, probe_rows
 from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories, with_proximal_means
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
@@ -200,7 +200,8 @@ def update_policy(
     R rows of a micro-batch are its (sample, trained denoising step) pairs.
     """
     algorithm, objective, model, mesh = config.algorithm, config.algorithm.objective, actor.model, actor.mesh
-    update, mismatch, replay_error = Update(actor, part, advantages, config, step), Mismatch(), 0.0
+    update, mismatch, replay = Update(actor, part, advantages, config, step), Mismatch(), Replay()
+    update.pending.append(mismatch.numbers)
     update.batch = with_proximal_means(model, update.batch, update.passes, config, mesh, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
@@ -210,7 +211,8 @@ def update_policy(
             behaviour = sampled.sampled_steps()  # as they were drawn
             if micro.is_first:
                 log_ratio = objective.ratio(new, behaviour).log_ratio
-                replay_error = probe.check(log_ratio, micro.samples, model, config, step)
+                replay = probe.compare(log_ratio, micro.samples, model, config, step)
+                update.pending.append(replay.errors)
             means = sampled.proximal_rows if actor.policies.is_ahead else new.mean
             proximal = None if means is None else replace(new, mean=means.detach())  # at the start of this update
             counted = mismatch if micro.is_counted else None
@@ -229,11 +231,13 @@ def update_policy(
             loss = micro.mean(losses)
             loss.backward()
             update.record(micro, sums)
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        where = f"step {step + 1}"
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, where, *update.pending)
+        replay.check()  # before anything has been updated
         actor.step()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)
-    replayed = {"ratio/replay_error": mesh.max(replay_error)}
+    replayed = {"ratio/replay_error": mesh.max(replay.check())}
     replayed |= mismatch_metrics(mesh.sum_dict(mismatch.sums), mesh.max(mismatch.largest))
     return update.metrics(replayed) | group_diversity(update.batch, mesh)
 

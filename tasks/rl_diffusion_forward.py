@@ -215,7 +215,8 @@ def update_policy(
             loss = micro.mean(losses)
             loss.backward()
             update.record(micro, sums)
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        where = f"step {step + 1}"
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, where, *update.pending)
         actor.step()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)

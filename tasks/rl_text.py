@@ -32,7 +32,7 @@ from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
@@ -195,6 +195,7 @@ def update_policy(
     """Optimiser steps on one iteration's answers. Returns means over the trained tokens of all ranks."""
     model, mesh, of_critic = actor.model, actor.mesh, {}
     update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
+    update.pending.append(mismatch.numbers)
     update.batch = with_advantages(update)
     actor.dumps.write(update.batch, update.advantages, step + 1)
     for micro_batches in update.optimizer_steps():
@@ -203,7 +204,8 @@ def update_policy(
         of_batch = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
         loss_of = partial(policy_loss, of_batch=of_batch, update=update, mismatch=mismatch)
         model.forward_backward(batches, loss_of, step)
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        where = f"step {step + 1}"
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, where, *update.pending)
         if actor.critic is not None:
             loss_of = partial(critic_loss, clip_range=config.algorithm.value_clip_range)
             of_critic = actor.critic.update(batches, [{}] * len(batches), loss_of, step)
@@ -240,14 +242,14 @@ def policy_loss(
     if algorithm.kl.coef > 0:
         penalty = algorithm.kl.penalty(log_probs, row["reference_log_probs"], log_probs - old)
         losses = losses if algorithm.kl_in_reward else losses + algorithm.kl.coef * penalty
-        sums["kl/reference"] = penalty.detach()[mask].sum()
+        sums["kl/reference"] = torch.where(mask, penalty.detach(), 0).sum()
     if algorithm.entropy_coef:
         losses = losses - algorithm.entropy_coef * entropy
-    check_finite(losses, micro.where)
+    micro.note(losses)
 
     if micro.is_counted:
         mismatch.add(proximal - drawn, correction, mask=mask)
-    sums |= {"loss/policy": losses.detach()[mask].sum(), "entropy": entropy.detach().sum()}
+    sums |= {"loss/policy": torch.where(mask, losses.detach(), 0).sum(), "entropy": entropy.detach().sum()}
     together = model.sum_over_sequence(torch.stack([each.double() for each in sums.values()]))
     update.record(micro, dict(zip(sums, together, strict=True)))
     return (losses * row["weights"]).sum()

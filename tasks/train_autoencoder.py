@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import l1_loss, mse_loss
 
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -26,7 +28,7 @@ from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.tracking.run import start_run
@@ -55,9 +57,9 @@ def main(config: TrainAutoencoderConfig) -> None:
     for step, index_batches in run.steps(loader.steps(from_step=state.step)):
         batches = [batch for rows in index_batches if (batch := read_pixels(dataset, rows, bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
-        sums = {"loss": 0.0, "mse": 0.0, "kl": 0.0}
+        losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
         for pixels, sample_ids in batches:
-            target = pixels.to(mesh.device) / 127.5 - 1
+            target = to_device(pixels, mesh.device) / 127.5 - 1
             posterior = vae.encode(target).latent_dist
             noise = keyed_normal(
                 posterior.mean.shape[1:], config.train.seed, "posterior", step, sample_ids, mesh.device
@@ -66,18 +68,18 @@ def main(config: TrainAutoencoderConfig) -> None:
             mse = mse_loss(reconstruction, target)
             kl = posterior.kl().mean() / noise[0].numel()
             loss = l1_loss(reconstruction, target) + mse + config.kl_coef * kl
-            check_finite(loss, f"step {step + 1}, rank {mesh.rank}")
+            losses.add(loss)
             weight = len(sample_ids) / num_images  # the mean over the images of all ranks
             (loss * weight).backward()
-            for name, value in (("loss", loss), ("mse", mse), ("kl", kl)):
-                sums[name] += float(value.detach()) * weight
-        grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}")
+            seen.add_all(loss=loss.double() * weight, mse=mse.double() * weight, kl=kl.double() * weight)
+        pending = losses, seen
+        grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         state.step = step + 1
-        means = mesh.sum_dict(sums)
+        means = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "kl": 0.0} | seen.sums())
         run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
 

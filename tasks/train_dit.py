@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.flow_matching import add_noise, draw_sigma, flow_matching_loss
 from sfumato.algorithms.noise import keyed_normal, keyed_uniform
+from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -29,7 +31,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.evaluation import choose_grid, draw_grid
@@ -70,16 +72,17 @@ def main(config: TrainDitConfig) -> None:
         own_images = sum(batch.num_images for batch in batches)
         run.count(images=own_images, flops=own_images * sample_flops)
         num_images = mesh.sum(own_images)
-        total_loss = 0.0
+        checked, parts = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
             with model.dropout_of(step, batch.sample_ids):
                 losses = denoising_losses(model, batch, config.flow, config.train.seed, step)  # [B]
-                check_finite(losses, where)
+                checked.add(losses.detach().double().sum(), where)
                 loss = losses[: batch.num_images].sum() / max(num_images, 1)  # the mean over the images of all ranks
                 loss.backward()
-            total_loss += float(loss.detach())
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+            parts.add(loss)
+        pending = checked, parts
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -91,7 +94,7 @@ def main(config: TrainDitConfig) -> None:
         if run.is_due(state.step, config.sample.every_steps):
             with run.timed("sample"), averaged_weights(ema):
                 run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
-        metrics = {"loss": mesh.sum(total_loss), "grad_norm": grad_norm, "lr": lr, "images": num_images}
+        metrics = {"loss": mesh.sum(sum(parts, 0.0)), "grad_norm": grad_norm, "lr": lr, "images": num_images}
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
@@ -109,8 +112,8 @@ def denoising_losses(
     """Flow-matching loss of each sample, ``[B]``, at noise and noise levels that belong to the sample."""
     shift = model.shift_at(batch.latents.shape[1:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, batch.sample_ids)
-    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
-    sigma = model.training_sigma(drawn)
+    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
+    sigma = model.training_sigma(to_device(drawn, model.device))
     noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
     conditioning = batch.conditioning.without_prompt(dropped)

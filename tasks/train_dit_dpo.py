@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 
 from sfumato.algorithms.decay import FROZEN
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.flow_matching import draw_sigma
 from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_uniform
+from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -32,7 +34,7 @@ from sfumato.models.flops import denoiser_flops
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.evaluation import choose_grid, draw_grid
@@ -88,8 +90,9 @@ def main(config: TrainDitDpoConfig) -> None:
         own_pairs = sum(batch.num_images for batch in batches)
         run.count(images=2 * own_pairs, flops=own_pairs * pair_flops)
         num_pairs = mesh.sum(own_pairs)
-        seen = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
-        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        losses, seen = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
+        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -125,20 +128,20 @@ def forward_backward(
     mesh: Mesh,
     step: int,
     num_pairs: float,
-) -> PairSums:
+) -> tuple[Numbers, PairSums]:
     """Forward and backward passes of this rank's micro-batches of a step with ``num_pairs`` pairs on all ranks."""
-    model, seen = policies.model, PairSums()
+    model, seen, found = policies.model, PairSums(), Numbers()
     for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
         where = f"step {step + 1}, rank {mesh.rank}, pairs {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
         both_ids = [pair for pair in batch.sample_ids for _ in range(2)]
         with model.dropout_of(step, both_ids):
             noised = predict_pairs(policies, batch, config, step)
             losses = pair_losses(objective, noised)  # [B]
-            check_finite(losses, where)
+            found.add(losses.detach().double().sum(), where)
             count_pairs(seen, objective, noised, losses, torch.arange(batch.num_images))
             loss = losses[: batch.num_images].sum() / max(num_pairs, 1)  # the mean over the pairs of all ranks
             loss.backward()
-    return seen
+    return found, seen
 
 
 def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoConfig, step: int) -> NoisedSamples:
@@ -146,12 +149,12 @@ def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoCo
     model, flow, seed, ids = policies.model, config.flow, config.train.seed, batch.sample_ids
     shift = model.shift_at(batch.latents.shape[2:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, ids)
-    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift).to(model.device)
+    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
     conditioning = batch.conditioning
     if step != EVALUATION:
         dropped = keyed_uniform(seed, "prompt dropout", step, ids) < flow.prompt_dropout
         conditioning = conditioning.without_prompt(dropped)
-    levels = model.training_sigma(drawn).repeat_interleave(2)[:, None]
+    levels = model.training_sigma(to_device(drawn, model.device)).repeat_interleave(2)[:, None]
     pair_ids = torch.tensor(ids).repeat_interleave(2)
     return predict_noised(
         policies,
@@ -167,7 +170,8 @@ def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoCo
 
 def pair_losses(objective: DPO, noised: NoisedSamples) -> torch.Tensor:
     """The loss of each pair ``[B]``."""
-    is_better = torch.tensor([1.0, -1.0], device=noised.x0.device).repeat(len(noised.x0) // 2)
+    is_better = torch.tensor([1.0, -1.0]).repeat(len(noised.x0) // 2)
+    is_better = to_device(is_better, noised.x0.device, remember=True)
     losses, _ = objective.loss(noised, is_better)
     return losses[0::2]  # the rows of a pair have the same loss
 
@@ -177,7 +181,7 @@ def count_pairs(
     seen: PairSums, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor
 ) -> None:
     """Adds what is logged of the pairs at the positions ``counted``, int64 ``[C]``, whose losses are float ``[B]``."""
-    counted = counted.to(losses.device)
+    counted = to_device(counted, losses.device)
     reward = objective.implicit_reward(noised)
     error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
     found = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}

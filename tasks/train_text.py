@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -28,7 +29,7 @@ from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text import answer_greedily
@@ -69,8 +70,8 @@ def main(config: TrainTextConfig) -> None:
         num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))  # that the loss mask holds, of all ranks
         by_source = SourceLosses(loader.source_names)
         losses = forward_backward(model, batches, num_tokens, by_source, step)
-        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        pending = losses, by_source.numbers  # on the device until they are read with the gradient's norm
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -110,14 +111,14 @@ def make_model(model: LanguageModelConfig) -> None:
 
 def forward_backward(
     model: LanguageModel, batches: list[TextBatch], num_tokens: float, by_source: SourceLosses, step: int
-) -> list[float]:
+) -> Numbers:
     """Forward and backward passes of a step's micro-batches, in the order of the pipeline schedule; returns losses."""
 
     def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> torch.Tensor:
         """This micro-batch's part of the mean cross entropy over the step's loss mask."""
-        losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
-        by_source.add(losses.detach(), row)
-        return losses.sum() / max(num_tokens, 1)
+        total, losses = scores.cross_entropy(row["labels"])  # [B, T], 0 outside the loss mask
+        by_source.add(losses, row)
+        return total / max(num_tokens, 1)
 
     return model.forward_backward(batches, loss_of, step)
 

@@ -28,7 +28,7 @@ from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.run import start_run
@@ -72,8 +72,8 @@ def main(config: TrainTextDpoConfig) -> None:
         seen = PairSums()
         loss_of = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
         losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
-        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from sfumato.algorithms.preference import kto_loss
+from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
@@ -29,7 +30,7 @@ from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import MeanSums
@@ -72,8 +73,8 @@ def main(config: TrainTextKtoConfig) -> None:
         seen = Answers()
         loss_of = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, seen=seen)
         losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
-        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        pending = losses, *seen.numbers  # on the device until they are read with the gradient's norm
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -110,6 +111,11 @@ class Answers:
     def __init__(self) -> None:
         self.all, self.good, self.bad = MeanSums(), MeanSums(), MeanSums()
 
+    @property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """The sums, as they are on the device."""
+        return self.all.numbers, self.good.numbers, self.bad.numbers
+
     def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
         """Means over the answers of all ranks."""
         found = self.all.means(mesh, prefix)
@@ -138,8 +144,8 @@ def answer_loss(
     losses = kto_loss(log_ratio, label, kl, kto.beta, kto.desirable_weight, kto.undesirable_weight)
     rewards, is_good = kto.beta * log_ratio.detach(), label > 0.5
     seen.all.add(len(losses), loss=losses.detach().sum())
-    seen.good.add(int(is_good.sum()), reward=rewards[is_good].sum())
-    seen.bad.add(int((~is_good).sum()), reward=rewards[~is_good].sum())
+    for those, which in ((seen.good, is_good), (seen.bad, ~is_good)):
+        those.add(which.sum(), reward=torch.where(which, rewards, 0).sum())
     return losses.sum() / num_answers
 
 
@@ -156,8 +162,8 @@ def estimate_kl(
 ) -> float:
     """The mean log-ratio of answers to other prompts over all ranks, at least 0; 0 where there is one answer alone."""
     policy, fixed = model.token_log_probs(others), reference_log_probs(model, reference, others)
-    total = sum(float((ours - theirs).double().sum()) for ours, theirs in zip(policy, fixed, strict=True))
-    return max(mesh.sum(total) / num_answers, 0.0) if num_answers > 1 else 0.0
+    parts = Numbers(*((ours - theirs).double().sum() for ours, theirs in zip(policy, fixed, strict=True)))
+    return max(mesh.sum(sum(parts, 0.0)) / num_answers, 0.0) if num_answers > 1 else 0.0
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
 from sfumato.models.scalar_head import ScalarModel, build_scalar_model, last_tokens
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import MeanSums
@@ -64,8 +64,8 @@ def main(config: TrainTextRewardConfig) -> None:
         seen = MeanSums()
         loss_of = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, seen=seen)
         losses = model.forward_backward(batches, loss_of, step, reward_fields(model, batches))
-        check_finite(torch.tensor(losses), f"step {step + 1}, rank {mesh.rank}")
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}")
+        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -130,15 +130,15 @@ def process_loss(
     """The mean cross entropy at the tokens that end steps; those of this rank's part of a sequence."""
     if not batch.lengths:
         return values.sum() * 0.0
-    ends_step = ~row["numbers"].isnan()
-    labels, values_of_steps = row["numbers"][ends_step], values[ends_step]
-    losses = step_loss(values_of_steps, labels)
+    ends_step, labels = ~row["numbers"].isnan(), row["numbers"].nan_to_num()
+    losses = torch.where(ends_step, step_loss(values, labels), 0)
+    is_right = labels > 0.5  # never where no step ends
     seen.add(
-        len(losses),
+        ends_step.sum(),
         loss=losses.detach().sum(),
-        accuracy=((values_of_steps > 0) == (labels > 0.5)).sum(),
-        right=(labels > 0.5).sum(),
-        probability=values_of_steps.detach().sigmoid().sum(),
+        accuracy=(((values > 0) == is_right) & ends_step).sum(),
+        right=is_right.sum(),
+        probability=torch.where(ends_step, values.detach().sigmoid(), 0).sum(),
     )
     return losses.sum() / num_labels
 

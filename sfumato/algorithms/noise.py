@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sfumato.algorithms.device import to_device
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,7 +45,7 @@ def keyed_normal(
         shape: shape of one sample's noise.
         seed, purpose, step: the key that the samples share.
         sample_ids: one integer per sample (B of them).
-        device: where the result goes; it is always drawn on the CPU.
+        device: where the result goes; it is always drawn on the CPU, and the copy is not waited for.
 
     Returns:
         float32 ``[B, *shape]``.
@@ -51,7 +53,7 @@ def keyed_normal(
     rows = [
         torch.randn(tuple(shape), generator=keyed_generator(seed, purpose, step, sample_id)) for sample_id in sample_ids
     ]
-    return torch.stack(rows).to(device)
+    return to_device(torch.stack(rows), device)
 
 
 def keyed_uniform(seed: int, purpose: str, step: int, sample_ids: Sequence[int]) -> Tensor:

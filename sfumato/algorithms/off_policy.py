@@ -20,6 +20,7 @@ import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
+from sfumato.algorithms.reading import Numbers
 from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_kl import estimate
 
@@ -47,10 +48,6 @@ class Correction:
     """bool ``[R]``: whose weight is the cap, or the floor, instead of the ratio."""
     rejected: Bool[Tensor, "rows"]
     """bool ``[R]``: left out."""
-
-    def rows(self, mask: Bool[Tensor, "rows"]) -> Correction:
-        """Those where ``mask``, bool ``[R]``, is true."""
-        return Correction(self.weights[mask], self.log_weights[mask], self.truncated[mask], self.rejected[mask])
 
 
 class AtLevel(Protocol):
@@ -266,10 +263,20 @@ class Mismatch:
     """Sums over a rank's rows, and the largest log-ratio."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+        self.numbers = Numbers()
+        """Sums, and largest log-ratios, as they are on the device."""
+
+    @property
+    def sums(self) -> dict[str, float]:
         """Sums that are to be added over ranks; empty without rows."""
-        self.largest = 0.0
+        found = self.numbers.sums()
+        found.pop("largest", None)
+        return found
+
+    @property
+    def largest(self) -> float:
         """The largest absolute log-ratio, of which the maximum over ranks is to be taken."""
+        return max([0.0, *(value for name, value in self.numbers.named() if name == "largest")])
 
     def add(
         self,
@@ -289,27 +296,25 @@ class Mismatch:
             kl: ``[R]``: KL(behaviour, proximal) of each row, where it is known exactly.
             mask: bool ``[R]``: rows that count; None is all.
         """
-        if mask is not None:
-            log_ratio, correction = log_ratio[mask], correction.rows(mask)
-            log_prob_ratio, kl = (None if values is None else values[mask] for values in (log_prob_ratio, kl))
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
             found = {
-                "rows": torch.ones_like(rows).sum(),
-                "k1": -rows.sum(),
-                "k3": (torch.expm1(rows) - rows).sum(),
-                "w": weights.sum(),
-                "w2": weights.square().sum(),
-                "weight": correction.weights.double().sum(),
-                "truncated": correction.truncated.double().sum(),
-                "rejected": correction.rejected.double().sum(),
+                "rows": torch.ones_like(rows),
+                "k1": -rows,
+                "k3": torch.expm1(rows) - rows,
+                "w": weights,
+                "w2": weights.square(),
+                "weight": correction.weights.double(),
+                "truncated": correction.truncated.double(),
+                "rejected": correction.rejected.double(),
             }
-            found |= {} if kl is None else {"kl": kl.double().sum()}
-            for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
-                self.sums[name] = self.sums.get(name, 0.0) + value
+            found |= {} if kl is None else {"kl": kl.double()}
+            for name, values in found.items():
+                self.numbers.add((values if mask is None else torch.where(mask, values, 0.0)).sum(), name)
             if len(log_ratio):
-                self.largest = max(self.largest, float(log_ratio.abs().max()))
+                sizes = log_ratio.abs()
+                self.numbers.add((sizes if mask is None else torch.where(mask, sizes, 0.0)).max(), "largest")
 
 
 def mismatch_metrics(sums: Mapping[str, float], largest: float) -> dict[str, float]:

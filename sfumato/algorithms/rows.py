@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from sfumato.algorithms.device import on_host, to_device
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,11 +46,19 @@ class TensorRows:
         """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
         if not isinstance(index, torch.Tensor | slice):
             index = torch.tensor(index, dtype=torch.long)
+        if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+            index = on_host(index).nonzero()[:, 0]
+        on_devices: dict[torch.device, torch.Tensor | slice] = {}
+
+        def there(device: torch.device) -> torch.Tensor | slice:
+            if device not in on_devices:
+                on_devices[device] = to_device(index, device) if isinstance(index, torch.Tensor) else index
+            return on_devices[device]
 
         def taken(value: Any) -> Any:
             if isinstance(value, list):
-                return [value[row] for row in torch.arange(len(value))[index].tolist()]
-            return _mapped(value, lambda tensor: tensor[index], lambda inner: inner.rows(index))
+                return [value[row] for row in torch.arange(len(value))[there(torch.device("cpu"))].tolist()]
+            return _mapped(value, lambda tensor: tensor[there(tensor.device)], lambda inner: inner.rows(index))
 
         return self._replaced(self.row_fields(), taken)
 
@@ -60,10 +70,12 @@ class TensorRows:
 
     def to(self, device: torch.device | str) -> Self:
         """The same with all tensors on another device."""
-        names = [name for name, _ in self._axes()]
-        return self._replaced(
-            names, lambda value: _mapped(value, lambda tensor: tensor.to(device), lambda inner: inner.to(device))
-        )
+
+        def moved(value: Any, remember: bool) -> Any:
+            return _mapped(value, lambda tensor: to_device(tensor, device, remember), lambda inner: inner.to(device))
+
+        axes = self._axes()  # what all samples share, such as a schedule, is small
+        return dataclasses.replace(self, **{name: moved(getattr(self, name), axis == "shared") for name, axis in axes})
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:

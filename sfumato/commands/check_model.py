@@ -212,7 +212,7 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
     has_logits = is_text and not isinstance(config, TrainTextRewardConfig)
-    if has_logits and not train.chunked_loss and layout.tp == layout.pp == 1:
+    if has_logits and not train.chunked_loss and layout.pp == 1:
         yield "train.chunked_loss true", {"chunked_loss": True}, True
     if train.micro_batch_size > 1:
         yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True

@@ -59,8 +59,12 @@ class ParallelConfig(Section):
     products."""
     enable_activation_offload: bool = False
     """Keep activations that wait for the backward pass in CPU memory."""
-    compile: bool = False
-    """torch.compile of each block."""
+    compile: bool | None = None
+    """torch.compile of each block; null: on GPUs, without a pipeline."""
+
+    def compiles(self, device: str) -> bool:
+        """Whether blocks are compiled on a type of device (cuda, cpu)."""
+        return self.compile if self.compile is not None else device == "cuda" and self.pipeline_parallel_size == 1
 
     @model_validator(mode="after")
     def _modes_fit(self) -> ParallelConfig:

@@ -117,7 +117,10 @@ class TextTrainConfig(EpochTrainConfig):
     dyn_bsz: bool = True
     """Fill micro-batches up to micro_batch_size x data.max_seq_len tokens; false: micro_batch_size samples in each."""
     chunked_loss: bool = False
-    """Compute the logits for some tokens at a time, twice: less memory, some more time."""
+    """Compute the logits for some tokens at a time: less memory; where losses are no plain sums, twice."""
+    pad_to_multiple_of: int | None = Field(None, ge=1)
+    """Fill rows up to a multiple of so many tokens, so that compiled blocks see few lengths; null: 256 where blocks are
+    compiled, else 1. With micro_batch_size x data.max_seq_len nearly all rows have one length."""
     probe: Literal["stop", "warn"] = "stop"
     """What to do when, before the first step, a few documents as the run sends them through the model give something
     else than through transformers' own module one by one."""

@@ -203,6 +203,9 @@ class TextRLTrainConfig(TrainConfig):
     has one to itself."""
     chunked_loss: bool = False
     """Compute the logits for some tokens at a time, twice: less memory, some more time."""
+    pad_to_multiple_of: int | None = Field(None, ge=1)
+    """Fill rows up to a multiple of so many tokens, so that compiled blocks see few lengths; null: 256 where blocks are
+    compiled, else 1. With max_tokens_per_micro_batch nearly all rows have one length."""
     probe: Literal["stop", "warn"] = "stop"
     """What to do when, before the first step, a few documents as the run sends them through the model give something
     else than through transformers' own module one by one."""

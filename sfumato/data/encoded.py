@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from sfumato.algorithms.device import to_device
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.glyphs import GlyphDataset
@@ -175,10 +176,10 @@ class LatentCache:
             own_negative,
         )
         sample_ids = [sample_id for sample_id, good in zip(index_batch.sample_ids, kept.tolist(), strict=True) if good]
-        latents = self._tensors["latents"][rows].to(self.device)
-        if not finite_rows(latents, *conditioning.tensors.values()).all():
+        latents = self._tensors["latents"][rows]
+        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
             raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
-        return EncodedBatch(latents, conditioning.to(self.device), sample_ids, num_images)
+        return EncodedBatch(to_device(latents, self.device), conditioning.to(self.device), sample_ids, num_images)
 
 
 def open_encoder(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sfumato.checkpoint.state import Trained
@@ -16,7 +15,7 @@ from sfumato.models.packed_model import Tensors
 from sfumato.models.probe import probe
 from sfumato.models.scalar_head import build_scalar_model
 from sfumato.optim.optimizer import build_optimizer
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 
 ValueLoss = Callable[[Tensor, Tensors, TextBatch], Tensor]
@@ -97,8 +96,7 @@ class Critic:
         """
         where, optimizer, schedule = f"critic, step {step + 1}", self.state.optimizer, self.state.schedule
         losses = self.model.forward_backward(batches, loss, step, fields)
-        check_finite(torch.tensor(losses), f"{where}, rank {self.mesh.rank}")
-        grad_norm = reduce_and_clip(self.model.trained, self._max_grad_norm, self.mesh, where)
+        grad_norm = reduce_and_clip(self.model.trained, self._max_grad_norm, self.mesh, where, losses)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
 
+from sfumato.algorithms.device import to_device
 from sfumato.data.vision import Beside, Tensors, join_media
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.positions import document_bounds, lengths_between
 
 WORTH_PADDING = 0.75
 """A document joins others as padded rows if it is at least so long, as a fraction of the longest of them."""
@@ -65,9 +67,9 @@ def apart(
     outputs, places = [], []
     for starts, sizes in groups:
         columns = torch.arange(max(sizes))
-        is_token = columns < torch.tensor(sizes)[:, None]  # [N, L]
-        place = torch.where(is_token, torch.tensor(starts)[:, None] + columns, 0).to(device)
-        is_token = is_token.to(device)
+        counted = columns < torch.tensor(sizes)[:, None]  # [N, L]
+        at = torch.where(counted, torch.tensor(starts)[:, None] + columns, 0)
+        place, is_token = to_device(at, device), to_device(counted, device)
         ids = input_ids[place].masked_fill(~is_token, 0)
         if sight is None:
             output = forward(ids)
@@ -75,9 +77,9 @@ def apart(
             media = [sight.media[number_of[start]] for start in starts if number_of[start] < len(sight.media)]
             beside = _gather(row, place, is_token, join_media(media))
             output = forward(*_with_idle(ids, beside, sight))[: len(starts), : max(sizes)]
-        outputs.append(output[is_token])
-        places.append(place[is_token])
-    joined = torch.cat(outputs)[torch.cat(places).argsort()]
+        outputs.append(output.flatten(0, 1)[to_device(counted.flatten().nonzero()[:, 0], device)])
+        places.append(at[counted])
+    joined = torch.cat(outputs)[to_device(torch.cat(places).argsort(), device)]
     for _ in range(calls - len(groups)):
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
         given = (nothing,) if sight is None else _with_idle(nothing, _gather(row, nothing, nothing == 0, {}), sight)
@@ -118,10 +120,7 @@ def forget_lengths(module: nn.Module) -> None:
 
 def document_lengths(position_ids: Tensor) -> list[int]:
     """Tokens of each document of rows of position ids ``[B, T]``, padding among them, row after row."""
-    starts = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
-    starts[:, 0] = True
-    bounds = [*starts.flatten().nonzero().flatten().tolist(), position_ids.numel()]
-    return [stop - start for start, stop in pairwise(bounds)]
+    return [length for bounds in document_bounds(position_ids) for length in lengths_between(bounds)]
 
 
 def group_documents(lengths: list[int], same_length: bool) -> list[tuple[list[int], list[int]]]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sfumato.algorithms.device import to_device
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.vision import Vision
@@ -23,9 +24,9 @@ from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
 from sfumato.models.plain import give_weights
 from sfumato.models.scores import TokenScores
-from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import keep_gathered
 from sfumato.parallel.weights import build_on_meta
 
 WORTH_PICKING = 0.9
@@ -146,8 +147,11 @@ class LanguageModel(PackedModel[TokenScores]):
         return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
     def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
-        row = shard_sequence(self._to_device(tensors), self.mesh)
-        head, tail = self._output_layer.apart() if self._chunked else (None, None)
+        row = self._own_part(tensors)
+        head, tail = None, None
+        if self._chunked:
+            head, tail = self._output_layer.apart()
+            keep_gathered(self.module, torch.is_grad_enabled())
         if self.rows.rows == "documents":
             with self.autocast():
                 forward, sight = self._forward if self.vision is None else self._forward_beside, self._sight(media)
@@ -158,7 +162,7 @@ class LanguageModel(PackedModel[TokenScores]):
         if can_pick and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
             masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
             if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
-                kept = (masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64)).to(self.mesh.device)
+                kept = to_device(masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64), self.mesh.device)
         output = self._logits(row, media, **({} if kept is None else {"logits_to_keep": kept}))
         return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
 
@@ -185,8 +189,7 @@ def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: 
     """Raises ConfigError for settings that this model cannot be trained with."""
     if mesh.layout.cfg > 1:
         raise ConfigError("train.cfg_parallel_size is for diffusion models; a language model has no guidance")
-    if chunked and (mesh.layout.tp > 1 or mesh.layout.pp > 1):
-        field = "tensor_parallel_size" if mesh.layout.tp > 1 else "pipeline_parallel_size"
-        raise ConfigError(f"train.chunked_loss needs the whole output layer in each process: set train.{field} to 1")
+    if chunked and mesh.layout.pp > 1:
+        raise ConfigError("train.chunked_loss takes no stages: set train.pipeline_parallel_size to 1")
     if chunked and not isinstance(module.get_output_embeddings(), nn.Linear):
         raise ConfigError(f"train.chunked_loss needs a linear output layer, which {type(module).__name__} has not")

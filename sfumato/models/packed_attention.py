@@ -9,9 +9,11 @@ sequences of different lengths, elsewhere torch's attention for each run of docu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sfumato.algorithms.device import to_device
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import packed_causal
+from sfumato.parallel.positions import document_bounds, lengths_between
 
 ATTENTION = "sfumato_packed"
 """Name in transformers' registries."""
@@ -34,8 +38,57 @@ def register_packed_attention() -> str:
 
     known = ("softcap", "s_aux")
     AttentionInterface.register(ATTENTION, packed_causal(_attention, "the attention of packed rows", OTHERS, known))
-    AttentionMaskInterface.register(ATTENTION, torch.compiler.disable(_pattern))
+    AttentionMaskInterface.register(ATTENTION, torch.compiler.disable(_noted_pattern))
     return ATTENTION
+
+
+class MaskWatch:
+    """Which masks a model asks transformers for. Plain causal ones need not be asked for.
+
+    To make any mask, transformers looks at the position ids, for which a device is waited. A model asks for the same
+    kinds of masks in each pass: where all of a first one are plain, the mask function is taken out of transformers'
+    registry during the others, so that none is made.
+    """
+
+    def __init__(self) -> None:
+        self._are_plain: bool | None = None
+        self._patterns: list[Pattern | None] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass of packed rows."""
+        global _watching
+        from transformers import AttentionMaskInterface
+
+        if self._are_plain:
+            function = AttentionMaskInterface._global_mapping.pop(ATTENTION)
+            try:
+                yield
+            finally:
+                AttentionMaskInterface._global_mapping[ATTENTION] = function
+            return
+        before, _watching, self._patterns = _watching, self, []
+        try:
+            yield
+        finally:
+            _watching = before
+        if self._are_plain is None and self._patterns:
+            self._are_plain = not any(self._patterns)
+
+    def note(self, pattern: Pattern | None) -> None:
+        """A mask was asked for."""
+        self._patterns.append(pattern)
+
+
+_watching: MaskWatch | None = None
+
+
+def _noted_pattern(*, q_length: int, **kwargs: Any) -> Pattern | None:
+    """``_pattern``, of which a watch is told. Of a row of one token nothing follows."""
+    found = _pattern(q_length=q_length, **kwargs)
+    if _watching is not None and q_length > 1:
+        _watching.note(found)
+    return found
 
 
 class Pattern:
@@ -68,13 +121,30 @@ class Pattern:
         """Of a document longer than ``local_size``, the first token that its token number ``local_size`` sees: 1 for a
         window, ``local_size`` for chunks."""
         row, start = documents.places[0]
-        places = torch.arange(documents.length, device=documents.device)
+        places = torch.arange(documents.length, device=_device_of(self.sees, documents.device))
         return int(_ask(self.sees, row, start + places[self.local_size], start + places).int().argmax())
 
 
 def _ask(sees: Callable[..., Tensor], row: int, query: Tensor, key: Tensor) -> Tensor:
     row_index, first_head = torch.full((), row, device=query.device), torch.zeros_like(query.flatten()[0])
     return sees(row_index, first_head, query, key)
+
+
+def _is_plain(sees: Callable[..., Tensor]) -> bool:
+    """Whether a mask function of transformers is that of causal attention, nothing else."""
+    from transformers.masking_utils import causal_mask_function
+
+    return sees is causal_mask_function
+
+
+def _device_of(sees: Callable[..., Tensor], device: torch.device | str) -> torch.device | str:
+    """Where a mask function can be asked: on the host, which no device is waited for, unless it knows tensors."""
+    cells = [cell.cell_contents for cell in getattr(sees, "__closure__", None) or ()]
+    inner = [each for cell in cells for each in (cell if isinstance(cell, list | tuple) else [cell])]
+    if any(isinstance(each, Tensor) for each in inner):
+        return device
+    found = {str(_device_of(each, device)) for each in inner if callable(each)}
+    return device if found - {"cpu"} else "cpu"
 
 
 def _pattern(
@@ -94,7 +164,9 @@ def _pattern(
         return None
     if use_vmap:  # a function of the model's own
         return Pattern(mask_function, None)
-    places = torch.arange(q_length, device=device)
+    if _is_plain(mask_function):
+        return None if local_size is None else Pattern(mask_function, local_size)
+    places = torch.arange(q_length, device=_device_of(mask_function, device))
     if _ask(mask_function, 0, places[:-1], places[1:]).any():
         raise ConfigError("attention to later tokens is unknown to the attention of packed rows")
     return None if local_size is None else Pattern(mask_function, local_size)
@@ -115,11 +187,8 @@ class _Rows:
 
     def __init__(self, position_ids: Tensor, chunk: int | None = None) -> None:
         width = position_ids.shape[1]
-        starts = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
-        if chunk is not None:  # each is a document of its own
-            starts |= position_ids % chunk == 0
-        bounds = [[*row.nonzero().flatten().tolist(), width] for row in starts.cpu()]
-        rows = [[stop - start for start, stop in pairwise(row_bounds)] for row_bounds in bounds]
+        bounds = document_bounds(position_ids, chunk)  # each chunk is a document of its own
+        rows = [lengths_between(row_bounds) for row_bounds in bounds]
         self.whole = all(row == [width] for row in rows)
         """Whether each row is one document."""
         lengths = [length for row in rows for length in row]
@@ -132,8 +201,13 @@ class _Rows:
         ]
         """Neighbouring documents of one length, over all rows."""
         self.longest = max(lengths)
-        self.starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self.starts = self.starts.to(position_ids.device)
+        self._lengths, self._device = lengths, position_ids.device
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first token of each document in all rows together, and the number of tokens: int32."""
+        starts = torch.tensor([0, *self._lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return to_device(starts, self._device)
 
 
 class _Scoring(NamedTuple):

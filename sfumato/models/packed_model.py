@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sfumato.algorithms.device import to_device
+from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.vision import Beside, Images, Vision, join_media
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import Sight, forget_lengths
 from sfumato.models.lora import start_magnitudes
+from sfumato.models.packed_attention import ATTENTION, MaskWatch
 from sfumato.models.plain import give_weights, set_attention
 from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.balance import ExpertBalancer
@@ -30,8 +33,13 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import language_plan
+from sfumato.parallel.positions import remember_whole
 from sfumato.parallel.shards import whole_shapes
+from sfumato.parallel.stages import pad_together
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
+
+COMPILED_MULTIPLE = 256
+"""Of what the lengths of rows are a multiple where blocks are compiled."""
 
 Tensors = dict[str, Tensor]
 
@@ -91,6 +99,8 @@ class PackedModel(ABC, Generic[Output]):
         self._build = build
         self._pipeline: Pipeline | None = None
         self._dropout: DropoutKeys | None = None
+        self._masks = MaskWatch()
+        self._multiple = 1
         self._mesh: Mesh | None = None
 
     @abstractmethod
@@ -153,6 +163,7 @@ class PackedModel(ABC, Generic[Output]):
         """
         self._mesh = mesh
         self._check(mesh, config)
+        self._multiple = row_multiple(config, mesh)
         self._dropout = keyed_dropout(self.module, config.seed)
         if self._dropout is not None and mesh.layout.pp > 1:
             raise ConfigError(
@@ -210,7 +221,7 @@ class PackedModel(ABC, Generic[Output]):
         loss: Callable[[Output, Tensors, TextBatch], Tensor],
         step: int = 0,
         fields: Sequence[Tensors] | None = None,
-    ) -> list[float]:
+    ) -> Numbers:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Args:
@@ -222,25 +233,26 @@ class PackedModel(ABC, Generic[Output]):
             fields: more tensors ``[B, T]`` for each batch, which the loss finds beside those of the batch.
 
         Returns:
-            The loss of each micro-batch, of this rank's tokens.
+            The loss of each micro-batch, of this rank's tokens, which waits for the device when it is read.
 
         Raises:
             ConfigError: when there are too few micro-batches for the pipeline.
         """
         rows = _with_fields(batches, fields)
         if self._pipeline is not None:
-            given = [self._to_device(row | {"batch": torch.tensor(index)}) for index, row in enumerate(rows)]
+            given = [self._to_device(row) | {"batch": torch.tensor(index)} for index, row in enumerate(rows)]
             with self.autocast():
                 return self._pipeline.train_step(
                     given, lambda logits, row: loss(self._from_pipeline(logits), row, batches[int(row["batch"])])
                 )
-        losses = []
+        losses = Numbers()
         for index, row in accumulate(self.module, list(enumerate(rows))):
+            row = self._filled(row)
             with self._dropout_of(step, batches[index], row):
                 part = loss(*self._score(row, batches[index].media), batches[index])
                 part.backward()
-            losses.append(part.detach())
-        return torch.stack(losses).double().tolist() if losses else []
+            losses.add(part)
+        return losses
 
     @torch.no_grad()
     def score(
@@ -260,7 +272,7 @@ class PackedModel(ABC, Generic[Output]):
         with self._evaluating():
             if self._pipeline is None:
                 for index, row in enumerate(rows):
-                    yield index, *self._score(row, batches[index].media)
+                    yield index, *self._score(self._filled(row), batches[index].media)
                 return
             rows = [self._to_device(row) for row in rows]
             with self.autocast():
@@ -281,7 +293,8 @@ class PackedModel(ABC, Generic[Output]):
         """
         found: dict[int, Tensor] = {}
         for index, output, row in self.score(self._numbered(batches, every_token)):
-            found[index] = self._join(number(output, row), row.get("number"), batches[index])
+            numbers = number(output, row)[:, : batches[index].tensors["input_ids"].shape[1]]  # without filling
+            found[index] = self._join(numbers, row.get("number"), batches[index])
         if self._pipeline is not None:
             parts = self.mesh.gather({index: numbers.cpu() for index, numbers in found.items()}, over="pp")
             found = {index: numbers.to(self.mesh.device) for part in parts for index, numbers in part.items()}
@@ -323,7 +336,11 @@ class PackedModel(ABC, Generic[Output]):
 
     def balance_experts(self) -> dict[str, float]:
         """Moves the routing biases, if there are any, after the optimiser's step. Returns metrics."""
-        return {} if self.balancer is None else self.balancer.update()
+        if self.balancer is None:
+            return {}
+        numbers = Numbers()
+        numbers.add_all(**self.balancer.update())
+        return dict(numbers.named())
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sum of a tensor of any shape over the ranks that share a sequence; gradients go to each rank's own part."""
@@ -343,7 +360,9 @@ class PackedModel(ABC, Generic[Output]):
         """The same, of tokens ``[B, T]``."""
         if self.rows.same_length:
             forget_lengths(self.plain)
-        return self.module(input_ids=input_ids, use_cache=False, **more).logits
+        asks_alike = self.attention == ATTENTION and self.vision is None  # masks of some depend on the images
+        with self._masks.forward() if asks_alike else nullcontext():
+            return self.module(input_ids=input_ids, use_cache=False, **more).logits
 
     def _seen(self, position_ids: Tensor, beside: Beside) -> Tensors:
         """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees.
@@ -380,8 +399,23 @@ class PackedModel(ABC, Generic[Output]):
         """As ``sum_over_sequence``, where each rank goes on with rows of its own: gradients are summed, too."""
         return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"), True)
 
+    def _filled(self, tensors: Tensors) -> Tensors:
+        """The tensors of a micro-batch, of a length of which there are few."""
+        multiple = 1 if self.rows.rows == "documents" or self.vision is not None else self._multiple
+        return tensors if tensors["input_ids"].shape[1] % multiple == 0 else pad_together([tensors], multiple)[0]
+
     def _to_device(self, tensors: Tensors) -> Tensors:
-        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in tensors.items()}
+        """The tensors on the device, which is not waited for; of position ids it is remembered what they are."""
+        device = self.mesh.device
+        return {name: to_device(each, device, remember=name == "position_ids") for name, each in tensors.items()}
+
+    def _own_part(self, tensors: Tensors) -> Tensors:
+        """This rank's part of packed rows, on the device."""
+        whole = self._to_device(tensors)
+        row = shard_sequence(whole, self.mesh)
+        if "position_ids" in tensors and row["position_ids"] is not whole["position_ids"]:
+            remember_whole(row["position_ids"], whole["position_ids"])
+        return row
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of forward passes."""
@@ -442,6 +476,15 @@ class _SequenceSum(torch.autograd.Function):
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=ctx.group)
         return gradient, None, None
+
+
+def row_multiple(config: TrainConfig, mesh: Mesh) -> int:
+    """Of what the lengths of rows are a multiple. Parts of a sequence stay as they are cut."""
+    if mesh.layout.cp > 1 or mesh.layout.pp > 1:
+        return 1
+    return getattr(config, "pad_to_multiple_of", None) or (
+        COMPILED_MULTIPLE if config.compiles(mesh.device.type) else 1
+    )
 
 
 def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None) -> list[Tensors]:

@@ -28,13 +28,10 @@ from sfumato.models.plain import check_length
 from sfumato.models.saved_bytes import autocast, register_stand_in
 from sfumato.models.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.loss import CHUNK_TOKENS, cross_entropy_sum, linear_cross_entropy_sum
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.weights import build_on_meta
-
-CHUNK_TOKENS = 1024
-"""Tokens whose logits are in memory at a time under ``train.chunked_loss``."""
 
 
 def language_model_on_meta(config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False) -> nn.Module:
@@ -160,7 +157,7 @@ def _plan_tokens(
     loss_bytes = 2 * rows * length * vocabulary * 4  # gradients of log-probabilities and of logits
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
-        loss_bytes = 4 * vocabulary * (3 * chunk + width)
+        loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu),
         plan=language_plan(module),

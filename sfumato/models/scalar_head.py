@@ -30,7 +30,6 @@ from sfumato.models.language_load import (
 from sfumato.models.lora import add_lora, language_targets, merge_adapters
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.plain import give_weights
-from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
@@ -145,7 +144,7 @@ class ScalarModel(PackedModel[Tensor]):
 
     def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[Tensor, Tensors]:
         assert not media, "build_scalar_model makes no model that sees"
-        row = shard_sequence(self._to_device(tensors), self.mesh)
+        row = self._own_part(tensors)
         if self.rows.rows == "documents":
             with self.autocast():
                 output = apart(self._forward, row, self.mesh, self.rows.same_length)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.parallel.loss import IGNORED, Tail, token_log_probs, token_log_probs_and_entropy
+from sfumato.parallel.loss import (
+    IGNORED,
+    Tail,
+    linear_cross_entropy,
+    token_log_probs,
+    token_log_probs_and_entropy,
+    vocabulary_group,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
@@ -53,14 +60,36 @@ class TokenScores:
         """
         picked = self._pick(labels)
         if self._head is not None:
-            found = token_log_probs(
-                self._output, self._head.weight, picked, temperature, self._head.bias, tail=self._tail
-            )
+            weight, bias = self._head.weight, self._head.bias
+            settings = {"group": vocabulary_group(weight), "tail": self._tail}
+            found = token_log_probs(self._output, weight, picked, temperature, bias, **settings)
         else:
             logits = self._output.flatten(0, 1).float()
             logits = logits if temperature == 1.0 else logits / temperature
             found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
         return self._spread(found.view(picked.shape))
+
+    def cross_entropy(
+        self, labels: Int64[Tensor, "batch length"]
+    ) -> tuple[Float32[Tensor, ""], Float32[Tensor, "batch length"]]:
+        """The sum of ``-log p(label)`` over tokens, with gradients, and that of each token without.
+
+        With a layer that makes logits for some tokens at a time, it makes them once, where ``log_probs`` and its
+        backward pass make them twice.
+
+        Args:
+            labels: int64 ``[B, T]``, already shifted; -100 gives 0.
+
+        Returns:
+            float32 scalar, and float32 ``[B, T]``.
+        """
+        if self._head is None:
+            losses = -self.log_probs(labels)
+            return losses.sum(), losses.detach()
+        weight, picked = self._head.weight, self._pick(labels)
+        settings = {"group": vocabulary_group(weight), "tail": self._tail}
+        total, losses = linear_cross_entropy(self._output, weight, picked, self._head.bias, **settings)
+        return total, self._spread(losses)
 
     def log_probs_and_entropy(
         self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
@@ -69,9 +98,8 @@ class TokenScores:
         picked = self._pick(labels)
         if self._head is not None:
             weight, bias = self._head.weight, self._head.bias
-            found, entropy = token_log_probs_and_entropy(
-                self._output, weight, picked, temperature, bias, tail=self._tail
-            )
+            settings = {"group": vocabulary_group(weight), "tail": self._tail}
+            found, entropy = token_log_probs_and_entropy(self._output, weight, picked, temperature, bias, **settings)
         else:
             log_p = (self._output.float() / temperature).log_softmax(-1)
             counted = picked != IGNORED

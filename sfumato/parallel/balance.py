@@ -65,13 +65,13 @@ class ExpertBalancer:
             experts.register_forward_pre_hook(_counter(counts), with_kwargs=True)
 
     @torch.no_grad()
-    def update(self) -> dict[str, float]:
+    def update(self) -> dict[str, Tensor]:
         """Moves each bias by ``rate * sign(mean load - load)``; call it on every rank after the optimiser's step.
 
         Returns:
-            ``experts/load_max_over_mean``: tokens of the busiest expert over the mean of its layer, of the worst layer;
-            ``experts/without_tokens``: share of experts that got no token. Both over all ranks and all micro-batches
-            since the last update.
+            Scalars. ``experts/load_max_over_mean``: tokens of the busiest expert over the mean of its layer, of the
+            worst layer; ``experts/without_tokens``: share of experts that got no token. Both over all ranks and all
+            micro-batches since the last update.
         """
         counts = torch.cat(self._counts)
         if self.mesh.size_of("loss") > 1:
@@ -83,8 +83,8 @@ class ExpertBalancer:
             ratios.append(load.max() / load.mean().clamp_min(1e-9))
         self.forget()
         return {
-            "experts/load_max_over_mean": float(torch.stack(ratios).max()),
-            "experts/without_tokens": float((counts == 0).double().mean()),
+            "experts/load_max_over_mean": torch.stack(ratios).max(),
+            "experts/without_tokens": (counts == 0).double().mean(),
         }
 
     def forget(self) -> None:

@@ -6,6 +6,9 @@ Every loss is a sum divided by a count over all ranks and micro-batches, so grad
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from math import isfinite
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from sfumato.algorithms.device import to_device
+from sfumato.algorithms.reading import Numbers, read
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.finite import not_finite
 from sfumato.parallel.mesh import Mesh
@@ -22,24 +27,28 @@ BUCKET_BYTES = 64 * 2**20
 """Gradients that one all-reduce sums."""
 
 
-def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) -> float:
+def reduce_and_clip(
+    module: nn.Module, max_norm: float, mesh: Mesh, where: str, losses: Numbers | None = None, *more: Numbers
+) -> float:
     """Finishes the sum of gradients over ranks and scales them down to a total norm.
 
     FSDP has reduced its gradients in the backward pass; those of whole weights (ddp) are summed here. The norm is that
-    of the whole model: every element counts once, however many ranks hold a copy of it.
+    of the whole model: every element counts once, however many ranks hold a copy of it. The device is waited for once.
 
     Args:
         module: what ``parallelize`` returned; its trainable parameters' gradients are changed in place.
         max_norm: largest total norm.
         mesh: the ranks.
         where: what was being computed (step, samples), for the error.
+        losses: of this rank's micro-batches, which are read here, too; the error gives their names.
+        more: what else is to be read with them.
 
     Returns:
         The norm before clipping.
 
     Raises:
-        NonFiniteError: when the norm is NaN or infinite; nothing has been updated then. It names the ranks and the
-            parameters.
+        NonFiniteError: when a loss of any rank or the norm is NaN or infinite; nothing has been updated then. It names
+            what a loss is of, or the ranks and the parameters.
     """
     parameters = trainable_parameters(module)
     flat = isinstance(module, FullyShardedDataParallel)
@@ -47,32 +56,72 @@ def reduce_and_clip(module: nn.Module, max_norm: float, mesh: Mesh, where: str) 
         if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
             parameter.grad = torch.zeros_like(parameter)
     gradients = {name: local(parameter.grad) for name, parameter in parameters.items()}
-    bad = not_finite(gradients) if mesh.size > 1 else []
+    largest = _largest(gradients) if mesh.size > 1 else None  # of this rank's own, before they are summed
     if flat:  # its reduction is a mean
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
         _sum_whole([gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh)
 
-    ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
-    copies = [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
-    norms = torch.zeros(0, device=mesh.device)
-    if gradients:  # a pipeline stage may have nothing that is trained
-        norms = torch.stack(torch._foreach_norm(list(gradients.values()))).float()
-    norm = torch.linalg.vector_norm(norms / torch.tensor(copies, device=norms.device).sqrt())
+    norm = Numbers(_norm(list(gradients.values()), _copies(parameters, mesh, flat)))
+    losses = Numbers() if losses is None else losses
+    read(norm, losses, *more, *([] if largest is None else [largest]))
+    total = norm[0]
+    bad_loss = next(
+        (f"{name or where}: the loss is {value}" for name, value in losses.named() if not isfinite(value)), ""
+    )
     if mesh.size > 1:
-        norm = torch.tensor(math.sqrt(mesh.sum(float(norm.double() ** 2), over="world")), device=norms.device)
-    if not torch.isfinite(norm):
-        if mesh.size == 1:
-            bad = not_finite(gradients)
-        ranks = [rank for rank, names in enumerate(mesh.gather(bad, over="world")) if names]
-        names = ", ".join(bad[:3]) or "none on this rank"
-        raise NonFiniteError(
-            f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
-            "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
+        square = math.inf if bad_loss else total**2  # so that all ranks end here, with the same message
+        total = float(torch.tensor(math.sqrt(mesh.sum(square, over="world"))))
+    if bad_loss or not isfinite(total):
+        bad = (
+            not_finite(gradients)
+            if largest is None
+            else [name for name, value in largest.named() if not isfinite(value)]
         )
-    if gradients:
-        torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return float(norm)
+        _raise(bad_loss, bad, mesh, where)
+    scale = float(torch.clamp(max_norm / (torch.tensor(total) + 1e-6), max=1.0))
+    if gradients and scale != 1.0:
+        torch._foreach_mul_(list(gradients.values()), scale)
+    return total
+
+
+def _raise(bad_loss: str, bad: list[str], mesh: Mesh, where: str) -> NoReturn:
+    """Tells what is not finite, the same on every rank but for the parameters; all ranks call it."""
+    found = mesh.gather((bad_loss, bool(bad)), over="world")
+    for loss, _ in found:
+        if loss:
+            raise NonFiniteError(f"{loss}. Nothing was updated")
+    ranks = [rank for rank, (_, is_bad) in enumerate(found) if is_bad]
+    names = ", ".join(bad[:3]) or "none on this rank"
+    raise NonFiniteError(
+        f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
+        "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
+    )
+
+
+def _largest(gradients: Mapping[str, Tensor]) -> Numbers:
+    """The largest absolute value of each gradient, which is finite just where all are."""
+    held = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
+    found = Numbers()
+    for name, value in zip(held, torch._foreach_norm(list(held.values()), math.inf) if held else (), strict=True):
+        found.add(value, name)
+    return found
+
+
+def _copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
+    """How many ranks hold each element of each parameter."""
+    ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
+    return [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
+
+
+def _norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
+    """The norm of this rank's gradients, float32, in which an element of n copies counts 1/n."""
+    if not gradients:  # a pipeline stage may have nothing that is trained
+        return torch.zeros(())
+    norms = torch.stack(torch._foreach_norm(gradients)).float()
+    if any(count != 1 for count in copies):
+        norms = norms / to_device(torch.tensor(copies), norms.device).sqrt()
+    return torch.linalg.vector_norm(norms)
 
 
 def num_shards(parameter: Tensor, mesh: Mesh, flat: bool = False) -> int:
@@ -87,12 +136,6 @@ def num_shards(parameter: Tensor, mesh: Mesh, flat: bool = False) -> int:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         return math.prod(size for size, placement in sizes if not placement.is_replicate())
     return mesh.layout.fsdp if flat else 1
-
-
-def check_finite(loss: Tensor, where: str) -> None:
-    """Raises NonFiniteError when a loss of any shape is NaN or infinite. ``where`` names step, rank and samples."""
-    if not torch.isfinite(loss.detach()).all():
-        raise NonFiniteError(f"{where}: the loss is {float(loss.detach().sum())}. Nothing was updated")
 
 
 def _is_reduced(parameter: Tensor) -> bool:

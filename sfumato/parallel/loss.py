@@ -1,10 +1,12 @@
 """Cross entropy and log-probabilities of language models without all logits in memory at once.
 
 The logits of T tokens over a vocabulary of V are often the largest tensor of a step. Here they are computed for
-``chunk_tokens`` tokens at a time, in the forward pass and once more in the backward pass, so that what waits for the
-backward pass is two numbers for each token (the idea of Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv
-2410.10989, in plain torch). torch 2.13's ``linear_cross_entropy`` does so too, for the loss alone; log-probabilities,
-temperature, entropy and a vocabulary that is cut over ranks (arXiv 1909.08053) need this one.
+``chunk_tokens`` tokens at a time (the idea of Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, in
+plain torch). ``linear_cross_entropy`` computes gradients in the forward pass, so that logits are computed once:
+the gradient of a sum is known before what is made of the sum. That of log-probabilities is not, where each may be
+weighted otherwise: there logits are computed once more in the backward pass, and two numbers for each token wait for
+it. torch 2.13's own ``linear_cross_entropy`` is the former; temperature, entropy, losses of tokens beside their sum
+and a vocabulary that is cut over ranks (arXiv 1909.08053) need these.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ Tail = Callable[[Tensor], Tensor]
 
 IGNORED = -100
 """Label of a token that does not count."""
+
+CHUNK_TOKENS = 4096
+"""Tokens whose logits are in memory at a time. With fewer, adding to the gradient of the weight, which is as large as
+the weight in float32, takes longer on a GPU than the product that is added."""
 
 
 def cross_entropy_sum(
@@ -51,14 +57,44 @@ def linear_cross_entropy_sum(
     weight: Float[Tensor, "vocabulary width"],
     labels: Int64[Tensor, "*tokens"],
     bias: Float[Tensor, "vocabulary"] | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     group: dist.ProcessGroup | None = None,
 ) -> Float32[Tensor, ""]:
     """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
 
     Arguments as in ``token_log_probs``.
     """
-    return -token_log_probs(hidden, weight, labels, 1.0, bias, chunk_tokens, group).sum()
+    return linear_cross_entropy(hidden, weight, labels, bias, chunk_tokens, group)[0]
+
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "*tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    labels: Int64[Tensor, "*tokens"],
+    bias: Float[Tensor, "vocabulary"] | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    group: dist.ProcessGroup | None = None,
+    tail: Tail | None = None,
+) -> tuple[Float32[Tensor, ""], Float32[Tensor, "*tokens"]]:
+    """The sum of ``-log p(label)`` over tokens, with gradients that are computed in the forward pass.
+
+    Arguments as in ``token_log_probs``. Under autocast or in half precision gradients are rounded to the dtype of the
+    products before they are multiplied by that of the sum.
+
+    Returns:
+        float32 scalar, and float32 ``[...]``, the loss of each token without gradients, 0 where the label is
+        ``IGNORED``.
+
+    Raises:
+        ValueError: when the shapes do not fit.
+    """
+    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    with_grad = torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, losses = _LinearCrossEntropy.apply(
+            hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk_tokens, group, tail, with_grad
+        )
+    return total, losses.view(labels.shape)
 
 
 def token_log_probs(
@@ -67,7 +103,7 @@ def token_log_probs(
     labels: Int64[Tensor, "*tokens"],
     temperature: float = 1.0,
     bias: Float[Tensor, "vocabulary"] | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     group: dist.ProcessGroup | None = None,
     tail: Tail | None = None,
 ) -> Float32[Tensor, "*tokens"]:
@@ -104,7 +140,7 @@ def token_log_probs_and_entropy(
     labels: Int64[Tensor, "*tokens"],
     temperature: float = 1.0,
     bias: Float[Tensor, "vocabulary"] | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     group: dist.ProcessGroup | None = None,
     tail: Tail | None = None,
     with_entropy: bool = True,
@@ -114,25 +150,47 @@ def token_log_probs_and_entropy(
     Returns:
         float32 ``[...]`` twice, the second empty without entropy; both are 0 where the label is ``IGNORED``.
     """
-    weight = _gathered(weight, group)
-    bias = None if bias is None else _gathered(bias, group)
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature} must be above 0")
+    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(hidden.device.type, enabled=False):
+        log_probs, entropy = _LinearLogProbs.apply(
+            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, group, tail, with_entropy
+        )
+    return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
+
+
+def _prepared(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias as products take them."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if not torch.is_grad_enabled():  # less to gather; gradients are summed in the dtype of the weight
+        weight = weight.to(dtype)
+    weight, bias = _gathered(weight, group), None if bias is None else _gathered(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
             "they must be [..., H], [V, H] and [...]"
         )
-    if chunk_tokens < 1 or temperature <= 0:
-        raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1 and temperature {temperature} above 0")
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    with torch.autocast(device, enabled=False):
-        log_probs, entropy = _LinearLogProbs.apply(
-            flat, weight, bias, labels.reshape(-1), temperature, chunk_tokens, group, tail, with_entropy
-        )
-    return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1")
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def vocabulary_group(weight: Tensor) -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks over which the rows of an output layer's weight ``[V, H]`` are cut, if any."""
+    if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
+        return None
+    axis = weight.device_mesh.mesh_dim_names.index("tp")
+    return weight.device_mesh.get_group(axis) if weight.placements[axis].is_shard(0) else None
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -147,6 +205,84 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         placements.append(placement if kept else Replicate())
         gradients.append(placement if kept else Replicate() if name == "tp" else Partial())
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradients)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of losses and, as long as logits are there, its gradients, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk_tokens: int,
+        group: dist.ProcessGroup | None,
+        tail: Tail | None,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wants_hidden, wants_weight, wants_bias = (with_grad and wants for wants in ctx.needs_input_grad[:3])
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are kept in float32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        counts, rows = labels != IGNORED, _own_rows(labels, weight.shape[0], group)
+        losses = hidden.new_empty(labels.shape, dtype=torch.float32)
+        for part in _parts(len(labels), chunk_tokens):
+            products = functional.linear(hidden[part], weight, bias)
+            with torch.set_grad_enabled(tail is not None and with_grad):
+                logits = products if tail is None else tail(products.requires_grad_(with_grad))
+            log_p, losses[part] = _log_softmax(logits.detach(), rows[part], counts[part], group)
+            if not (wants_hidden or wants_weight or wants_bias):
+                continue
+            grad = log_p.exp_().mul_(counts[part, None])
+            index, own = _own(rows[part], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], -(own & counts[part]).to(grad.dtype)[:, None])
+            grad = grad.to(hidden.dtype)
+            if tail is not None:
+                (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
+            del products, logits, log_p
+            if wants_hidden:
+                grad_hidden[part] = grad @ weight
+            if wants_weight:
+                grad_weight += grad.T @ hidden[part]
+            if wants_bias:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        if wants_hidden and group is not None:
+            dist.all_reduce(grad_hidden, group=group)
+        ctx.gradients = grad_hidden, grad_weight, grad_bias
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _grad_losses: Tensor) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "the gradients of linear_cross_entropy are given once: its backward pass has run already"
+            )
+        found = [
+            None if gradient is None else gradient.mul_(grad_total).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *found, *[None] * 5
+
+
+def _log_softmax(
+    logits: Tensor, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities ``[T, V]`` in float32, in memory of their own, and the loss of each token, 0 where it does not
+    count."""
+    if group is None:
+        log_p = logits.log_softmax(-1, dtype=torch.float32)
+        return log_p, torch.where(counts, -_pick(log_p, rows, counts, None), 0.0)
+    logits = logits.float()
+    lse, target = logits.logsumexp(-1), _pick(logits, rows, counts, group)
+    lse, target, _ = _join(lse, target, lse.new_empty(0), group)
+    return logits - lse[:, None], torch.where(counts, lse - target, 0.0)
 
 
 class _LinearLogProbs(torch.autograd.Function):

@@ -88,7 +88,11 @@ RECOMPILE_LIMIT = 32
 
 
 def apply_memory_savings(
-    module: nn.Module, config: ParallelConfig, blocks: Mapping[str, nn.Module], backend: str = "inductor"
+    module: nn.Module,
+    config: ParallelConfig,
+    blocks: Mapping[str, nn.Module],
+    backend: str = "inductor",
+    device: str = "cpu",
 ) -> None:
     """Makes blocks recompute, offload and compile as configured; changes them in place.
 
@@ -97,13 +101,15 @@ def apply_memory_savings(
     block runs as it was.
 
     ``compile`` treats sizes as fixed until a second size comes and then compiles once more for any size, so packed
-    rows of unequal lengths cost two compilations of each kind of block.
+    rows of unequal lengths cost two compilations of each kind of block. What writes to a cache of keys and values,
+    which grows with each call, runs uncompiled.
 
     Args:
         module: the model, after tensor, expert and sequence parallelism.
         config: ``activation_checkpointing``, ``enable_activation_offload``, ``compile``.
         blocks: its repeated blocks by name.
         backend: of ``torch.compile``.
+        device: type of device on which the blocks will run, on which it depends whether they are compiled.
 
     Raises:
         ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
@@ -129,7 +135,7 @@ def apply_memory_savings(
             )
     offload = ActivationOffload() if config.enable_activation_offload else None
     for block in blocks.values():
-        block.forward = BlockForward(block, mode, backend if config.compile else None, offload)
+        block.forward = BlockForward(block, mode, backend if config.compiles(device) else None, offload)
 
 
 class BlockForward:
@@ -144,8 +150,11 @@ class BlockForward:
             block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
         run = MethodType(FORWARDS[mode], block)
         self.run = run if backend is None else torch.compile(run, backend=backend, **_compile_settings())
+        self.uncompiled = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.backend is not None and any(kwargs.get(name) is not None for name in CACHES):
+            return self.uncompiled(*args, **kwargs)
         if self.offload is None or not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         with self.offload.hold(self.block):
@@ -157,8 +166,11 @@ class BlockForward:
 
 def _compile_settings() -> dict[str, int]:
     """All blocks share one cache: kinds of block, with and without gradients, of fixed and of any size."""
-    known = inspect.signature(torch.compile).parameters
-    return {"recompile_limit": RECOMPILE_LIMIT} if "recompile_limit" in known else {}  # torch 2.11 has only its own 8
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": RECOMPILE_LIMIT}
+    settings = torch._dynamo.config  # torch 2.11 knows one limit for all that a process compiles, 8 if it is left
+    settings.recompile_limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
+    return {}
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,7 @@ class Mesh:
         """Sum of a number over the ranks of an axis or view."""
         if self.size_of(over) == 1:
             return value
-        tensor = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(float(value), dtype=torch.float64)  # by gloo, which no GPU is waited for
         dist.all_reduce(tensor, group=self.group(over))
         return float(tensor)
 

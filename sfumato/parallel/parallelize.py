@@ -73,8 +73,9 @@ def parallelize(
             apply_sequence_parallel(part, mesh, plan)
     if param_dtype is not None and (not mesh.distributed or config.data_parallel_mode == "ddp"):
         compute_in(module, param_dtype)
-    if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compile:
-        apply_memory_savings(module, config, blocks)
+    kind = mesh.device.type
+    if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compiles(kind):
+        apply_memory_savings(module, config, blocks, device=kind)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
 
 
@@ -155,6 +156,13 @@ def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[Mic
             yield batch
 
 
+def keep_gathered(module: nn.Module, keep: bool) -> None:
+    """Whether what fsdp2 gathers for the module itself (the output layer, which a loss reads after the forward pass)
+    stays until the backward pass. Without one it must not: nothing would give it up before weights change."""
+    if isinstance(module, FSDPModule):
+        module.set_reshard_after_forward(not keep, recurse=False)
+
+
 def forget_pass(module: nn.Module) -> None:
     """After an exception within a forward or backward pass: what fsdp2 was doing and its gradients are forgotten.
 
@@ -167,6 +175,7 @@ def forget_pass(module: nn.Module) -> None:
         if not hasattr(module, "reset_iter_state"):
             raise ConfigError(f"fsdp2 of torch {torch.__version__} is of no use after a pass that failed: take 2.13")
         module.reset_iter_state()
+        module.reshard()
 
 
 def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:

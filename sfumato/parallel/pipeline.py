@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from sfumato.algorithms.reading import Numbers
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import shard_sequence
@@ -111,7 +112,7 @@ class Pipeline:
         """Whether this rank has the last stage, which makes logits and losses."""
         return len(self._ranks) - 1 in self._stages
 
-    def train_step(self, micro_batches: Sequence[Batch], loss: LogitsLoss) -> list[float]:
+    def train_step(self, micro_batches: Sequence[Batch], loss: LogitsLoss) -> Numbers:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Rows of all micro-batches are padded to one length. Autocast that is on applies to forward passes and losses.
@@ -153,7 +154,7 @@ class Pipeline:
         if self.has_last:
             values.copy_(torch.stack(losses).detach())
         dist.broadcast(values, group=self._mesh.group("pp"), group_src=self._ranks[-1])
-        return values.tolist()
+        return Numbers(values)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Batch]) -> list[Tensor] | None:

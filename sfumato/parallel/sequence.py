@@ -13,7 +13,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from sfumato.parallel.attention import (
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.mesh import Mesh, range_of_rank
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, find_blocks, matcher, reads_whole
+from sfumato.parallel.positions import document_bounds, lengths_between, whole_positions
 from sfumato.parallel.row_attention import CHANGES, OFF, UNKNOWN_TO, WINDOWS, RowAttention, window_for_mask
 
 ATTENTION = "sfumato_sequence_parallel"
@@ -170,7 +170,8 @@ class _LanguageSequence(_Sequence):
         layers."""
         found = self._schedules.get(position_ids)
         if found is None:
-            whole = self._joined(position_ids)
+            whole = whole_positions(position_ids)
+            whole = self._joined(position_ids) if whole is None else whole
             found = causal_schedule(self.groups, _documents(whole)), whole
             self._schedules[position_ids] = found
         return found
@@ -192,9 +193,7 @@ class _LanguageSequence(_Sequence):
 
 def _documents(position_ids: Tensor) -> list[list[int]]:
     """Lengths of documents by row. One begins where a position is not the one before plus 1."""
-    starts = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1).cpu()
-    bounds = [[*row.nonzero().flatten().tolist(), position_ids.shape[1]] for row in starts]
-    return [[end - start for start, end in pairwise(row_bounds)] for row_bounds in bounds]
+    return [lengths_between(bounds) for bounds in document_bounds(position_ids)]
 
 
 def _language_attention(

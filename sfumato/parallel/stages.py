@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 """Schedules that compute gradients of inputs and of weights apart."""
 
-PADDING = {"labels": -100}
+PADDING = {"labels": -100, "numbers": math.nan}
 """The values of padding by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
 
 

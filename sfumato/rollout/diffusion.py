@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.rows import TensorRows, by_group, by_row
 from sfumato.config.diffusion_rl import DiffusionRLConfig
@@ -99,7 +100,7 @@ class DiffusionRollout(Rollout):
             damage: what is wrong with each sample, empty where nothing is.
         """
         if any(damage):
-            is_whole = torch.tensor([not what for what in damage], device=latents.device)
+            is_whole = to_device(torch.tensor([not what for what in damage]), latents.device)
             kept, latents = kept.blanked(is_whole), blanked(latents, is_whole)
             conditioning = conditioning.blanked()
         begun = [request.group_id for request in requests if request.is_first]
@@ -173,7 +174,7 @@ def start_latents(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the noise levels ``[T + 1]``."""
     shape = model.latent_shape(*size)
-    sigmas = model.sigmas(num_steps, shape).to(model.device)
+    sigmas = to_device(model.sigmas(num_steps, shape), model.device, remember=True)
     noise = keyed_normal(shape, seed, "latent", iteration, ids, model.device)
     return model.start(noise, sigmas[0]), sigmas
 
@@ -194,7 +195,7 @@ def decode_samples(
         has_latents &= kept.is_finite()
     wrong = [
         "" if sampled and decoded else PICTURE_NOT_FINITE if sampled else LATENTS_NOT_FINITE
-        for sampled, decoded in zip(has_latents.tolist(), has_picture.tolist(), strict=True)
+        for sampled, decoded in torch.stack([has_latents, has_picture], dim=1).tolist()
     ]
     images = pixels.movedim(-3, -1).contiguous().cpu().numpy()  # [B, H, W, 3], or [B, F, H, W, 3]
     return list(zip(images, wrong, strict=True))

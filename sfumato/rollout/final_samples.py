@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sfumato.algorithms.device import on_host, to_device
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.forward_process.noised import NoisedSamples
 from sfumato.algorithms.noise import keyed_normal
@@ -38,6 +39,10 @@ class FinalSamples(Kept):
     def rows_per_sample(self) -> int:
         """L."""
         return self.sigmas.shape[1]
+
+    def to(self, device: torch.device | str) -> FinalSamples:
+        """The same on another device, but for the ids, of which the host makes noise."""
+        return replace(super().to(device), noise_ids=self.noise_ids, group_ids=self.group_ids)
 
     def blanked(self, is_whole: torch.Tensor) -> FinalSamples:
         """Zeros in the place of the latents, while the noise levels stay: none may be 0."""
@@ -80,7 +85,7 @@ def sample_final(
     """
     latents, sigmas = start_latents(model, size, num_steps, seed, iteration, sample_ids)
     noise_ids = group_ids if shared_noise else sample_ids
-    levels = timesteps.draw(sigmas, seed, iteration, noise_ids).to(model.device)
+    levels = to_device(timesteps.draw(on_host(sigmas), seed, iteration, noise_ids), model.device)
     if not timesteps.of_schedule:
         levels = model.training_sigma(levels)
     memory = None
@@ -121,7 +126,7 @@ def predict_noised(
         B x L rows, sample by sample.
     """
     model, num_levels = policies.model, samples.rows_per_sample
-    shape, ids = samples.latents.shape[1:], samples.noise_ids.tolist()
+    shape, ids = samples.latents.shape[1:], on_host(samples.noise_ids).tolist()
     noise = [keyed_normal(shape, seed, f"noise {k}", iteration, ids, model.device) for k in range(num_levels)]
     noise, sigma = torch.stack(noise, dim=1).flatten(0, 1), samples.sigmas.flatten()
     x0 = samples.latents.repeat_interleave(num_levels, dim=0)
@@ -144,8 +149,8 @@ def predict_noised(
         noise=noise,
         sigma=sigma,
         velocity=velocity,
-        group_ids=samples.group_ids.to(model.device).repeat_interleave(num_levels),
-        levels=torch.arange(num_levels, device=model.device).repeat(len(samples.latents)),
+        group_ids=to_device(on_host(samples.group_ids).repeat_interleave(num_levels), model.device, remember=True),
+        levels=to_device(torch.arange(num_levels).repeat(len(samples.latents)), model.device, remember=True),
         error_weight=model.loss_weight(sigma),
         **velocities,
     )

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.dynamics import mean_over_sample
+from sfumato.algorithms.reading import Numbers
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion import DiffusionRollout
 
@@ -35,9 +37,11 @@ def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
             groups.setdefault(request.group_id, []).append(row)
     groups = {group: rows for group, rows in groups.items() if len(rows) > 1}
     sums = {"groups": float(len(groups)), "diversity/pixels": 0.0, "diversity/latents": 0.0}
+    distances = Numbers()
     for rows in groups.values():
         sums["diversity/pixels"] += pixel_distance([batch.samples[row].image for row in rows])
-        sums["diversity/latents"] += latent_distance(batch.latents[rows])
+        distances.add(latent_distance(batch.latents[to_device(torch.tensor(rows), batch.latents.device)]))
+    sums["diversity/latents"] = sum(distances, 0.0)
     sums = mesh.sum_dict(sums)
     count = sums.pop("groups")
     return {name: value / count if count else math.nan for name, value in sums.items()}
@@ -69,15 +73,15 @@ def _reduced(image: np.ndarray) -> torch.Tensor:
     return adaptive_avg_pool2d(shown.movedim(-1, 1).to(torch.float64), size).flatten()
 
 
-def latent_distance(latents: torch.Tensor) -> float:
-    """Mean over all pairs of 1 - cosine of two latents: 0 where all point one way, 1 where they are unrelated.
+def latent_distance(latents: torch.Tensor) -> torch.Tensor:
+    """Mean over all pairs of 1 - cosine of two latents, a scalar: 0 where all point one way, 1 where unrelated.
 
     Args:
         latents: ``[n, ...]``, n >= 2.
     """
     directions = torch.nn.functional.normalize(latents.flatten(1).to(torch.float32), dim=1)
     count, cosines = len(directions), directions @ directions.T
-    return 1 - float((cosines.sum() - cosines.trace()) / (count * (count - 1)))
+    return 1 - ((cosines.sum() - cosines.trace()) / (count * (count - 1))).double()
 
 
 def velocity_norms(velocity: torch.Tensor, reference: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ first update is exactly 0, and that is checked there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.reading import Numbers
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
@@ -59,15 +61,15 @@ class RowProbe:
             return 0.0
         return min(tolerance, ROUNDINGS * torch.finfo(dtype).eps)
 
-    def check(
+    def compare(
         self,
         log_ratio: torch.Tensor,
         rollout: DiffusionRollout,
         model: DiffusionModel,
         config: TrajectoryRLConfig,
         step: int,
-    ) -> float:
-        """``check_replay`` before the first optimiser step of an update.
+    ) -> Replay:
+        """What ``check_replay`` looks at before the first optimiser step of an update, and does when it is asked.
 
         Args:
             log_ratio: float32 ``[R]`` of the policy to the one that sampled.
@@ -79,7 +81,7 @@ class RowProbe:
         bound, dtype = None, model.compute_dtype
         if config.algorithm.self_check and set(rollout.versions) == {step}:
             bound = self.bound(len(log_ratio), config.algorithm.objective.replay_tolerance, dtype)
-        return check_replay(log_ratio.detach(), rollout.kept.steps, dtype, bound)
+        return Replay(replay_errors(log_ratio, rollout.kept.steps), rollout.kept.steps, dtype, bound)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -166,6 +168,45 @@ def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[i
     return sorted((whole | rest) - {0}), sorted({steps * samples for samples in (1, train.micro_batch_size)})
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Replay against rollout before an update. ``errors`` are read when they are checked."""
+
+    errors: Numbers = field(default_factory=Numbers)
+    """The largest absolute log-ratio of each of the W trained steps; none where nothing was compared."""
+    steps: Sequence[int] = ()
+    """These steps."""
+    dtype: torch.dtype = torch.float32
+    """The model's."""
+    bound: float | None = None
+    """The largest log-ratio that passes; None passes all."""
+
+    def check(self) -> float:
+        """The largest of them, 0 without any. Ask before the optimiser's step.
+
+        Raises:
+            SelfCheckError: where it is above the bound; names the denoising step and the dtype.
+        """
+        values = list(self.errors)
+        if not values:
+            return 0.0
+        worst = max(range(len(values)), key=lambda index: (math.isnan(values[index]), values[index]))
+        largest = values[worst]
+        if self.bound is not None and not largest <= self.bound:
+            raise SelfCheckError(
+                f"before the first update, replay and rollout differ at denoising step {self.steps[worst]} by a "
+                f"log-ratio of {largest:.2e} (allowed: {self.bound:.2e}; model in {self.dtype}). Use one batch shape "
+                "in both (rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip "
+                "range; algorithm.self_check: false goes on anyway"
+            )
+        return largest
+
+
+def replay_errors(log_ratio: torch.Tensor, steps: Sequence[int]) -> Numbers:
+    """The largest absolute log-ratio of each of W steps, from those of a replay, ``[B x W]`` sample by sample."""
+    return Numbers(log_ratio.detach().abs().reshape(-1, len(steps)).amax(dim=0))
+
+
 def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dtype, bound: float | None) -> float:
     """Compares replay and rollout before an update, when the policy is still the one that sampled.
 
@@ -181,22 +222,12 @@ def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dty
     Raises:
         SelfCheckError: naming the denoising step and the dtype.
     """
-    errors = log_ratio.abs().reshape(-1, len(steps)).amax(dim=0)
-    worst = int(errors.argmax())
-    largest = float(errors[worst])
-    if bound is not None and not largest <= bound:
-        raise SelfCheckError(
-            f"before the first update, replay and rollout differ at denoising step {steps[worst]} by a log-ratio of "
-            f"{largest:.2e} (allowed: {bound:.2e}; model in {dtype}). Use one batch shape in both "
-            "(rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip range; "
-            "algorithm.self_check: false goes on anyway"
-        )
-    return largest
+    return Replay(replay_errors(log_ratio, steps), steps, dtype, bound).check()
 
 
 def _unmeasured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
     """Why rows say nothing of rollout and replay; empty when they do."""
-    if config.train.compile:
+    if config.train.compiles(model.device.type):
         return "compiled blocks are compiled anew for each shape and for gradients"
     if not config.rollout.hybrid_engine:
         return "another process samples"

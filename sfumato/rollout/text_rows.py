@@ -54,8 +54,8 @@ def at_labels(values: Tensor, batch: TextBatch) -> Tensor:
 
 
 def of_decisions(rows: Tensor, batch: TextBatch) -> Tensor:
-    """The values ``[R]`` on the CPU of a tensor ``[1, T]`` at the places of labels: the inverse of ``at_labels``."""
-    return rows.detach().cpu()[batch.tensors["labels"] != IGNORED]
+    """The values ``[R]`` of a tensor ``[1, T]`` on the CPU at the places of labels: the inverse of ``at_labels``."""
+    return rows[batch.tensors["labels"] != IGNORED]
 
 
 def drawn_log_probs(rollout: TextRollout) -> Tensor:
@@ -94,7 +94,11 @@ def of_all_decisions(
     given = [rollout.rows(part if len(part) else torch.zeros(1, dtype=torch.int64)) for part in parts]
     batches = [pack_samples(some, model, {}) for some in given]
     found = [torch.zeros(count) for count in rollout.num_rows]
-    for part, some, batch, rows in zip(parts, given, batches, compute(batches), strict=True):
+    computed = compute(batches)  # which are brought to the CPU in one copy
+    sizes, shapes = [rows.numel() for rows in computed], [rows.shape for rows in computed]
+    whole = torch.cat([rows.detach().flatten() for rows in computed]).cpu() if computed else torch.zeros(0)
+    on_host = [rows.view(shape) for rows, shape in zip(whole.split(sizes), shapes, strict=True)]
+    for part, some, batch, rows in zip(parts, given, batches, on_host, strict=True):
         split = of_decisions(rows, batch).split(some.num_rows)
         for sample, values in zip(part.tolist(), split, strict=False):
             found[sample] = values

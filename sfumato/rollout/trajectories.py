@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sfumato.algorithms.device import on_host, to_device
 from sfumato.algorithms.dynamics import Dynamics, EulerODE, GaussianStep
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives import SampledSteps
@@ -53,11 +54,12 @@ class Trajectories(Kept):
 
     def sampled_steps(self) -> SampledSteps:
         """The B x W rows, sample by sample, as an objective takes them."""
-        steps = torch.tensor(self.steps, device=self.sigmas.device)
+        steps = torch.tensor(self.steps)
+        first, last = (to_device(each, self.sigmas.device) for each in (steps, steps + 1))
         return SampledSteps(
             next_latents=self.next_latents.flatten(0, 1),
             log_probs=self.log_probs.flatten(),
-            step_sizes=(self.sigmas[steps] - self.sigmas[steps + 1]).repeat(len(self.latents)),
+            step_sizes=(self.sigmas[first] - self.sigmas[last]).repeat(len(self.latents)),
             means=self.means.flatten(0, 1),
         )
 
@@ -97,7 +99,7 @@ def sample_trajectories(
         The final latents ``[B, ...]`` and the trajectories (None without trained steps).
     """
     latents, sigmas = start_latents(model, size, num_steps, seed, iteration, latent_ids or sample_ids)
-    sigma_max = float(sigmas[1])
+    sigma_max = float(on_host(sigmas)[1])
     ode, kept = EulerODE(), []
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
@@ -138,10 +140,10 @@ def replay_trajectories(
     """
     num_steps = len(trajectories.steps)
     rows = trajectories.latents.flatten(0, 1)
-    steps = torch.tensor(trajectories.steps, device=rows.device).repeat(len(trajectories.latents))
-    sigma, sigma_next = trajectories.sigmas[steps], trajectories.sigmas[steps + 1]
+    steps = torch.tensor(trajectories.steps).repeat(len(trajectories.latents))
+    sigma, sigma_next = (trajectories.sigmas[to_device(each, rows.device)] for each in (steps, steps + 1))
     velocity = model.predict_velocity(rows, sigma, conditioning.repeat_interleave(num_steps), guidance_scale)
-    return dynamics.step(velocity, rows, sigma, sigma_next, float(trajectories.sigmas[1]))
+    return dynamics.step(velocity, rows, sigma, sigma_next, float(on_host(trajectories.sigmas)[1]))
 
 
 def with_proximal_means(
@@ -197,5 +199,5 @@ def proximal_means(
         part = batch.rows(index)
         step = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, guidance_scale)
         if len(rows):
-            means[rows] = step.mean.unflatten(0, (len(rows), -1))
+            means[to_device(rows, means.device)] = step.mean.unflatten(0, (len(rows), -1))
     return means

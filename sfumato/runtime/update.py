@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from sfumato.algorithms.advantages import Advantages
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_permutation
+from sfumato.algorithms.reading import Numbers
 from sfumato.config.rl import RLConfig
 from sfumato.data.packing import pack
-from sfumato.parallel.gradients import check_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Part, Passes, Rollout, SampleRequest, join
@@ -42,19 +43,21 @@ class MicroBatch:
     """Whether it is the first of the update that is counted: the policy still is the one at the update's start."""
     where: str
     """Step, rank and samples, for messages."""
+    all_losses: Numbers
+    """Of the update's micro-batches, for ``reduce_and_clip``."""
 
     @property
     def sample_of_row(self) -> torch.Tensor:
         """int64 ``[R]``: which of the B samples a row is of."""
         return torch.arange(len(self.samples)).repeat_interleave(torch.tensor(self.samples.num_rows))
 
-    def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's part of the mean over all rows of the optimiser step, from losses ``[R]``.
+    def note(self, losses: torch.Tensor) -> None:
+        """Has ``reduce_and_clip`` look whether losses of any shape are finite."""
+        self.all_losses.add(losses.detach().double().sum(), self.where)  # finite just where all float32 ones are
 
-        Raises:
-            NonFiniteError: when a loss is NaN or infinite; names step, rank and samples.
-        """
-        check_finite(losses, self.where)
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's part of the mean over all rows of the optimiser step, from losses ``[R]``."""
+        self.note(losses)
         return losses.sum() * self.is_counted / self.rows_in_step
 
 
@@ -79,7 +82,9 @@ class Update:
         self.advantages = advantages.rows(list(part[2].values()))
         """Of this rank's samples."""
         self._lr = actor.state.schedule.get_last_lr()[0]
-        self._sums: dict[str, float] = {}
+        self._losses, self._sums = Numbers(), Numbers()
+        self.pending = [self._losses, self._sums]
+        """Losses of micro-batches, and other numbers, which ``reduce_and_clip`` reads with the norm."""
         self._rows = 0.0
         useful = self.advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
         useful &= config.rollout.is_learned_from
@@ -99,20 +104,21 @@ class Update:
             index = rows if is_counted else torch.zeros(1, dtype=torch.long)
             samples = self.batch.rows(index)
             advantages = self.advantages.values[index] * is_counted
+            counts = torch.tensor(samples.num_rows)
             yield MicroBatch(
                 samples,
-                advantages.repeat_interleave(torch.tensor(samples.num_rows)).to(self.actor.mesh.device),
+                to_device(advantages.repeat_interleave(counts), self.actor.mesh.device, remember=True),
                 passes.num_rows,
                 passes.num_samples,
                 is_counted,
                 is_first=is_counted and number == 0 and not self.grad_norms,
                 where=f"step {self.step + 1}, rank {self.actor.mesh.rank}, samples {samples.sample_ids}",
+                all_losses=self._losses,
             )
 
     def record(self, micro: MicroBatch, sums: Mapping[str, torch.Tensor]) -> None:
         """Adds sums over a micro-batch's rows, by metric."""
-        for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value) * micro.is_counted
+        self._sums.add_all(**{name: value * micro.is_counted for name, value in sums.items()})
 
     def metrics(self, further: Mapping[str, float] | None = None) -> dict[str, float]:
         """Means over the trained rows of all ranks, which all call it.
@@ -121,7 +127,7 @@ class Update:
             further: metrics that all ranks agree on already.
         """
         steps = len(self.grad_norms)
-        found = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums).items()}
+        found = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums.sums()).items()}
         found |= {"grad_norm": sum(self.grad_norms) / max(steps, 1), "lr": self._lr} | dict(further or {})
         return found | {"rows": self._rows, "updates": float(steps)}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 
+from sfumato.algorithms.reading import Numbers
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 
@@ -38,12 +40,18 @@ class SourceLosses:
         None without micro-batches."""
         return torch.stack(self._sums).sum(dim=0) if self._sums else None
 
+    @cached_property
+    def numbers(self) -> Numbers:
+        """``total`` when all micro-batches have been counted, as it is on the device."""
+        total = self.total()
+        return Numbers() if total is None else Numbers(total)
+
     def means(self, mesh: Mesh) -> dict[str, float]:
         """``loss/NAME`` and ``tokens/NAME`` of each source over all ranks; a source without tokens has no loss."""
         if len(self.names) < 2:
             return {}
-        total = self.total()
-        local = {} if total is None else dict(zip(("sums", "counts"), total.tolist(), strict=True))
+        size, values = len(self.names), list(self.numbers)
+        local = {"sums": values[:size], "counts": values[size:]} if values else {}
         found = [part for stage in mesh.gather(mesh.gather(local, over="loss"), over="pp") for part in stage if part]
         metrics: dict[str, float] = {}
         for index, name in enumerate(self.names):
@@ -58,16 +66,18 @@ class MeanSums:
     """What the pairs, answers or steps of an optimiser's step or an evaluation looked like."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+        self.numbers = Numbers()
+        """The sums, as they are on the device."""
 
-    def add(self, count: int, **sums: torch.Tensor) -> None:
+    def add(self, count: int | torch.Tensor, **sums: torch.Tensor) -> None:
         """Counts some of this rank; ``sums`` are scalars by the metric's name, each the sum over these."""
-        for name, value in {"count": count, **sums}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        self.numbers.add_all(count=count, **sums)
 
     def means(self, mesh: Mesh, prefix: str, over: str = "data") -> dict[str, float]:
         """Means over those of all ranks of a view, each of which has others."""
-        total = mesh.sum_dict(mesh.sum_dict(self.sums, over), over="pp")  # stages but the last have seen nothing
+        total = mesh.sum_dict(
+            mesh.sum_dict(self.numbers.sums(), over), over="pp"
+        )  # stages but the last have seen nothing
         count = max(total.pop("count", 0.0), 1)
         return {f"{prefix}{name}": value / count for name, value in total.items()}
 

@@ -31,7 +31,12 @@ TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "ulysses": (2, "qwen3", {"ulysses_parallel_size": 2}, {}),
     "fsdp2 x ring, chunked loss": (4, "qwen3", {"context_parallel_size": 2, "chunked_loss": True}, {}),
-    "tp + sequence parallel": (2, "qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+    "tp + sequence parallel, chunked loss": (
+        2,
+        "qwen3",
+        {"tensor_parallel_size": 2, "sequence_parallel": True, "chunked_loss": True},
+        {},
+    ),
     "fsdp2 x ep, balanced": (4, "qwen3_moe", {"expert_parallel_size": 2, "expert_bias_rate": 0.01}, {}),
     "fsdp2 x ep, deepseek": (2, "deepseek_v3", {"expert_parallel_size": 2}, {}),
     "pp": (2, "qwen3", {"pipeline_parallel_size": 2}, {}),

@@ -123,7 +123,8 @@ def update_policy(actor: Actor, part: Part, advantages: Advantages, config: Conf
                 losses = losses + algorithm.kl_coef * penalty
             micro.mean(losses).backward()
             update.record(micro, sums)
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, actor.mesh, f"step {step + 1}")
+        where = f"step {step + 1}"
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, actor.mesh, where, *update.pending)
         actor.step()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)

@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_cut_is_a_problem_as_in_the_run(tmp_path: Path) -
     assert found.exit_code == WRONG and "heads" in found.problems[0]
     found = check_config(text_config(tmp_path, train={"expert_parallel_size": 2}), num_ranks=2, with_data=False)
     assert found.exit_code == WRONG and "no experts" in found.problems[0]
-    settings = {"tensor_parallel_size": 2, "chunked_loss": True}
+    settings = {"pipeline_parallel_size": 2, "chunked_loss": True, "global_batch_size": 4}
     found = check_config(text_config(tmp_path, train=settings), num_ranks=2, with_data=False)
     assert found.exit_code == WRONG and "chunked_loss" in found.problems[0]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from sfumato.algorithms.reading import Numbers
 from sfumato.errors import NonFiniteError
-from sfumato.parallel.gradients import check_finite, reduce_and_clip
+from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
@@ -82,8 +83,26 @@ def test_a_norm_that_overflows_is_not_finite_either():
         reduce_and_clip(module, 1.0, ALONE, "step 2")
 
 
-def test_check_finite_names_where():
-    check_finite(torch.tensor([1.0, -1e38]), "unused")
-    for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(NonFiniteError, match=r"^step 3, rank 1, samples \[4, 5\]: the loss is"):
-            check_finite(torch.tensor([1.0, bad], requires_grad=True), "step 3, rank 1, samples [4, 5]")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_named_and_nothing_changes(bad):
+    module, losses = make(), Numbers()
+    before = gradients(module)
+    losses.add(torch.tensor([1.0, -1e38]).sum(), "samples [1]")
+    losses.add(torch.tensor([1.0, bad], requires_grad=True).sum(), "step 3, rank 1, samples [4, 5]")
+    with pytest.raises(
+        NonFiniteError, match=r"^step 3, rank 1, samples \[4, 5\]: the loss is (nan|inf|-inf)\. Nothing"
+    ):
+        reduce_and_clip(module, 0.1, ALONE, "step 3", losses)
+    assert all(torch.equal(each, before[name]) for name, each in gradients(module).items())
+
+
+def test_numbers_are_read_with_the_norm():
+    losses, more = Numbers(torch.tensor([1.0, 2.5])), Numbers()
+    more.add_all(loss=torch.tensor(3.0), count=2)
+    more.add_all(loss=torch.tensor(0.5), count=1)
+    reduce_and_clip(make(), 1.0, ALONE, "step 1", losses, more)
+    assert not (losses._tensors or more._tensors)
+    assert losses == [1.0, 2.5] and sum(losses) == 3.5 and len(losses) == 2 and losses[-1] == 2.5
+    assert more.sums() == {"loss": 3.5, "count": 3.0}
+    losses.add(torch.tensor(4))
+    assert [*losses] == [1.0, 2.5, 4.0]

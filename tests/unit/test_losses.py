@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from sfumato.parallel.loss import (
     cross_entropy_sum,
+    linear_cross_entropy,
     linear_cross_entropy_sum,
     token_log_probs,
     token_log_probs_and_entropy,
@@ -120,7 +121,12 @@ def test_rows_of_tokens_keep_their_shape():
     assert torch.equal(rows.flatten(), token_log_probs(hidden, weight, labels))
 
 
-def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary():
+def by_log_probs(*given, **size):
+    return -token_log_probs(*given, **size).sum()
+
+
+@pytest.mark.parametrize("loss_of", [linear_cross_entropy_sum, by_log_probs])
+def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary(loss_of):
     """Bytes that autograd saves, and the largest tensor that is made on the way."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -144,8 +150,7 @@ def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary():
             return each
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each), Largest() as largest:
-            loss = linear_cross_entropy_sum(hidden, weight, torch.arange(tokens), chunk_tokens=64)
-            loss.backward()
+            loss_of(hidden, weight, torch.arange(tokens), chunk_tokens=64).backward()
         return sum(saved.values()), largest.elements
 
     few, many = measure(512, 1000), measure(512, 4000)
@@ -162,3 +167,15 @@ def test_shapes_that_do_not_fit_are_named():
         token_log_probs(hidden, weight, labels, temperature=0)
     with pytest.raises((IndexError, RuntimeError)):
         token_log_probs(hidden, weight, labels.clamp(min=V))
+
+
+def test_losses_of_tokens_come_beside_their_sum_and_the_gradient_is_given_once():
+    hidden, weight, bias, labels = make()
+    total, losses = linear_cross_entropy(hidden, weight, labels, bias, chunk_tokens=5)
+    torch.testing.assert_close(losses, -plain(hidden, weight, bias, labels)[0], rtol=1e-5, atol=1e-5)
+    assert not losses.requires_grad and torch.equal(losses.sum(), total.detach())
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="given once"):
+        total.backward()
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels, bias, chunk_tokens=5)[0], total.detach())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
+from sfumato.algorithms.device import on_host, to_device
 from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import (
     ForwardProcessObjective,
@@ -129,7 +130,8 @@ class DGPO(ForwardProcessObjective):
         with torch.no_grad():
             gain = advantages * self.beta * (error - batch.error(batch.velocity_of("reference")))
             sums = torch.zeros(len(gain), device=gain.device).index_add(0, cells, gain)
-            weight = torch.sigmoid(sums / torch.bincount(cells, minlength=len(gain)).clamp(min=1))[cells]
+            counts = torch.bincount(on_host(cells), minlength=len(gain)).clamp(min=1)
+            weight = torch.sigmoid(sums / to_device(counts, gain.device))[cells]
             clipped = self._clipped(batch, error, advantages)
         loss = weight * advantages * torch.where(clipped, error.detach(), error)
         stats = {"dgpo/group_weight": weight.sum(), "dgpo/clipped": clipped.float().sum()}
@@ -175,17 +177,19 @@ class DPO(ForwardProcessObjective):
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
-        cells = batch.cells()
+        cells, signs = on_host(batch.cells()), on_host(advantages)
         same = cells[:, None] == cells
-        pairs = same & (advantages > 0)[:, None] & (advantages < 0)
+        pairs = same & (signs > 0)[:, None] & (signs < 0)
         partners = pairs.sum(dim=0) + pairs.sum(dim=1)
-        if bool(((advantages != 0) & (partners == 0)).any()):
-            row = int(((advantages != 0) & (partners == 0)).nonzero()[0])
+        if bool(((signs != 0) & (partners == 0)).any()):
+            row = int(((signs != 0) & (partners == 0)).nonzero()[0])
+            group = int(on_host(batch.group_ids)[row])
             raise ValueError(
-                f"a row of group {int(batch.group_ids[row])} has no partner of the other side: keep the winners and "
-                "losers of a group in one micro-batch"
+                f"a row of group {group} has no partner of the other side: keep the winners and losers of a group in "
+                "one micro-batch"
             )
-        winners, losers = pairs.nonzero(as_tuple=True)
+        winners, losers = (to_device(index, gain.device) for index in pairs.nonzero(as_tuple=True))
+        partners = to_device(partners, gain.device)
 
         def of_rows(of_pairs: Tensor) -> Tensor:
             sums = torch.zeros_like(gain).index_add(0, winners, of_pairs).index_add(0, losers, of_pairs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
+from sfumato.algorithms.device import on_host, to_device
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.objectives import RowLosses
@@ -76,7 +77,8 @@ class NoisedSamples:
 
     def cells(self) -> Int64[Tensor, "rows"]:
         """int64 ``[R]`` from 0: rows with the same number are one group at one noise level."""
-        return torch.unique(torch.stack([self.group_ids, self.levels]), dim=1, return_inverse=True)[1]
+        rows = torch.stack([on_host(self.group_ids), on_host(self.levels)])
+        return to_device(torch.unique(rows, dim=1, return_inverse=True)[1], self.group_ids.device, remember=True)
 
 
 class ForwardProcessObjective(Protocol):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sfumato.algorithms.device import to_device
 from sfumato.algorithms.rows import TensorRows, by_row
 from sfumato.parallel.mesh import Mesh
 
@@ -46,7 +47,7 @@ class Conditioning(TensorRows):
         assert self.negative is not None
         tensors = {}
         for name, tensor in self.tensors.items():
-            mask = dropped.to(tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
+            mask = to_device(dropped, tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
             tensors[name] = torch.where(mask, self.negative[name].to(tensor.dtype), tensor)
         return replace(self, tensors=tensors)
 

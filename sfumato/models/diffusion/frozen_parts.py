@@ -255,8 +255,9 @@ class FrozenParts(ABC):
             )
 
     def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
+        on_host = {name: tensor[: len(keys)].to("cpu") for name, tensor in embedded.items()}
         for row, key in enumerate(keys):
-            self._prompts[key] = {name: tensor[row].to("cpu", copy=True) for name, tensor in embedded.items()}
+            self._prompts[key] = {name: tensor[row].clone() for name, tensor in on_host.items()}
 
     def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
         if (images is not None) != self.takes_image:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.algorithms.device import to_device
 from sfumato.models.diffusion.base import DiffusionModel
 
 PATCH = 2
@@ -106,7 +107,7 @@ class KLLatents(DiffusionModel):
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``, the mode of the posterior, scaled."""
         vae = self.pipeline.vae
-        latents = vae.encode(pixels.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        latents = vae.encode(to_device(pixels, vae.device).to(vae.dtype) / 127.5 - 1).latent_dist.mode().float()
         shift, scale = self._latent_scale(latents)
         return (latents - shift) * scale
 

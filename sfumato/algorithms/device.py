@@ -1,0 +1,43 @@
+"""Copies to a device that the host does not wait for, and what of them it need not ask the device for.
+
+A plain ``tensor.to(device)`` lets the host wait until a GPU has done all its work so far; the GPU is then idle while
+the host prepares the next piece.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False) -> Tensor:
+    """A tensor on another device, without waiting for that.
+
+    Args:
+        tensor: of any shape and dtype. From host memory it goes to a GPU through pinned memory.
+        device: where to. What goes to host memory is waited for.
+        remember: ``on_host`` of the result gives this tensor, which must not be changed.
+
+    Returns:
+        The tensor there, or itself where it is there already.
+    """
+    device, source = torch.device(device), tensor
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    found = tensor.to(device, non_blocking=tensor.device.type == "cpu")
+    if remember and found is not source and source.device.type == "cpu":
+        _host[found] = source
+    return found
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The same values in host memory: what ``to_device`` remembers, else read from the device, which is waited for."""
+    known = _host.get(tensor)
+    return tensor.cpu() if known is None else known

@@ -1,0 +1,240 @@
+"""A device that is not there, to count on a CPU what a GPU would be waited for.
+
+Inside ``pretend_device`` tensors live in CPU memory as always, but it is known of each whether it would be on the
+device: what is moved or made there is, and what is computed from it. The device is called ``cpu:0``, host memory
+``cpu``.
+
+Counted is what makes the host wait until a CUDA device has done all its work: numbers that are read (``item``,
+``float``, ``bool``, ``tolist``, ``cpu``), copies to the device that are not ``non_blocking``, also of lists and of
+indices, and shapes that depend on values (``nonzero``, a mask as an index). An operation on tensors of both sides,
+which CUDA refuses, raises RuntimeError.
+
+    with pretend_device() as device:
+        ...
+    device.waits    # where, in the order in which they happened
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
+
+READS = {"tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__"}
+SYNCHRONISES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
+SYNCHRONISES |= {"unique_consecutive", "bincount", "histc"}
+BESIDE = ("generate", "evaluate", "answer_prompts", "draw_grid", "save_samples", "after_step", "export_model")
+"""Functions of a step that are counted apart."""
+
+INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One synchronisation."""
+
+    what: str
+    """The operation."""
+    where: tuple[str, ...]
+    """File, line and function of the frames of this repository, the innermost first."""
+    step: int
+    """Lines of metrics that had been logged."""
+
+    def is_in(self, function: str) -> bool:
+        """Whether a function of that name was running."""
+        return any(frame.endswith(f" {function}") for frame in self.where)
+
+    def __str__(self) -> str:
+        return f"{self.what} at {' < '.join(self.where[:3])}"
+
+
+@dataclass
+class PretendedDevice:
+    """What happened."""
+
+    waits: list[Wait] = field(default_factory=list)
+    step: int = -1
+    is_computing: bool = False
+    """Whether an operation on tensors of the device is going on: what it makes on the way is there, too."""
+    storages: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor would be on the device."""
+        key = _storage(tensor)
+        known = self.storages.get(key)
+        if known is not None and known.expired():
+            del self.storages[key]
+            return False
+        return known is not None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Notes that a tensor is on the device."""
+        key = _storage(tensor)
+        if key and not self.holds(tensor):
+            self.storages[key] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """Notes that a tensor is in host memory."""
+        self.storages.pop(_storage(tensor), None)
+        return tensor
+
+    def wait(self, what: str) -> None:
+        """Notes a synchronisation here."""
+        frame, where = sys._getframe(1), []
+        while frame is not None:
+            path, name = frame.f_code.co_filename, frame.f_code.co_name
+            for room in ("/sfumato/", "/tasks/"):
+                if room in path and "site-packages" not in path:
+                    where.append(f"{path.rpartition(room)[2]}:{frame.f_lineno} {name}")
+            frame = frame.f_back
+        self.waits.append(Wait(what, tuple(where), self.step))
+
+    def in_step(self, step: int) -> list[Wait]:
+        """Those between two lines of metrics: the step that has the number of the second, but for evaluation, samples
+        and what is saved."""
+        return [wait for wait in self.waits if wait.step == step - 1 and not any(map(wait.is_in, BESIDE))]
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, device: PretendedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, device = kwargs or {}, self.device
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.device:
+            found = func(*args, **kwargs)
+            return DEVICE if found.type == "cpu" and device.holds(args[0]) else found
+        own = args[0] if args and isinstance(args[0], Tensor) else None
+        if name in READS and own is not None and device.holds(own):
+            device.wait(name)
+            found = func(own.clone() if name in ("cpu", "numpy") else own, *args[1:], **kwargs)
+            return device.leave(found) if isinstance(found, Tensor) else found
+        before = device.is_computing
+        device.is_computing = name != "backward" and any(map(device.holds, _tensors(args, kwargs)))
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            device.is_computing = before
+        if func is torch.Tensor.to or name in ("to", "type_as"):
+            return self._moved(own, found, args, kwargs)
+        asked = kwargs.get("device")
+        if asked is not None and isinstance(found, Tensor) and torch.device(asked) == DEVICE:
+            if name in ("tensor", "as_tensor", "asarray"):
+                device.wait(name)
+                found = found.clone() if name != "tensor" else found
+            for each in tree_leaves(found):
+                device.take(each)
+        return found
+
+    def _moved(self, own: Tensor, found: Tensor, args: Any, kwargs: Any) -> Tensor:
+        target = kwargs.get("device", next((each for each in args[1:] if isinstance(each, torch.device | str)), None))
+        like = next((each for each in args[1:] if isinstance(each, Tensor)), None)
+        if like is not None:
+            target = DEVICE if self.device.holds(like) else HOST
+        if target is None:
+            return found
+        target, source = torch.device(target), DEVICE if self.device.holds(own) else HOST
+        if target == source or target.type != "cpu" or own.device.type != "cpu":
+            return found
+        flags = [each for each in args[1:] if isinstance(each, bool)]
+        if not (kwargs.get("non_blocking") or flags[:1] == [True]) or target == HOST:
+            self.device.wait(f"to {'host' if target == HOST else 'device'}")
+        found = found.clone()
+        if target == DEVICE:
+            return self.device.take(found)
+        return self.device.leave(found)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, device: PretendedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, device = kwargs or {}, self.device
+        given = _tensors(args, kwargs)
+        mine = [each for each in given if device.holds(each)]
+        if not mine:
+            found = func(*args, **kwargs)
+            if device.is_computing and not given:
+                for each in _tensors(found):
+                    device.take(each)
+            return found
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        others = [each for each in given if each.ndim > 0 and each.device.type == "cpu" and not device.holds(each)]
+        if name in SYNCHRONISES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            device.wait(name)
+        if name in INDEXES:
+            index = [each for each in tree_leaves(args[1]) if isinstance(each, Tensor)]
+            for each in index:
+                if each.dtype in (torch.bool, torch.uint8) and device.holds(each):
+                    device.wait(f"{name} by a mask")
+                elif not device.holds(each) and each.ndim:
+                    device.wait(f"{name} by indices of the host")
+            others = [each for each in others if not any(each is one for one in index)]
+        if name == "copy_":
+            source, target = device.holds(args[1]), device.holds(args[0])
+            if source != target:
+                if not (len(args) > 2 and args[2]) or source:
+                    device.wait("copy_")
+                return func(*args, **kwargs)
+        # autograd makes zeros in the place of gradients that there are not
+        in_backward = torch._C._current_graph_task_id() != -1
+        if others and not in_backward and name not in ("copy_", "_to_copy", "set_", "_foreach_copy_", "resize_"):
+            raise RuntimeError(f"{name} on tensors of the device and of the host: {[each.shape for each in others]}")
+        found = func(*args, **kwargs)
+        for each in _tensors(found):
+            device.take(each)
+        return found
+
+
+@contextmanager
+def pretend_device() -> Iterator[PretendedDevice]:
+    """Inside, the device of every mesh is one that counts; see this module."""
+    from sfumato.parallel import mesh
+    from sfumato.tracking.run import Run
+
+    device, init, log = PretendedDevice(), mesh.Mesh.__init__, Run.log
+
+    def init_on_device(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.device = DEVICE
+
+    def log_and_count(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        log(self, step, *args, **kwargs)
+        device.step = step
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mesh.Mesh, "__init__", init_on_device))
+        stack.enter_context(mock.patch.object(Run, "log", log_and_count))
+        stack.enter_context(_Operations(device))
+        stack.enter_context(_Functions(device))
+        yield device
+
+
+def _tensors(*given: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
+        return 0
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # tensors without memory, such as those of functorch
+        return 0

@@ -1,0 +1,86 @@
+"""Compiled blocks of language models: few lengths of rows, few graphs, the same numbers."""
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo
+
+from sfumato.config.load import load_config
+from sfumato.config.parallel import ParallelConfig
+from sfumato.config.text_data import TextTrainConfig
+from sfumato.models.language import LanguageModel
+from sfumato.models.packed_model import COMPILED_MULTIPLE, row_multiple
+from sfumato.parallel import memory, parallelize
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from tests.token_batches import batch, samples
+from tests.unit.test_language import build, describe, gradients, relative, sum_of_losses
+
+NUM_ROWS, PARTS = 6, 4
+"""Rows, and into how many parts attention, which is not compiled, breaks a block."""
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A fresh compiler that makes graphs but no machine code, and counts them."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    monkeypatch.setattr(parallelize, "apply_memory_savings", partial(memory.apply_memory_savings, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters["stats"]
+
+
+def numbers_of(model: LanguageModel) -> list[float]:
+    """Losses of rows of many lengths, one after the other, and log-probabilities without gradients."""
+    given = samples()
+    rows = [batch(given[: count + 1]) for count in range(NUM_ROWS)]
+    found = [*model.forward_backward(rows, sum_of_losses)]
+    log_probs = model.token_log_probs(rows[:3])
+    assert [each.shape for each in log_probs] == [row.tensors["labels"].shape for row in rows[:3]]
+    return found + [float(each.sum()) for each in log_probs]
+
+
+@pytest.mark.parametrize(("multiple", "graphs"), [(1, 2), (128, 1)], ids=["any lengths", "one length"])
+def test_rows_of_many_lengths_take_few_graphs(multiple, graphs, compiler, tmp_path):
+    expected = numbers_of(build(describe(tmp_path)))
+    model = build(describe(tmp_path), compile=True, pad_to_multiple_of=multiple)
+    assert numbers_of(model) == pytest.approx(expected, rel=1e-5)
+    found = compiler["unique_graphs"]
+    assert 0 < found <= 2 * PARTS * graphs  # with gradients and without
+    assert numbers_of(model) and compiler["unique_graphs"] == found  # nothing is compiled again
+
+
+def test_filled_rows_say_the_same(tmp_path):
+    plain, filled = build(describe(tmp_path)), build(describe(tmp_path), pad_to_multiple_of=64)
+    assert numbers_of(filled) == pytest.approx(numbers_of(plain), rel=1e-6)
+    expected = gradients(plain)
+    for name, gradient in gradients(filled).items():
+        assert relative(gradient, expected[name]) < 1e-5, name
+
+
+def test_blocks_are_compiled_on_gpus_unless_told():
+    config, alone = ParallelConfig(), Mesh(Layout(), torch.device("cpu"))
+    assert config.compiles("cuda") and not config.compiles("cpu")
+    assert not ParallelConfig(compile=False).compiles("cuda") and ParallelConfig(compile=True).compiles("cpu")
+    assert not ParallelConfig(pipeline_parallel_size=2).compiles("cuda")
+    on_gpu = Mesh(Layout(), torch.device("cuda"))
+    train = load_config(TextTrainConfig, overrides={"output_dir": "unused"})
+    assert (row_multiple(train, alone), row_multiple(train, on_gpu)) == (1, COMPILED_MULTIPLE)
+
+
+def test_an_older_compiler_is_told_how_many_variants_there_are(monkeypatch):
+    with torch._dynamo.config.patch(recompile_limit=8):
+        monkeypatch.setattr(memory.inspect, "signature", lambda _: SimpleNamespace(parameters={}))
+        assert memory._compile_settings() == {}
+        assert torch._dynamo.config.recompile_limit == memory.RECOMPILE_LIMIT
+        monkeypatch.undo()
+
+
+def test_a_cache_of_keys_and_values_is_not_compiled(compiler, tmp_path):
+    model = build(describe(tmp_path) | {"attention": "sdpa"}, compile=True)
+    with torch.no_grad():
+        model.module(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=True)
+    assert not compiler["unique_graphs"]
