@@ -149,8 +149,10 @@ class _Functions(TorchFunctionMode):
         if target is None:
             return found
         target, source = torch.device(target), DEVICE if self.device.holds(own) else HOST
-        if target == source or target.type != "cpu" or own.device.type != "cpu":
+        if target.type != "cpu" or own.device.type != "cpu":
             return found
+        if target == source:  # cpu:0 is another device than cpu for torch, which copies
+            return own if found.dtype == own.dtype and not kwargs.get("copy") else found
         flags = [each for each in args[1:] if isinstance(each, bool)]
         if not (kwargs.get("non_blocking") or flags[:1] == [True]) or target == HOST:
             self.device.wait(f"to {'host' if target == HOST else 'device'}")
