@@ -1,8 +1,8 @@
-"""Fine-tuning of a language model of 1.7 B: tokens a second and MFU, compiled or not, by autocast or fsdp2, and with
+"""Fine-tuning of a language model of 1.7 B: tokens a second and MFU, compiled or not, plain or by fsdp2, and with
 the output layer in chunks.
 
 A Qwen3 of the published shape with random weights; conversations, of which answers are learned, packed to rows of
-16,384 tokens; AdamW in float32, bf16 products. ``autocast`` is one process as ``train.sh`` starts it on one GPU;
+16,384 tokens; AdamW in float32, bf16 products. ``one process`` is what ``train.sh`` starts on one GPU;
 ``fsdp2`` has a process group of one rank, as on several.
 """
 
@@ -54,11 +54,11 @@ TINY = QWEN3_1_7B | {
 
 def cells(setting: Setting) -> dict[str, Cell]:
     """The grid, that which is likely to be fastest first."""
-    grid = itertools.product(("compile", "eager"), ("autocast", "fsdp2"), ("plain", "chunked"))
+    grid = itertools.product(("compile", "eager"), ("one process", "fsdp2"), ("plain", "chunked"))
     return {
         "/".join(choice): lambda given, choice=choice: measure(given, *choice)
         for choice in grid
-        if not setting.tiny or choice[0] == "eager" or choice == ("compile", "autocast", "plain")
+        if not setting.tiny or choice[0] == "eager" or choice == ("compile", "one process", "plain")
     }
 
 
@@ -66,7 +66,7 @@ def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str
     """Rates of one cell, with rows of 16,384 tokens, or of fewer where memory does not suffice."""
 
     def measured(rows: int) -> dict[str, Any]:
-        folder = setting.scratch / f"{compiled}_{engine}_{loss}_{rows}"
+        folder = setting.scratch / f"{compiled}_{engine}_{loss}_{rows}".replace(" ", "_")
         config = sft_config(folder, setting, rows, compile=compiled == "compile", chunked_loss=loss == "chunked")
         with group_of_one(setting.on_gpu) if engine == "fsdp2" else contextlib.nullcontext():
             return figures(run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1)))

@@ -157,7 +157,7 @@ TABLES = {
     "sft": Table(
         "sft",
         "blocks, engine, loss",
-        product(("compile", "eager"), ("autocast", "fsdp2"), ("plain", "chunked")),
+        product(("compile", "eager"), ("one process", "fsdp2"), ("plain", "chunked")),
         (
             Column("tokens of a step", "tokens_of_a_step", "{:.0f}"),
             Column("tokens/s", "tokens_per_s", "{:.0f}"),

@@ -79,7 +79,7 @@ def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tm
     done = suite(tmp_path, "--crash", "sft", "--budget", "2700", timeout=2900)
     assert done.returncode == 1, done.stdout + done.stderr
     found = statuses(tmp_path)
-    first = ("sft", "compile/autocast/plain")
+    first = ("sft", "compile/one process/plain")
     assert [key for key, status in found.items() if status in BROKEN] == [first], done.stdout
     assert {stage for stage, _ in found} == {stage.name for stage in run.STAGES}
     left_out = {cell for (_, cell), status in found.items() if status == LEFT_OUT}
@@ -185,15 +185,15 @@ def test_figures_come_to_the_page_with_their_origin(tmp_path, monkeypatch):
         "tiny": False,
     }
     writer = Writer(tmp_path / results.FILE, about)
-    writer.write("sft", "compile/autocast/plain", BEGUN)
+    writer.write("sft", "compile/one process/plain", BEGUN)
     writer.write(
-        "sft", "compile/autocast/plain", MEASURED, values={"tokens_per_s": 30123.4, "mfu": 0.5623}, seconds=9.0
+        "sft", "compile/one process/plain", MEASURED, values={"tokens_per_s": 30123.4, "mfu": 0.5623}, seconds=9.0
     )
-    writer.write("sft", "eager/autocast/plain", CRASHED, reason="ended by SIGSEGV; ")
+    writer.write("sft", "eager/one process/plain", CRASHED, reason="ended by SIGSEGV; ")
     tables.main([str(tmp_path), "--write"])
     page = tables.PAGE.read_text(encoding="utf-8")
-    assert "| compile, autocast, plain | not measured | 30123 | not measured | 56.2 % | not measured |" in page
-    assert "| eager, autocast, plain | crashed | crashed | crashed | crashed | crashed |" in page
+    assert "| compile, one process, plain | not measured | 30123 | not measured | 56.2 % | not measured |" in page
+    assert "| eager, one process, plain | crashed | crashed | crashed | crashed | crashed |" in page
     assert "Origin: G, torch 9, 2026-12-01, commit c0ffee, `cmd`." in page
     tables.main(["--write"])  # what is kept is enough
     assert tables.PAGE.read_text(encoding="utf-8") == page
@@ -211,9 +211,9 @@ def test_every_cell_of_a_table_is_a_cell_of_its_stage(setting):
 
 
 def test_fine_tuning_is_timed_and_broken_off(setting):
-    found = sft.measure(setting, "eager", "autocast", "plain")
+    found = sft.measure(setting, "eager", "one process", "plain")
     assert found["tokens_per_s"] > 0 and found["tflops_per_s"] > 0 and 5 < found["loss"] < 8
-    assert not list((setting.scratch / "eager_autocast_plain_2/run").glob("checkpoints/global_step_*"))
+    assert not list((setting.scratch / "eager_one_process_plain_2/run").glob("checkpoints/global_step_*"))
 
 
 def test_weights_are_drawn_where_they_are_used_and_none_is_all_zero(setting):
