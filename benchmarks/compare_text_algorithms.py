@@ -198,7 +198,9 @@ were tried out, but not searched: **this says that each recipe works here, not w
 the lowest and the highest. *Rose*: seeds with which it rose. *Sampled*: accuracy of the answers that were drawn to
 learn from, mean over the first and the last {AVERAGED} iterations and the seeds. Standard error of a single greedy
 accuracy: at most {0.5 / first.eval.num_prompts**0.5:.2f}. The teacher of `distillation` is the same model after
-{TEACHER_STEPS} steps of fine-tuning."""
+{TEACHER_STEPS} steps of fine-tuning. An iteration is one optimiser step here, so no ratio leaves 1 before its gradient is
+taken, and recipes that differ in what they do with a ratio alone learn the same: `gspo` as `grpo`, `cispo` as
+`dapo`."""
     left = ", ".join(f"`{name}`" for name in missing)
     return f"""# The algorithms compared
 
