@@ -28,6 +28,19 @@ MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {"ulysses_parallel_size": 2},
         {"algorithm": {"recipe": "gspo", "objective": {"gradient": "sequence"}}},
     ),
+    "ddp, KL before the baseline": (
+        2,
+        "qwen3",
+        {"data_parallel_mode": "ddp"},
+        {
+            "algorithm": {
+                "recipe": "rloo",
+                "kl": {"coef": 0.5, "estimator": "k1", "where": "reward"},
+                "advantage": {"std": "global"},  # over the answers of all ranks
+                "drop_no_spread": False,
+            }
+        },
+    ),
     "tp": (2, "qwen3", {"tensor_parallel_size": 2}, {}),
     "fsdp2 x ep": (4, "qwen3_moe", {"expert_parallel_size": 2}, {}),
     "fsdp2, adapters": (2, "qwen3", {}, {"model": {"lora": {"rank": 4}}}),
@@ -48,5 +61,17 @@ def test_a_mesh_equals_one_process(mesh: str, ranks: RankPool, tmp_path: Path) -
     config = merge(tiny_text_rl_config(tmp_path, kind, train=train), settings)
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
+    run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_rollouts_that_one_process_has_dumped(ranks: RankPool, tmp_path: Path) -> None:
+    train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, "data_parallel_mode": "ddp"}
+    config = tiny_text_rl_config(tmp_path, rollout={"rollout_only": True}, train=train)
+    drawn, many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("drawn", "many", "one"))
+    run_task_here("rl_text", merge(config, drawn))
+    config["rollout"] |= {"rollout_only": False, "load_dump": str(tmp_path / "drawn")}
+    ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
