@@ -200,7 +200,7 @@ learn from, mean over the first and the last {AVERAGED} iterations and the seeds
 accuracy: at most {0.5 / first.eval.num_prompts**0.5:.2f}. The teacher of `distillation` is the same model after
 {TEACHER_STEPS} steps of fine-tuning. An iteration is one optimiser step here, so no ratio leaves 1 before its gradient is
 taken, and recipes that differ in what they do with a ratio alone learn the same: `gspo` as `grpo`, `cispo` as
-`dapo`."""
+`dapo`."""  # noqa: E501  (numbers are shorter than their names)
     left = ", ".join(f"`{name}`" for name in missing)
     return f"""# The algorithms compared
 
