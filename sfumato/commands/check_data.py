@@ -25,7 +25,7 @@ from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import build_text_loader
 from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
-from sfumato.errors import DataError
+from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 
@@ -91,6 +91,11 @@ def check_text_data(config: TrainTextConfig, tokenizer: Any, layout: Layout) -> 
         UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
     """
     data, train = config.data, config.train
+    if data.data_type.has_images:
+        raise ConfigError(
+            f"data.data_type {data.data_type.type}: sfumato check cannot look at images yet: start a run of a few "
+            "steps (train.max_steps), which reads every image before the first"
+        )
     transform = build_transform(data, tokenizer)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)

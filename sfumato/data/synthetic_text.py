@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_data import SyntheticTextConfig
+from sfumato.data.glyphs import default_font, render_word
+from sfumato.data.vision import as_png
 from sfumato.errors import DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -21,12 +24,14 @@ QUESTIONS = {
     "sort": "Sort the letters of {}.",
     "add": "Add {} and {}.",
     "multiply": "Multiply {} by {}.",
+    "read": "<image>Read it.",
 }
 STATEMENTS = {
     "reverse": "{} reversed is {}.",
     "sort": "{} sorted is {}.",
     "add": "{} plus {} is {}.",
     "multiply": "{} times {} is {}.",
+    "read": "{} is {}.",
 }
 ARITHMETIC = {"add": "+", "multiply": "*"}
 
@@ -50,6 +55,8 @@ class Problem:
             numbers = map(int, self.operands)
             return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
+        if self.kind == "read":
+            return word
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
 
     @property
@@ -105,7 +112,7 @@ class SyntheticRows:
             "chosen": last.answer,
             "rejected": wrong,
             "answer": last.answer,
-        }
+        } | ({"images": [render(problem.answer, generator) for problem in problems]} if last.kind == "read" else {})
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -132,10 +139,16 @@ class SyntheticRows:
         )
 
 
+def render(text: str, generator: torch.Generator) -> bytes:
+    """A PNG file of a text in black on white, in one of two sizes, 16 pixels high and 8 for each letter wide."""
+    word = render_word(text, default_font(11 + _integer(generator, 2)), 16, 8 * max(len(text), 2), [0, 0])
+    return as_png(Image.fromarray(word.permute(1, 2, 0).numpy()))
+
+
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
-    if problem.kind in ARITHMETIC:
+    if problem.kind in (*ARITHMETIC, "read"):
         place = _integer(generator, len(correct))
         no_leading_zero = place == 0 and len(correct) > 1
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
@@ -153,6 +166,8 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
 def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Problem:
     if config.problem in ARITHMETIC:
         return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
+    if config.problem == "read":
+        return Problem(config.problem, (_draw_number(generator, config),))
     letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
     return Problem(config.problem, ("".join(letters),))
 
