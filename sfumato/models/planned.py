@@ -88,8 +88,8 @@ def plan_language_model(
     """
     if data.data_type.has_images:
         raise ConfigError(
-            f"data.data_type {data.data_type.type}: the memory of a model that sees images is not predicted yet: start a"
-            " run of a few steps (train.max_steps)"
+            f"data.data_type {data.data_type.type}: the memory of a model that sees images is not predicted yet: "
+            "start a run of a few steps (train.max_steps)"
         )
     rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data

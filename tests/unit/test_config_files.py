@@ -24,6 +24,7 @@ from tests.tiny import (
     tiny_text_config,
     write_tiny_pipeline,
 )
+from tests.tiny_vision import tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,7 +208,9 @@ def made_tiny(path, tmp_path):
     if task.startswith("train_text"):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
-        tiny = tiny_text_config(tmp_path, kind)
+        data_type = content["data"]["data_type"]
+        sees = isinstance(data_type, dict) and data_type["type"] == "image_conversation"
+        tiny = tiny_vision_config(tmp_path, "qwen3_vl") if sees else tiny_text_config(tmp_path, kind)
         model = tiny["model"] | {"model_path": None, "made_by": None}
         data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
         if content["data"]["data_type"] == "process":
