@@ -12,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.data.packing import make_batch
 from sfumato.data.pictures import read_image
 from sfumato.data.row_samples import FiledRow
+from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.data.text import build_transform
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.flops import FlopCount
@@ -241,6 +243,20 @@ def test_broken_rows_are_left_out_up_to_their_number(tmp_path):
     config["data"]["max_bad_rows"] = 1
     run_task_here("train_text", config)
     assert "line 3" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_numbers_to_read_stand_in_their_pictures(transform):
+    rows = SyntheticRows(SyntheticTextConfig(problem="read", max_length=3, num_rows=8), seed=0, held_out=False)
+    for index in range(4):
+        row = rows[index]
+        (sample,) = transform(FiledRow(row), rows.describe(index))
+        document = sample.documents[0]
+        assert row["images"][0] == rows[index]["images"][0] and len(sample.image_shapes[0]) == 1
+        ids = document.input_ids[document.loss_mask].tolist()
+        assert transform.reader.tokenizer.decode(ids) == f"{row['answer']}<|im_end|>"
+    data = {"data_type": "conversation", "synthetic": {"problem": "read"}, "max_seq_len": 64}
+    with pytest.raises(ConfigError, match="need each other"):
+        load_config(TextDataConfig, overrides=data)
 
 
 def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
