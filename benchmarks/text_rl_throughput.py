@@ -1,25 +1,26 @@
 """Seconds per iteration of GRPO on a language model: tasks/rl_text.py against TRL's GRPOTrainer.
 
-    python benchmarks/text_rl_throughput.py [--rounds 3] [--model small large] [--case fixed ragged] [--kl 0 0.1]
+    python benchmarks/text_rl_throughput.py [--rounds 7] [--model small large] [--case fixed ragged] [--kl 0 0.1]
     python benchmarks/text_rl_throughput.py --check
     python benchmarks/text_rl_throughput.py --profile --model small --case fixed
 
-Both sides load the same weights, draw groups of answers to the same prompts at temperature 1, score them by the same
+Both sides load the same weights, draw groups of answers to the same prompts at temperature 1, score them by one
 function, and take one step of AdamW on all answers in one pass: GRPO, clipped at 0.2, fp32. ``fixed``: no answer ends
-before ``--tokens``. ``ragged``: the end of the text is made likely, so that answers end after about a fifth of it; the
-draws of both sides differ, their distribution does not. Each measurement is a process of its own, whose first iteration
-is left out; sides take turns, and a ratio is that of two neighbours. TRL draws with ``generate``, or with ``--paged``
-with transformers' continuous batching. ``--check``: loss and gradients of TRL's own function on the tokens that
-sfumato drew, in the second iteration, where policy and reference differ. TRL is optional: pip install trl.
+before ``--tokens``, so that both sides draw and train equally many tokens, which is checked. ``ragged``: the end of the
+text is made likely, so that answers end after about a fifth of it; the draws of both sides differ, their distribution
+does not. Each side is a process that waits while the other computes: they take turns with iterations, of which the
+first is left out, and a ratio is that of two neighbours, whole iterations with rewards and logs, in processor time and
+in wall-clock time. TRL draws with ``generate``, with ``--paged`` with transformers' continuous batching. ``--apart``:
+sfumato with ``train.share_prompts false``. ``--check``: loss and gradients of TRL's own function on the tokens that
+sfumato drew, in the second iteration, where policy and reference differ. ``--profile``: which kinds of operations take
+the time of an iteration's phases. TRL is optional: pip install trl.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import random
 import statistics
 import subprocess
@@ -28,17 +29,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+
+from rollout_profile import KINDS, shares
 
 from sfumato.rewards.base import Reward, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"small": (192, 4, 512), "large": (640, 8, 1920)}
 """Width, layers, width of the feed-forward part."""
-ENDS = {"fixed": -14.0, "ragged": 3.0}
-"""Logit of the end of the text, about; those of bytes are near 0."""
+ENDS = {"fixed": -100.0, "ragged": 3.0}
+"""Logit of the end of the text, about; those of bytes are near 0. Of ``fixed`` no float32 draw comes to it."""
 SIDES = ("sfumato", "trl")
+MARK = "@@ "
+PHASES = ("draw", "others", "update")
+"""Answers are drawn; log-probs of other policies, and of the old one where they are computed; all else."""
 
 
 def share(text: str) -> float:
@@ -90,10 +97,12 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.lm_head.weight[:, 0] = 0.0
+        hidden = model.model(input_ids=torch.randint(256, (8, 64))).last_hidden_state
+        constant = float(hidden[..., 0].mean())
         for token in tokenizer.all_special_ids:
             end = token == tokenizer.eos_token_id
             model.lm_head.weight[token] = 0.0
-            model.lm_head.weight[token, 0] = (ENDS[arguments.case] if end else ENDS["fixed"]) / width**0.5
+            model.lm_head.weight[token, 0] = (ENDS[arguments.case] if end else ENDS["fixed"]) / constant
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -120,6 +129,7 @@ def sfumato_config(arguments: argparse.Namespace, folder: Path, steps: int) -> d
             "max_steps": steps,
             "micro_batch_size": samples,
             "lr": arguments.lr,
+            "share_prompts": not arguments.apart,
             "trackers": [],
             "num_threads": arguments.threads,
         },
@@ -127,29 +137,68 @@ def sfumato_config(arguments: argparse.Namespace, folder: Path, steps: int) -> d
     }
 
 
-def run_sfumato(arguments: argparse.Namespace, folder: Path, steps: int) -> list[dict[str, float]]:
-    """Seconds and tokens of each iteration of the task."""
+class Phases:
+    """Processor and wall-clock seconds of an iteration by phase, in this process, which prints them and then waits for
+    its turn."""
+
+    def __init__(self, profiled: bool) -> None:
+        self._profiled, self._since, self._spent = profiled, self._now(), dict[str, float]()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.process_time(), time.perf_counter()
+
+    def _add(self, name: str, since: tuple[float, float]) -> None:
+        for kind, before, now in zip(("cpu", "wall"), since, self._now(), strict=True):
+            self._spent[f"{name}/{kind}"] = self._spent.get(f"{name}/{kind}", 0.0) + now - before
+
+    def watch(self, owner: Any, name: str, phase: str) -> None:
+        """Counts what calls of a function or method take to a phase."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            since, found = self._now(), []
+            work = partial(inner, *given, **named)
+            if self._profiled:
+                for kind, share in shares(lambda: found.append(work())).items():
+                    taken = share * (time.process_time() - since[0])
+                    self._spent[f"{phase}/{kind}"] = self._spent.get(f"{phase}/{kind}", 0.0) + taken
+            else:
+                found.append(work())
+            self._add(phase, since)
+            return found[0]
+
+        setattr(owner, name, call)
+
+    def end_iteration(self, tokens: float, trained: float) -> None:
+        """Everything since the last turn is an iteration."""
+        self._add("all", self._since)
+        print(MARK + json.dumps(self._spent | {"tokens": tokens, "trained": trained}), flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("nobody waits for another iteration")
+        self._since, self._spent = self._now(), {}
+
+
+def run_sfumato(arguments: argparse.Namespace, folder: Path) -> None:
+    """The task, iteration by iteration."""
+    import tasks.rl_text as task
     from sfumato.config.load import load_config
     from sfumato.config.text_rl import TextRLConfig
-    from sfumato.tracking.trackers import read_jsonl
-    from tasks.rl_text import main
+    from sfumato.models.language import LanguageModel
+    from sfumato.tracking.run import Run
 
-    main(load_config(TextRLConfig, overrides=sfumato_config(arguments, folder, steps)))
-    times = list(read_jsonl(folder / "run/timings.jsonl"))
-    metrics = [line for line in read_jsonl(folder / "run/metrics.jsonl") if "rollout/tokens" in line]
-    times = [line for line in times if "time/update_s" in line]
-    return [
-        {
-            "generate": time_of["time/generate_s"],
-            "update": time_of["time/update_s"],
-            "all": time_of["time/generate_s"] + time_of["time/update_s"] + time_of.get("time/wait_for_rewards_s", 0.0)
-            if time_of["step"] == steps  # the last one has an evaluation
-            else time_of["time/step_s"],
-            "tokens": line["rollout/tokens"],
-            "trained": line["rows"],
-        }
-        for time_of, line in zip(times, metrics, strict=True)
-    ]
+    phases, log = Phases(arguments.profile), Run.log
+
+    def logged(run: Run, step: int, metrics: dict[str, float], show: Any) -> None:
+        log(run, step, metrics, show)
+        phases.end_iteration(metrics.get("rollout/tokens", 0.0), metrics.get("rows", 0.0))
+
+    Run.log = logged
+    phases.watch(task, "generate", "draw")
+    phases.watch(LanguageModel, "token_log_probs", "others")
+    if arguments.profile:
+        phases.watch(LanguageModel, "forward_backward", "update")
+    task.main(load_config(TextRLConfig, overrides=sfumato_config(arguments, folder, 1000)))
 
 
 def build_trainer(arguments: argparse.Namespace, folder: Path, steps: int) -> Any:
@@ -187,49 +236,37 @@ def build_trainer(arguments: argparse.Namespace, folder: Path, steps: int) -> An
     )
 
 
-def run_trl(arguments: argparse.Namespace, folder: Path, steps: int) -> list[dict[str, float]]:
-    """Seconds and tokens of each iteration of the trainer."""
+def run_trl(arguments: argparse.Namespace, folder: Path) -> None:
+    """The trainer, iteration by iteration."""
     import torch
     from transformers import TrainerCallback
 
     torch.set_num_threads(arguments.threads)
-    trainer, spent, found = build_trainer(arguments, folder, steps), dict[str, float](), list[dict[str, float]]()
+    trainer, phases, tokens = build_trainer(arguments, folder, 1000), Phases(arguments.profile), [0.0]
+    scored, log_probs = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 
-    def timed(name: str) -> None:
-        inner: Callable[..., Any] = getattr(trainer, name)
+    def counted(*given: Any, **named: Any) -> Any:
+        found = scored(*given, **named)
+        tokens[0] = float(found["completion_mask"].sum())
+        return found
 
-        def call(*given: Any, **named: Any) -> Any:
-            started = time.perf_counter()
-            result = inner(*given, **named)
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - started
-            if name == "_generate_and_score_completions":
-                spent["tokens"] = float(result["completion_mask"].sum())
-            return result
-
-        setattr(trainer, name, call)
-
-    for name in ("_generate", "_calculate_rewards", "_generate_and_score_completions"):
-        timed(name)
+    trainer._generate_and_score_completions = counted
+    phases.watch(trainer, "_generate", "draw")
+    phases.watch(trainer, "_get_per_token_logps_and_entropies", "others")
+    without_gradients = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *given, **named: (
+        log_probs if torch.is_grad_enabled() else without_gradients
+    )(*given, **named)
+    if arguments.profile:
+        phases.watch(trainer, "compute_loss", "update")
+        phases.watch(trainer.accelerator, "backward", "update")
 
     class Watch(TrainerCallback):
-        started = 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.started = self.started or time.perf_counter()
-
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            now = time.perf_counter()
-            whole, self.started = now - self.started, now
-            drawn = spent["_generate"]
-            rest = spent["_generate_and_score_completions"] - drawn if not arguments.kl[0] else 0.0
-            tokens = spent["tokens"]
-            update = whole - drawn - rest
-            found.append({"generate": drawn, "update": update, "all": whole, "tokens": tokens, "trained": tokens})
-            spent.clear()
+            phases.end_iteration(tokens[0], tokens[0])
 
     trainer.add_callback(Watch())
     trainer.train()
-    return found
 
 
 def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
@@ -292,63 +329,106 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
     return kept["loss"], float(loss.detach()), max(float((a - b).abs().max()) for a, b in pairs) / largest
 
 
-def inside(arguments: argparse.Namespace, side: str) -> Any:
-    """One measurement, in this process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "model", arguments)
-        if side == "check":
-            return check(arguments, folder)
-        run = {"sfumato": run_sfumato, "trl": run_trl}[side]
-        if not arguments.profile:
-            return run(arguments, folder, arguments.steps + 1)[1:]
-        profiler = cProfile.Profile()
-        profiler.runcall(run, arguments, folder, arguments.steps + 1)
-        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(35)
-        return []
+def inside(arguments: argparse.Namespace, side: str) -> None:
+    """A side, in this process."""
+    folder = Path(arguments.folder) / side
+    write_model(folder / "model", arguments)
+    if side == "check":
+        print(MARK + json.dumps(check(arguments, folder)), flush=True)
+    else:
+        {"sfumato": run_sfumato, "trl": run_trl}[side](arguments, folder)
 
 
-def measure(arguments: argparse.Namespace, side: str, **changes: Any) -> Any:
-    """One measurement, in a process of its own."""
-    given = json.dumps(vars(arguments) | changes)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(changes.get("threads", 1)),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path]),
-    }
-    command = [sys.executable, __file__, "--inside", side, given]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{side}, {changes}:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
-    if arguments.profile:
-        print(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+class Side:
+    """A side in a process of its own."""
+
+    def __init__(self, arguments: argparse.Namespace, side: str, folder: str, changes: dict[str, Any]) -> None:
+        self.side, self.errors = side, Path(folder) / f"{side}.log"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(changes.get("threads", 1)),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path]),
+        }
+        given = json.dumps(vars(arguments) | changes | {"folder": folder})
+        command = [sys.executable, __file__, "--inside", side, given]
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+
+    def go_on(self) -> None:
+        """It is this side's turn."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def report(self) -> Any:
+        """Waits for the end of an iteration. Raises SystemExit when the side has failed, or draws in a slow way."""
+        line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
+        errors = self.errors.read_text()
+        if line is None or "drawing will be slow" in errors:
+            raise SystemExit(f"{self.side} failed:\n{errors[-4000:]}")
+        return json.loads(line.removeprefix(MARK))
+
+
+def measure(arguments: argparse.Namespace, **changes: Any) -> dict[str, list[dict[str, float]]]:
+    """Iterations of both sides, in turns."""
+    case, found = changes["case"], {side: [] for side in SIDES}
+    expected = float(arguments.prompts * arguments.group * arguments.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [Side(arguments, side, folder, changes) for side in SIDES]
+        try:
+            for side in sides:
+                side.report()  # of sfumato that is the evaluation before the first iteration
+            for number in range(arguments.rounds + 1):
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    side.go_on()
+                    line = side.report()
+                    if case == "fixed" and (line["tokens"], line["trained"]) != (expected, expected):
+                        raise SystemExit(f"{side.side} was to draw and train {expected} tokens: {line}")
+                    if number > 0:
+                        found[side.side].append(line)
+        finally:
+            for side in sides:
+                side.process.kill()
+                side.process.wait()
+    for line in [line for lines in found.values() for line in lines]:
+        for kind in ("cpu", "wall"):
+            line[f"update/{kind}"] = line[f"all/{kind}"] - line[f"draw/{kind}"] - line.get(f"others/{kind}", 0.0)
+    return found
 
 
 def compare(arguments: argparse.Namespace, label: str, **changes: Any) -> None:
-    """Prints ratios of the median iterations of neighbouring runs, sfumato over TRL; tokens and seconds of both."""
-    ratios: dict[str, list[float]] = {"generate": [], "update": [], "all": [], "per token": []}
-    medians: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for number in range(arguments.rounds):
-        for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-            lines = measure(arguments, side, **changes)
-            medians[side].append({name: statistics.median(line[name] for line in lines) for name in lines[0]})
-        ours, theirs = (medians[side][-1] for side in SIDES)
-        for name in ("generate", "update", "all"):
-            ratios[name].append(ours[name] / theirs[name])
-        ratios["per token"].append(ratios["all"][-1] * theirs["tokens"] / ours["tokens"])
-    shown = [
-        f"{name} {statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for name, each in ratios.items()
-    ]
-    print(f"{label}: sfumato / TRL: {', '.join(shown)}")
-    for side, runs in medians.items():
-        print(f"    {side:8}", *(f"{name} {statistics.median(run[name] for run in runs):.3f}" for name in runs[0]))
+    """Prints ratios of neighbouring iterations, sfumato over TRL; tokens and seconds of both."""
+    found = measure(arguments, **changes)
+    print(f"{label}: sfumato / TRL, median (smallest to largest) of {arguments.rounds} pairs of iterations")
+    pairs = list(zip(found["sfumato"], found["trl"], strict=True))
+    for kind in ("cpu", "wall"):
+        shown = []
+        for phase in (f"{name}/{kind}" for name in ("all", *PHASES)):
+            if phase in pairs[0][1]:
+                ratios = [ours.get(phase, 0.0) / theirs[phase] for ours, theirs in pairs]
+                shown.append(f"{phase} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        whole = f"all/{kind}"
+        ratios = [ours[whole] / ours["tokens"] * theirs["tokens"] / theirs[whole] for ours, theirs in pairs]
+        print("   ", ", ".join(shown), f"whole per drawn token {statistics.median(ratios):.2f}", sep="  ")
+    for side, lines in found.items():
+        print(f"    {side:8}", *(f"{name} {statistics.median(line[name] for line in lines):.3f}" for name in lines[0]))
+    sys.stdout.flush()
+
+
+def show_profile(arguments: argparse.Namespace, label: str, **changes: Any) -> None:
+    """Prints seconds of processor time by phase and kind of operation, means of each side's iterations."""
+    for side, lines in measure(arguments, **changes).items():
+        mean = {name: statistics.mean(line.get(name, 0.0) for line in lines) for name in lines[0]}
+        print(f"{label}: {side}, {mean['all/cpu']:.3f} s, with the profiler's own")
+        for phase in PHASES:
+            kinds = {name: mean.get(f"{phase}/{name}", 0.0) for name in (*KINDS, "Python")}
+            print(f"    {phase:8} {mean.get(f'{phase}/cpu', 0.0):.3f}:", *(f"{k} {v:.3f}" for k, v in kinds.items()))
     sys.stdout.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="iterations that count, of each process")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of iterations")
     parser.add_argument("--model", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--case", nargs="*", default=list(ENDS), choices=list(ENDS))
     parser.add_argument("--kl", nargs="*", type=float, default=[0.0, 0.1], help="of the KL to a reference")
@@ -358,13 +438,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--paged", action="store_true", help="TRL draws by transformers' continuous batching")
+    parser.add_argument("--apart", action="store_true", help="sfumato computes the prompt again for each answer")
     parser.add_argument("--check", action="store_true", help="compare losses and gradients only")
-    parser.add_argument("--profile", action="store_true", help="print where Python spends time, of sfumato only")
+    parser.add_argument("--profile", action="store_true", help="print what takes the time of each phase")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         side, given = arguments.inside
-        print(json.dumps(inside(argparse.Namespace(**json.loads(given)), side)))
+        inside(argparse.Namespace(**json.loads(given)), side)
         return
     for model in arguments.model:
         for case in arguments.case:
@@ -373,10 +454,11 @@ def main() -> None:
                     changes = {"model": model, "case": case, "kl": [kl], "threads": threads}
                     label = f"{model}, {case}, KL {kl}, {threads} threads"
                     if arguments.check:
-                        ours, theirs, worst = measure(arguments, "check", **changes, lr=1e-3)
+                        with tempfile.TemporaryDirectory() as folder:
+                            ours, theirs, worst = Side(arguments, "check", folder, {**changes, "lr": 1e-3}).report()
                         print(f"{label}: loss {ours:.8f}, TRL {theirs:.8f}, gradients differ by {worst:.1e}")
                     elif arguments.profile:
-                        measure(arguments, "sfumato", **changes)
+                        show_profile(arguments, label, **changes)
                     else:
                         compare(arguments, label, **changes)
 

@@ -28,7 +28,6 @@ from sfumato.data.packing import TextBatch
 from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
 from sfumato.models.language import LanguageModel, Tensors
 from sfumato.models.policies import Policies
-from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
@@ -48,6 +47,7 @@ from sfumato.rollout.text_policy import (
     build_text_policy,
     fixed_tokens,
     open_prompts,
+    probe_policies,
     summed,
 )
 from sfumato.rollout.text_rows import baselined, drawn_log_probs, of_all_decisions, pack_samples, rows_in, token_counts
@@ -160,7 +160,7 @@ def build_actor(
     others, lags = config.algorithm.other_policies, config.rollout.staleness > 0
     policies = Policies(model, others, keep_previous=lags, reference=build_teacher(config, model))
     policies.parallelize(mesh, config.train)
-    probe(model, config.model, config.train, config.max_seq_len, run.say)
+    probe_policies(config, policies, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)

@@ -201,6 +201,8 @@ class TextRLTrainConfig(TrainConfig):
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Fill micro-batches up to so many tokens, prompts included, instead of micro_batch_size samples; a longer sample
     has one to itself."""
+    share_prompts: bool = True
+    """Compute a prompt once for all of its samples in a micro-batch, where the model's attention allows it."""
     chunked_loss: bool = False
     """Compute the logits for some tokens at a time, twice: less memory, some more time."""
     pad_to_multiple_of: int | None = Field(None, ge=1)

@@ -141,10 +141,10 @@ class TextBatch:
 
     tensors: dict[str, torch.Tensor]
     """int64 ``[B, T]`` each, or with more dimensions after these. ``input_ids``. ``position_ids``: start at 0 with each
-    document. ``labels``: the next token of the same document where the loss mask holds it, -100 elsewhere (shifted
-    already). ``documents``: the number of the document in this batch; the parts of a pair are 2k and 2k + 1.
-    ``sources``: the number of its source. Where the format says them, ``numbers`` of tokens, float32, NaN elsewhere; a
-    placeholder has none.
+    document, but for one that goes on after the beginning of another. ``labels``: the next token of the same document
+    where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of the document in this
+    batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source. Where the format says them,
+    ``numbers`` of tokens, float32, NaN elsewhere; a placeholder has none.
 
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.
@@ -213,7 +213,7 @@ def make_batch(
             start, end = end, end + lengths[number]
             place = (index, slice(start, end))
             tensors["input_ids"][place] = documents[number].input_ids
-            tensors["position_ids"][place] = np.arange(lengths[number])
+            tensors["position_ids"][place] = np.arange(lengths[number]) + documents[number].first_position
             tensors["labels"][place] = _labels(documents[number])
             tensors["documents"][place] = number if number < num_documents else 0
             tensors["sources"][place] = origins[number]

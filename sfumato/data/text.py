@@ -40,6 +40,9 @@ class Document:
     documents of a format have them, or none."""
     images: Images | None = None
     """The images that stand in it, of formats with images."""
+    first_position: int = 0
+    """Of its first token. Above 0 it goes on after so many tokens of the last document before it that begins at 0, for
+    models that see it so (``PackedModel.shares_prompts``)."""
 
 
 @dataclass(frozen=True)

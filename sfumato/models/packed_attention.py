@@ -1,10 +1,12 @@
 """Causal attention of packed rows: within each document only, so that a row of many costs what they cost alone.
 
 It plugs in at transformers' attention interface. Where documents begin follows from the position ids, which models
-hand down to their attention. A layer's window, chunks or other pattern comes from the function that transformers would
-make a mask of; soft caps (Gemma 2, arXiv 2408.00118) and attention sinks (gpt-oss, arXiv 2508.10925) are arguments of
-the call. No mask over a whole row is made. On CUDA in half precision it is one call of torch's flash kernel for
-sequences of different lengths, elsewhere torch's attention for each run of documents of one length.
+hand down to their attention. A document whose first position p is not 0 is a branch: it goes on after the first p
+tokens of the last document of its row that does begin at 0, and sees these, so that answers to a prompt share it. A
+layer's window, chunks or other pattern comes from the function that transformers would make a mask of; soft caps (Gemma
+2, arXiv 2408.00118) and attention sinks (gpt-oss, arXiv 2508.10925) are arguments of the call. No mask over a whole row
+is made. On CUDA in half precision it is one call of torch's flash kernel for sequences of different lengths, elsewhere
+torch's attention for each run of documents of one length.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sfumato.algorithms.device import to_device
+from sfumato.algorithms.device import on_host, to_device
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.positions import document_bounds, lengths_between
@@ -174,12 +176,22 @@ def _pattern(
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring documents of one length."""
+    """Neighbouring documents of one length and first position."""
 
     length: int
     places: tuple[tuple[int, int], ...]
     """Row and first token of each."""
     device: torch.device
+    first: int = 0
+    """Tokens that each sees before its own."""
+    stems: tuple[tuple[int, int], ...] = ()
+    """Where these stand, if there are any: for each document a run, and the first token of the stem within that run."""
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which keys of a branch a token sees, those before it and its own: bool ``[1, 1, L, first + L]``."""
+        everything = torch.ones(self.length, self.first + self.length, dtype=torch.bool, device=self.device)
+        return everything.tril(self.first)[None, None]
 
 
 class _Rows:
@@ -189,17 +201,21 @@ class _Rows:
         width = position_ids.shape[1]
         bounds = document_bounds(position_ids, chunk)  # each chunk is a document of its own
         rows = [lengths_between(row_bounds) for row_bounds in bounds]
+        positions = on_host(position_ids)
         self.whole = all(row == [width] for row in rows)
         """Whether each row is one document."""
         lengths = [length for row in rows for length in row]
         places = [(index, start) for index, row_bounds in enumerate(bounds) for start in row_bounds[:-1]]
-        counts = [(length, len([*same])) for length, same in groupby(lengths)]
-        ends = accumulate(count for _, count in counts)
+        firsts = [0 if chunk or self.whole else int(positions[place]) for place in places]
+        self.has_branches = any(firsts)
+        counts = [(key, len([*same])) for key, same in groupby(zip(lengths, firsts, strict=True))]
+        ends = [*accumulate(count for _, count in counts)]
+        stems = _stems(places, lengths, firsts, ends) if self.has_branches else [()] * len(places)
         self.runs = [
-            _Run(length, tuple(places[end - count : end]), position_ids.device)
-            for (length, count), end in zip(counts, ends, strict=True)
+            _Run(length, tuple(places[end - count : end]), position_ids.device, first, tuple(stems[end - count : end]))
+            for ((length, first), count), end in zip(counts, ends, strict=True)
         ]
-        """Neighbouring documents of one length, over all rows."""
+        """Neighbouring documents of one length and first position, over all rows."""
         self.longest = max(lengths)
         self._lengths, self._device = lengths, position_ids.device
 
@@ -208,6 +224,25 @@ class _Rows:
         """The first token of each document in all rows together, and the number of tokens: int32."""
         starts = torch.tensor([0, *self._lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return to_device(starts, self._device)
+
+
+def _stems(
+    places: list[tuple[int, int]], lengths: list[int], firsts: list[int], ends: list[int]
+) -> list[tuple[int, int]]:
+    """For each document the run and the place in it of the last one before it in its row that begins at position 0."""
+    found: list[tuple[int, int]] = []
+    run, begins, stem = 0, 0, 0
+    for number, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
+        if number == ends[run]:
+            run, begins = run + 1, number
+        if first == 0:
+            stem = number
+            found.append((run, (number - begins) * length))
+        elif firsts[stem] or places[stem][0] != places[number][0] or lengths[stem] < first:
+            raise ConfigError(f"a packed row has a document from position {first} on that goes on after no other")
+        else:
+            found.append(found[stem])
+    return found
 
 
 class _Scoring(NamedTuple):
@@ -245,7 +280,11 @@ def _attention(
 ) -> Tensor:
     """Attention of all rows, see ``packed_causal``."""
     rows, scoring = _rows_of(position_ids), _Scoring(scale, softcap=softcap, sinks=s_aux)
-    long = [] if pattern is None else [run for run in rows.runs if not pattern.is_causal_for(run.length)]
+    long = [] if pattern is None else [run for run in rows.runs if not pattern.is_causal_for(run.first + run.length)]
+    if long and rows.has_branches:
+        raise ConfigError(
+            "documents that share a prompt need plainly causal attention: set train.share_prompts to false"
+        )
     if long:
         size = pattern.local_size
         first_seen = None if size is None else pattern.first_seen(long[0])
@@ -259,7 +298,7 @@ def _attention(
     if rows.whole:  # one row of position ids may stand for all
         return _attend(query, *_repeated(key, value, query.shape[1]), scoring, rows.runs[0]).transpose(1, 2)
     joined = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value)]  # [H, B S, D]
-    compute = _flash if _has_flash(query, scoring) else _in_turn
+    compute = _flash if _has_flash(query, scoring) and not rows.has_branches else _in_turn
     return compute(*joined, rows, scoring).view(query.shape[0], query.shape[2], query.shape[1], -1)
 
 
@@ -267,7 +306,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     """Attention within documents [count, H, L, D]. Values as wide as keys: with others torch keeps whole score
     matrices."""
     pattern, mask = scoring.pattern, None
-    if pattern is not None and not pattern.is_causal_for(documents.length):
+    if documents.first:
+        mask = documents.seen
+    elif pattern is not None and not pattern.is_causal_for(documents.length):
         mask = pattern.mask(documents)
     if scoring.softcap is not None or scoring.sinks is not None:
         length = documents.length
@@ -312,14 +353,15 @@ def _in_turn(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _S
     key, value = _repeated(key[None], value[None], len(query))
     sizes = [run.length * len(run.places) for run in rows.runs]
     # split, whose backward pass is one concatenation: that of slices fills zeros around each
-    runs = zip(
-        *(tensor.split(sizes, dim=1) if len(sizes) > 1 else [tensor] for tensor in (query, key[0], value[0])),
-        strict=True,
-    )
+    runs = [tensor.split(sizes, dim=1) if len(sizes) > 1 else [tensor] for tensor in (query, key[0], value[0])]
     found = []
-    for run, parts in zip(rows.runs, runs, strict=True):
+    for run, *parts in zip(rows.runs, *runs, strict=True):
         # [count, H, length, D]
         documents = [part.unflatten(1, (len(run.places), run.length)).transpose(0, 1) for part in parts]
+        if run.first:
+            for which in (1, 2):
+                stems = [runs[which][number][:, start : start + run.first] for number, start in run.stems]
+                documents[which] = torch.cat([torch.stack(stems), documents[which]], 2)
         found.append(_attend(*documents, scoring, run).transpose(1, 2).flatten(0, 1))
     return torch.cat(found) if len(found) > 1 else found[0]
 

@@ -92,6 +92,8 @@ class PackedModel(ABC, Generic[Output]):
         self.balancer: ExpertBalancer | None = None
         self.rows = RowLayout("packed")
         """How packed rows reach the module."""
+        self.shares_prompts = False
+        """Whether a packed row may have documents that go on after the beginning of another (``shared_prompts.py``)."""
         self.plain, self.source = module, source
         self.name = type(module).__name__
         """transformers' class, which fsdp2 gives another name."""

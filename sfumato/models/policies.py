@@ -75,9 +75,14 @@ class Policies(Generic[Model]):
         """Those that follow the policy, after ``parallelize``."""
 
     @property
+    def frozen_copy(self) -> Model | None:
+        """The reference, where it is a frozen copy of the policy."""
+        return self._copy if self._is_own_copy else None
+
+    @property
     def frozen_weights(self) -> nn.Module | None:
-        """The frozen copy, if there is one, which a checkpoint must keep."""
-        return self._copy.trained if self._is_own_copy and self._copy is not None else None
+        """The weights of the frozen copy, if there is one, which a checkpoint must keep."""
+        return None if self.frozen_copy is None else self.frozen_copy.trained
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
         """Puts the model and its frozen copy on a mesh; the other policies start as what the model is."""

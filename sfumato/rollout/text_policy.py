@@ -23,6 +23,9 @@ from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import build_language_model, build_tokenizer
 from sfumato.models.plain import check_length
+from sfumato.models.policies import Policies
+from sfumato.models.probe import probe
+from sfumato.models.shared_prompts import can_share_prompts
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
@@ -45,6 +48,22 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
     model = build_language_model(config.model, config.train)
     check_length(model.module.config, config.max_seq_len)
     return model, FlopCount(model.module)
+
+
+def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
+    """Finds how packed rows have to reach the policy and a frozen copy of it, and whether samples can share prompts.
+
+    Raises:
+        ConfigError: as ``probe``.
+    """
+    model = policies.model
+    probe(model, config.model, config.train, config.max_seq_len, say)
+    wanted = config.train.share_prompts and config.rollout.n > 1
+    if wanted and not config.algorithm.token_advantage.needs_values:  # a critic gets the policy's rows
+        model.shares_prompts = can_share_prompts(model, config.max_seq_len)
+    if policies.frozen_copy is not None:
+        policies.frozen_copy.take(model.attention, model.rows)
+        policies.frozen_copy.shares_prompts = model.shares_prompts
 
 
 EVALUATION = "evaluation"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,30 +22,58 @@ from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.tokens import TextRollout
+from sfumato.rollout.tokens import TextRollout, TokenSequence
 
 
 def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, Tensor]) -> TextBatch:
     """One packed row of B samples, whose labels are the R tokens that the policy drew.
 
+    Where the model can, neighbouring samples with one prompt share it: it stands once before what follows its last
+    token in each of them.
+
     Args:
         rollout: the samples.
-        model: its tokenizer pads.
+        model: its tokenizer pads; ``shares_prompts``.
         fields: values ``[R]`` of each decision, sample by sample, by name.
 
     Returns:
         A batch with ``samples``, int64 ``[1, T]``, the number of each token's sample from 0 to B - 1, and each of the
         fields as ``[1, T]`` at the places of its labels, 0 elsewhere.
     """
-    samples = [
-        TextSample(tuple(Document(sequence.token_ids, sequence.drawn) for sequence in own)) for own in rollout.sequences
-    ]
+    samples = (_sharing_prompts if model.shares_prompts else _apart)(rollout.sequences)
     ids, pad = rollout.sample_ids, model.tokenizer.pad_token_id
     batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh))
-    numbers = [number for number, own in enumerate(rollout.sequences) for _ in own] or [0]
+    numbers = [number for number, own in enumerate(samples) for _ in own.documents] or [0]
     batch.tensors["samples"] = torch.tensor(numbers)[batch.tensors["documents"]]
     batch.tensors.update({name: at_labels(values, batch) for name, values in fields.items()})
     return batch
+
+
+def _apart(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
+    """A document for each sequence of each sample."""
+    return [TextSample(tuple(Document(each.token_ids, each.drawn) for each in own)) for own in sequences]
+
+
+def _sharing_prompts(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
+    """The same, but that what stands before the first drawn token is a document of its own, of the first of neighbours
+    that have it in common, and what comes after it goes on from its last token."""
+    found, known = [], None
+    for own in sequences:
+        documents = []
+        for each in own:
+            given = int(each.drawn.argmax()) if each.drawn.any() else 0
+            if given < 2:
+                known = None
+                documents.append(Document(each.token_ids, each.drawn))
+                continue
+            prompt = each.token_ids[:given]
+            if known is None or not np.array_equal(known, prompt):
+                documents.append(Document(prompt, each.drawn[:given]))
+                known = prompt
+            last = given - 1  # its output is what the first drawn token is a label of
+            documents.append(Document(each.token_ids[last:], each.drawn[last:], first_position=last))
+        found.append(TextSample(tuple(documents)))
+    return found
 
 
 def at_labels(values: Tensor, batch: TextBatch) -> Tensor:

@@ -181,7 +181,7 @@ def optimizer_batches(
 def micro_batches(
     units: Sequence[torch.Tensor], config: RLConfig, mesh: Mesh, lengths: Sequence[int] = ()
 ) -> list[torch.Tensor]:
-    """Rows of each micro-batch, as even as possible. All ranks get equally many, some perhaps empty.
+    """Rows of each micro-batch, in order, as even as possible. All ranks get equally many, some perhaps empty.
 
     Args:
         units: rows that stay together.
@@ -190,6 +190,7 @@ def micro_batches(
         lengths: of all of the rank's samples, where they are not alike.
     """
     empty = torch.zeros(0, dtype=torch.long)
+    units = sorted(units, key=lambda unit: int(unit[0]))  # samples of a group side by side
     capacity = getattr(config.train, "max_tokens_per_micro_batch", None)
     if capacity is not None:
         sizes = [sum(lengths[row] for row in unit.tolist()) for unit in units]
