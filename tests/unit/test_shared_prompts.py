@@ -100,7 +100,7 @@ def test_a_model_is_tried_and_refused_where_it_cannot_share(monkeypatch) -> None
 def test_a_branch_without_a_beginning_is_refused() -> None:
     module = model("qwen3", register_packed_attention(), RowLayout("packed")).module
     positions = torch.tensor([[0, 1, 2, 7, 8, 9]])
-    with pytest.raises(ConfigError, match="goes on after none"):
+    with pytest.raises(ConfigError, match="goes on after no other"):
         module(input_ids=positions, position_ids=positions, use_cache=False)
 
 
