@@ -27,8 +27,8 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
     """Whether a packed row in which answers go on after one prompt gives what a row of whole documents gives.
 
     Call it after ``probe``, on every rank. It is not so for rows of documents, under sequence and pipeline parallelism,
-    with windows or chunks that ``max_seq_len`` exceeds, dropout (which belongs to the sample) or experts (whose load
-    counts tokens), nor on GPUs, whose kernel for documents of different lengths nobody has tried with it.
+    with windows or chunks that ``max_seq_len`` exceeds, dropout (which belongs to the sample), experts (whose load
+    counts tokens) or images, nor on GPUs, whose kernel for documents of different lengths nobody has tried with it.
     """
     layout, config = model.mesh.layout, model.plain.config.get_text_config()
     local = [size for name in LOCAL if (size := getattr(config, name, None)) is not None]
@@ -36,7 +36,7 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
         return False
     if any(size < max_seq_len for size in local) or model.drops_out or has_experts(model.module):
         return False
-    if model.mesh.device.type != "cpu":
+    if model.vision is not None or model.mesh.device.type != "cpu":
         return False
     with model.probed():
         expected = _numbers(model, _batch(model, shared=False))
