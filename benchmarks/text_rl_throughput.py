@@ -436,7 +436,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1e-6, help="low, so that lengths stay as they are")
     parser.add_argument("--paged", action="store_true", help="TRL draws by transformers' continuous batching")
     parser.add_argument("--apart", action="store_true", help="sfumato computes the prompt again for each answer")
     parser.add_argument("--check", action="store_true", help="compare losses and gradients only")
