@@ -44,7 +44,7 @@ def unsure_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_model_learns_to_call_the_calculator(unsure_model: str, tmp_path: Path) -> None:
     done = start("rl_text", "calculator", tmp_path, "--model.model_path", unsure_model)
     assert done.returncode == 0, done.stderr
-    assert curve(tmp_path)[0] < 0.3 and curve(tmp_path)[-1] > 0.8
+    assert curve(tmp_path)[0] < 0.6 and curve(tmp_path)[-1] > 0.9
     again = start("rl_text", "calculator", tmp_path, "--model.model_path", unsure_model)
     assert again.returncode != 0 and str(tmp_path) in again.stderr, "a second run in the same folder"
 
@@ -53,7 +53,7 @@ def test_an_agent_for_the_openai_client_is_trained_as_it_is(unsure_model: str, t
     pytest.importorskip("openai")
     done = start("rl_text", "agent", tmp_path, "--model.model_path", unsure_model)
     assert done.returncode == 0, done.stderr
-    assert curve(tmp_path)[0] < 0.3 and curve(tmp_path)[-1] > 0.8
+    assert curve(tmp_path)[0] < 0.6 and curve(tmp_path)[-1] > 0.9
 
 
 def test_a_gain_on_a_task_of_reasoning_gym(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_an_environment_of_verifiers_is_trained_as_it_is(unsure_model: str, tmp_
     pytest.importorskip("verifiers.v1")
     done = start("rl_text", "verifiers", tmp_path, "--model.model_path", unsure_model)
     assert done.returncode == 0, done.stderr
-    assert curve(tmp_path)[0] < 0.3 and curve(tmp_path)[-1] > 0.8
+    assert curve(tmp_path)[0] < 0.6 and curve(tmp_path)[-1] > 0.9

@@ -1,0 +1,139 @@
+"""The examples of RL of language models: runs what is not finished, draws their curves, prints their figures.
+
+    python benchmarks/text_rl_examples.py [--only calculator agent ...] [--only-picture]
+
+Runs ``configs/text_rl/NAME.yaml`` of each example by the command that it prints, with their environments on the path,
+and draws ``docs/images/text_rl_examples.svg``. Examples whose packages are missing end with their message. The figures
+are those of ``docs/text_rl/examples.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sfumato.config.load import load_config
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.errors import UserError
+from sfumato.tracking.trackers import read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "images" / "text_rl_examples.svg"
+HELD_OUT, DRAWN = "eval/reward/total", "reward/total"
+TITLES = {
+    "calculator": "calls of a calculator",
+    "agent": "an agent for openai",
+    "spell_backward": "reasoning-gym",
+    "verifiers": "an environment of verifiers",
+}
+"""Examples, and what stands above their curves."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """The run of one configuration."""
+
+    name: str
+
+    @property
+    def file(self) -> str:
+        """The configuration, from the root of the repository."""
+        return f"configs/text_rl/{self.name}.yaml"
+
+    @property
+    def config(self) -> TextRLConfig:
+        """The validated settings."""
+        return load_config(TextRLConfig, ROOT / self.file)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return ROOT / str(self.config.train.output_dir)
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """A metric by iteration, so far."""
+        path = self.folder / "metrics.jsonl"
+        return [(each["step"], each[metric]) for each in (read_jsonl(path) if path.is_file() else []) if metric in each]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last evaluation is there."""
+        curve = self.curve(HELD_OUT)
+        return bool(curve) and curve[-1][0] == self.config.train.max_steps
+
+    def run(self) -> None:
+        """Goes on to the end. Raises UserError when it stops before."""
+        command = ["bash", "train.sh", "tasks/rl_text.py", self.file, "--train.load_checkpoint_path", "auto"]
+        print(" ".join(command), flush=True)
+        path = os.pathsep.join(["docs/examples", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False)
+        if done.returncode != 0:
+            raise UserError(f"{' '.join(command)} stopped with exit code {done.returncode}")
+
+    def figures(self) -> dict[str, Any]:
+        """What the page says of it; seconds are of all iterations, evaluation included."""
+        held_out, drawn = self.curve(HELD_OUT), self.curve(DRAWN)
+        timings = read_jsonl(self.folder / "timings.jsonl")
+        return {
+            "example": self.name,
+            "seed": self.config.train.seed,
+            "held out": [held_out[0][1], held_out[-1][1]],
+            "drawn": [drawn[0][1], drawn[-1][1]],
+            "seconds": round(sum(line.get("time/step_s", 0.0) for line in timings)),
+        }
+
+
+def draw(examples: list[Example], path: Path) -> None:
+    """Rewards over iterations, a panel for each example."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(
+            1, len(examples), figsize=(2.6 * len(examples), 2.3), sharey=True, layout="constrained", squeeze=False
+        )
+        for panel, example in zip(panels[0], examples, strict=True):
+            panel.plot(*zip(*example.curve(DRAWN), strict=True), alpha=0.5, label="drawn")
+            panel.plot(*zip(*example.curve(HELD_OUT), strict=True), marker="o", markersize=3, label="held out")
+            panel.set_title(TITLES[example.name])
+            panel.set_ylim(0, 1.02)
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        panels[0][0].legend(loc="lower right", frameon=False)
+        figure.supxlabel("iterations")
+        figure.supylabel("mean reward")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", help="run these only")
+    parser.add_argument("--only-picture", action="store_true", help="run nothing; draw finished runs")
+    arguments = parser.parse_args()
+    if not arguments.only_picture:
+        for example in map(Example, arguments.only or TITLES):
+            if not example.is_finished:
+                example.run()
+    finished = [each for each in map(Example, TITLES) if each.is_finished]
+    if not finished:
+        raise UserError("no example has finished yet: start without --only-picture")
+    draw(finished, PICTURE)
+    for example in finished:
+        print(json.dumps(example.figures()))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
