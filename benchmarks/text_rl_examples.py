@@ -82,6 +82,7 @@ class Example:
         return {
             "example": self.name,
             "seed": self.config.train.seed,
+            "iterations": f"{held_out[-1][0]} of {self.config.train.max_steps}",
             "held out": [held_out[0][1], held_out[-1][1]],
             "drawn": [drawn[0][1], drawn[-1][1]],
             "seconds": round(sum(line.get("time/step_s", 0.0) for line in timings)),
@@ -118,17 +119,17 @@ def draw(examples: list[Example], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", help="run these only")
-    parser.add_argument("--only-picture", action="store_true", help="run nothing; draw finished runs")
+    parser.add_argument("--only-picture", action="store_true", help="run nothing; draw what is there")
     arguments = parser.parse_args()
     if not arguments.only_picture:
         for example in map(Example, arguments.only or TITLES):
             if not example.is_finished:
                 example.run()
-    finished = [each for each in map(Example, TITLES) if each.is_finished]
-    if not finished:
-        raise UserError("no example has finished yet: start without --only-picture")
-    draw(finished, PICTURE)
-    for example in finished:
+    begun = [each for each in map(Example, TITLES) if len(each.curve(HELD_OUT)) > 1]
+    if not begun:
+        raise UserError("no example has run yet: start without --only-picture")
+    draw(begun, PICTURE)
+    for example in begun:
         print(json.dumps(example.figures()))
 
 

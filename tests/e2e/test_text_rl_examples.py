@@ -1,7 +1,7 @@
 """The configurations of docs/text_rl/examples.md as they are, by their commands: what each is to show, it shows.
 
-The agent needs openai, the tasks reasoning-gym, the environment verifiers and uv: each is left out where its package is
-missing. Each takes one to some minutes on two cores.
+The agent needs openai, the environment verifiers and uv: each is left out where its package is missing. Each takes one
+to some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -56,17 +56,8 @@ def test_an_agent_for_the_openai_client_is_trained_as_it_is(unsure_model: str, t
     assert curve(tmp_path)[0] < 0.6 and curve(tmp_path)[-1] > 0.9
 
 
-def test_a_gain_on_a_task_of_reasoning_gym(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    done = start("train_text", "spell_backward_sft", tmp_path / "sft")
-    assert done.returncode == 0, done.stderr
-    done = start("rl_text", "spell_backward", tmp_path / "rl", "--model.model_path", str(tmp_path / "sft/hf_ckpt"))
-    assert done.returncode == 0, done.stderr
-    assert curve(tmp_path / "rl")[-1] > curve(tmp_path / "rl")[0] + 0.2
-
-
 def test_an_environment_of_verifiers_is_trained_as_it_is(unsure_model: str, tmp_path: Path) -> None:
     pytest.importorskip("verifiers.v1")
     done = start("rl_text", "verifiers", tmp_path, "--model.model_path", unsure_model)
     assert done.returncode == 0, done.stderr
-    assert curve(tmp_path)[0] < 0.6 and curve(tmp_path)[-1] > 0.9
+    assert curve(tmp_path)[-1] > curve(tmp_path)[0] + 0.2
