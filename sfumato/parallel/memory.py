@@ -92,6 +92,7 @@ def apply_memory_savings(
     config: ParallelConfig,
     blocks: Mapping[str, nn.Module],
     backend: str = "inductor",
+    *,
     device: str = "cpu",
 ) -> None:
     """Makes blocks recompute, offload and compile as configured; changes them in place.
