@@ -89,7 +89,7 @@ def main(config: TrainTextConfig) -> None:
                 run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths, batch.image_shapes) for batch in batches),
+            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))

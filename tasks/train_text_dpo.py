@@ -89,7 +89,8 @@ def main(config: TrainTextDpoConfig) -> None:
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
             flops=sum(
-                flops.training(batch.lengths) + config.dpo.has_reference * flops.forward(batch.lengths)
+                flops.training(batch.lengths, num_outputs=batch.num_tokens)
+                + config.dpo.has_reference * flops.forward(batch.lengths, batch.num_tokens)
                 for batch in batches
             ),
         )

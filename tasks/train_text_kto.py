@@ -87,12 +87,11 @@ def main(config: TrainTextKtoConfig) -> None:
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config, mesh)
-        lengths = [batch.lengths for batch in batches]
         run.count(
-            tokens=sum(map(sum, lengths)),
-            flops=sum(map(flops.training, lengths))
-            + sum(map(flops.forward, lengths))
-            + 2 * sum(flops.forward(batch.lengths) for batch in others),
+            tokens=sum(sum(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths, num_outputs=batch.num_tokens) for batch in batches)
+            + sum(flops.forward(batch.lengths, batch.num_tokens) for batch in batches)
+            + 2 * sum(flops.forward(batch.lengths, batch.num_tokens) for batch in others),
         )
         run.log(state.step, metrics, show={"loss": "loss", "kl": "kl"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))

@@ -84,6 +84,7 @@ class Saving:
     def write(self) -> None:
         """Writes this rank's files; what goes wrong is raised by ``finish``."""
         try:
+            self.mesh.take_device()
             plan = self._writer.prepare_local_plan(self._plan)
             results = self._writer.write_data(plan, self._planner).wait()
             files = list(self.building.glob(f"{plan.storage_data.prefix}*"))

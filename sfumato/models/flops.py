@@ -46,6 +46,7 @@ class FlopCount:
         """
         encoder = {} if vision is None else encoder_modules(model)
         self.trained_weights, self.frozen_weights = _matrix_weights(model, encoder.values())
+        self._output = _output_weights(model)
         self.attention = _attention_by_window(model, encoder.values())
         """Operations for a pair of tokens in all layers together that have the same window."""
         self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader.tokens_per_patch)
@@ -61,16 +62,20 @@ class FlopCount:
         """Weights of matrices that one token is multiplied with."""
         return self.trained_weights + self.frozen_weights
 
-    def forward(self, lengths: Iterable[int]) -> int:
-        """Operations of a forward pass with logits for every token.
+    def forward(self, lengths: Iterable[int], num_outputs: int | None = None) -> int:
+        """Operations of a forward pass.
 
         Args:
             lengths: tokens of each document; padding does not count.
+            num_outputs: tokens of which logits are needed: those in the loss mask; None is all.
         """
         lengths = list(lengths)
-        return 2 * self.active_weights * sum(lengths) + self._attention(lengths)
+        matrices = 2 * self.active_weights * sum(lengths)
+        return matrices - 2 * self._output.numel * _without_output(lengths, num_outputs) + self._attention(lengths)
 
-    def training(self, lengths: Iterable[int], image_shapes: Iterable[np.ndarray] = ()) -> int:
+    def training(
+        self, lengths: Iterable[int], image_shapes: Iterable[np.ndarray] = (), num_outputs: int | None = None
+    ) -> int:
         """Operations of a forward and a backward pass.
 
         The backward pass has a product for the gradient of each layer's input and one for that of its weight, which
@@ -79,9 +84,11 @@ class FlopCount:
         Args:
             lengths: tokens of each document.
             image_shapes: ``Images.shapes`` of documents with images, of a model that sees.
+            num_outputs: tokens of which logits are needed: those in the loss mask; None is all.
         """
         lengths = list(lengths)
         matrices = (6 * self.trained_weights + 4 * self.frozen_weights) * sum(lengths)
+        matrices -= (6 if self._output.is_trained else 4) * self._output.numel * _without_output(lengths, num_outputs)
         return matrices + 3 * self._attention(lengths) + sum(self.encoder.training(shapes) for shapes in image_shapes)
 
     def _attention(self, lengths: list[int]) -> int:
@@ -193,6 +200,13 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
+class _Output(NamedTuple):
+    """The matrix that makes logits."""
+
+    numel: int
+    is_trained: bool
+
+
 class DenoiserFlops(NamedTuple):
     """Operations of a denoiser for one image or video, without guidance."""
 
@@ -257,6 +271,17 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
             if parameter.ndim == 2 or (parameter.ndim == 3 and share != (1, 1)):
                 found[parameter.requires_grad] += parameter.numel() * share[0] // share[1]
     return found[True], found[False]
+
+
+def _without_output(lengths: list[int], num_outputs: int | None) -> int:
+    """Tokens that do not reach the output layer."""
+    return 0 if num_outputs is None else sum(lengths) - num_outputs
+
+
+def _output_weights(model: nn.Module) -> _Output:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    return _Output(0, False) if weight is None else _Output(weight.numel(), weight.requires_grad)
 
 
 def _top_k(experts: nn.Module) -> int:

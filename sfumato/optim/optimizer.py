@@ -84,7 +84,9 @@ def build_optimizer(
         }
         for group in order
     ]
-    optimizer = _make(groups or [{"params": []}], config, any(parameter.is_cuda for parameter in parameters.values()))
+    # fused: one kernel for all parameters; on CPUs where fsdp keeps what a GPU computes with there (as CPU threads)
+    fused = config.enable_fsdp_offload or any(parameter.is_cuda for parameter in parameters.values())
+    optimizer = _make(groups or [{"params": []}], config, fused)
 
     def factor(step: int) -> float:
         return lr_at(step, total_steps() if callable(total_steps) else total_steps, config) / config.lr

@@ -173,6 +173,11 @@ class Mesh:
         if self.size > 1:
             dist.barrier()
 
+    def take_device(self) -> None:
+        """Makes this rank's GPU that of the calling thread: a new thread has GPU 0, where it would open a context."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def set_timeout(self, seconds: float) -> None:
         """How long this rank waits for others in a collective, in all groups, from now on."""
         if not self.distributed:
@@ -226,8 +231,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    if (threads := cpu_threads(config, use_gpu)) is not None:
+        torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
@@ -240,6 +245,16 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
     return Mesh(layout, device, rank)
+
+
+def cpu_threads(config: TrainConfig, use_gpu: bool) -> int | None:
+    """CPU threads of this process; None leaves torch's choice.
+
+    A rank of several has one where nothing else is said, but not where the CPU updates the weights of a GPU.
+    """
+    if config.num_threads is None and use_gpu and config.enable_fsdp_offload:
+        return max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return config.num_threads
 
 
 def close_mesh() -> None:

@@ -68,6 +68,9 @@ def parallelize(
         experts = apply_expert_parallel(module, mesh)
     elif layout.ep == 1 and param_dtype is not None:
         apply_grouped_experts(module)
+    for layer in module.modules() if param_dtype is not None else ():
+        if hasattr(layer, "cast_input_dtype_enabled"):  # peft's layers would cast to float32 what autocast casts back
+            layer.cast_input_dtype_enabled = False
     if layout.cp > 1:
         for part in parts:
             apply_sequence_parallel(part, mesh, plan)

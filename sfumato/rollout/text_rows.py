@@ -182,8 +182,8 @@ def token_counts(rollout: TextRollout, flops: FlopCount, passes: int, mesh: Mesh
         "tokens": float(sum(drawn)),
         "samples": float(len(drawn)),
         "truncated": float(cut),
-        "generate": float(flops.forward(lengths)),
-        "update": float(flops.training(lengths) + passes * flops.forward(lengths)),
+        "generate": float(flops.forward(lengths, sum(drawn))),
+        "update": float(flops.training(lengths, num_outputs=sum(drawn)) + passes * flops.forward(lengths, sum(drawn))),
     }
     sums, longest = mesh.sum_dict(sums), mesh.max(max(drawn, default=0))
     return {

@@ -122,7 +122,7 @@ class Meter:
 
     def phase_ended(self, phase: Phase) -> None:
         """Keeps the GPU's peak memory since the last phase ended, where ``phase`` is one of ``WITH_PEAKS``."""
-        if phase in WITH_PEAKS and torch.cuda.is_available():
+        if phase in WITH_PEAKS and torch.cuda.is_initialized():
             self._peaks[phase] = max(self._peaks.get(phase, 0.0), torch.cuda.max_memory_allocated() / 2**20)
             torch.cuda.reset_peak_memory_stats()
 
@@ -177,7 +177,7 @@ def memory_in_use() -> dict[str, float]:
     found = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as pages:
         found["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking would open a context on GPU 0
         found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         found["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
         found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20

@@ -229,6 +229,11 @@ class Run:
         """How many processes compute, where they are not those that run the script."""
         self._meter.num_devices = count
 
+    def set_peak(self, flops: float | None) -> None:
+        """Peak operations a second of a device that computes, where this process does not; None if it is not known."""
+        if flops is not None:
+            self._meter.peak_flops = flops
+
     def add_events(self, events: Iterable[Event], timings: Mapping[str, float]) -> None:
         """Takes what roles did since the last call, for the timeline, and what else was measured of them."""
         if self._enabled:

@@ -79,6 +79,31 @@ def test_matrices_and_attention_are_those_that_torch_counts(kind: str, experts: 
     assert count.training([LENGTH]) == 3 * count.forward([LENGTH])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_the_tokens_that_are_learned_from_alone_count(tied: bool) -> None:
+    model = build("qwen3", tie_word_embeddings=tied)
+    count, head = FlopCount(model), model.get_output_embeddings().weight.numel()
+    assert count.forward([LENGTH], LENGTH) == count.forward([LENGTH])
+    assert count.forward([LENGTH], 2) == count.forward([LENGTH]) - 2 * (LENGTH - 2) * head
+    assert count.training([LENGTH], num_outputs=2) == 3 * count.forward([LENGTH], 2)
+    model.requires_grad_(False)
+    frozen = FlopCount(model)
+    assert frozen.training([LENGTH], num_outputs=2) == frozen.training([LENGTH]) - 4 * (LENGTH - 2) * head
+
+
+def test_counts_with_picked_tokens_are_those_that_torch_counts() -> None:
+    model, kept = build("qwen3"), torch.tensor([1, 4])
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    whole, picked = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with whole:
+        model(input_ids=ids, use_cache=False)
+    with picked:
+        model(input_ids=ids, use_cache=False, logits_to_keep=kept)
+    count = FlopCount(model)
+    saved = count.forward([LENGTH]) - count.forward([LENGTH], len(kept))
+    assert saved == whole.get_total_flops() - picked.get_total_flops() > 0
+
+
 def test_scaled_dot_product_attention_counts_the_same() -> None:
     eager, sdpa = (counted(build("qwen3", attention), LENGTH, backward=False) for attention in ("eager", "sdpa"))
     assert eager == sdpa

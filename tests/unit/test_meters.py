@@ -80,7 +80,7 @@ def test_each_phase_has_a_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         now["peak"] = next(peaks) * 2**20
 
     reset()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now["peak"])
     meter = Meter(ALONE)
@@ -92,6 +92,16 @@ def test_each_phase_has_a_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["memory/update_gpu_peak_mib"] == 700
     assert found["memory/gpu_peak_mib"] == 700, "the peak of the step is that of its largest phase"
     assert "memory/update_gpu_peak_mib" not in meter.memory()
+
+
+def test_a_process_that_uses_no_gpu_opens_no_context_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the driver of roles on Ray, on a machine with GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("max_memory_allocated", "memory_allocated", "memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("opens a context"))
+    meter = Meter(ALONE)
+    meter.phase_ended("update")
+    assert not any("gpu" in name for name in meter.memory())
 
 
 def test_without_a_peak_there_is_no_utilisation() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer, lr_at
+from sfumato.parallel.mesh import cpu_threads
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "data" / "flow_rl.json").read_text(encoding="utf-8"))[
     "V11_schedulers_samplers_ema"
@@ -300,3 +302,29 @@ def test_applied_shows_the_averages_and_puts_the_weights_back(raises):
 def test_without_an_average_the_weights_are_shown_as_they_are():
     with averaged_weights(None):
         pass
+
+
+def test_weights_that_fsdp_keeps_in_cpu_memory_are_updated_by_one_kernel():
+    """With the results of the loop over parameters, but for rounding."""
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(64, 64)
+        optimizer, _ = build_optimizer(module, config(enable_fsdp_offload=offload, weight_decay=0.1), 10)
+        assert bool(optimizer.defaults["fused"]) == offload
+        for _ in range(3):
+            module(torch.ones(1, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(module.weight.detach().clone())
+    assert torch.allclose(*found, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "offload", "given", "threads"),
+    [(True, True, None, 4), (True, True, 2, 2), (True, False, None, None), (False, True, None, None)],
+)
+def test_a_rank_whose_cpu_updates_the_weights_has_its_share_of_threads(monkeypatch, use_gpu, offload, given, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu_threads(config(enable_fsdp_offload=offload, num_threads=given), use_gpu) == threads

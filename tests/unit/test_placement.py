@@ -19,6 +19,7 @@ from sfumato.errors import ConfigError, PreemptedError
 from sfumato.runtime.cluster import placement
 from sfumato.runtime.cluster import process as process_module
 from sfumato.runtime.cluster.placement import UNIT, Amount, Machine, Reserver, check_addresses, plan
+from sfumato.runtime.cluster.worker import place_of_gpu
 
 
 def of(*cpus: float) -> list[Amount]:
@@ -178,3 +179,22 @@ def test_a_process_is_killed_when_it_is_the_one_that_is_meant() -> None:
         process_module._kill(sleeper.pid, born, 0.0)  # it has gone already
     finally:
         sleeper.kill()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "place"),
+    [
+        ("3", "3", 0),  # Ray has hidden the others
+        ("3", None, 3),  # told not to
+        ("3", "0,1,2,3", 3),
+        ("6", "4,5,6,7", 2),
+        ("GPU-b", "GPU-a, GPU-b", 1),
+    ],
+)
+def test_a_process_takes_the_gpu_that_ray_gave_it(gpu, visible, place):
+    assert place_of_gpu(gpu, visible) == place
+
+
+def test_a_gpu_that_a_process_cannot_see_is_named():
+    with pytest.raises(ConfigError, match="Ray gave this process GPU 5, but CUDA_VISIBLE_DEVICES is 0,1: unset it"):
+        place_of_gpu("5", "0,1")

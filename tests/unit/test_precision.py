@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -121,6 +122,24 @@ def test_experts_are_multiplied_in_groups_and_in_bf16(monkeypatch):
     found = loss_of("moe", module)
     assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}
     assert float(found) == pytest.approx(float(loss_of("moe", plain)), rel=1e-2)
+
+
+def test_adapters_take_what_comes_in_bf16(monkeypatch):
+    casts = []
+    real = BaseTunerLayer._cast_input_dtype
+    plain = build("dense", lora=True).train()
+    expected = loss_of("dense", parallel("dense", copy.deepcopy(plain)))
+    monkeypatch.setattr(
+        BaseTunerLayer, "_cast_input_dtype", lambda *given: casts.append(real(*given).dtype) or real(*given)
+    )
+    with_casts = parallel("dense", copy.deepcopy(plain))
+    assert loss_of("dense", with_casts) == expected
+    assert casts and set(casts) == {torch.bfloat16}
+    for layer in with_casts.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = True
+    assert loss_of("dense", with_casts) == expected, "the way there and back changes nothing"
+    assert torch.float32 in casts
 
 
 def test_float32_experts_stay_as_transformers_computes_them():

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import PreemptedError
@@ -45,6 +46,20 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch):
     return Slow(monkeypatch)
+
+
+def test_the_thread_takes_the_gpu_of_its_rank(monkeypatch):
+    """A new thread has GPU 0, where copies of other ranks would open contexts."""
+    taken = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: taken.append((device, threading.current_thread().name))
+    )
+    saving = object.__new__(Saving)
+    saving.mesh = Mesh(Layout(), torch.device("cuda", 3))
+    thread = threading.Thread(target=saving.write, name="checkpoint")
+    thread.start()
+    thread.join()
+    assert taken == [(torch.device("cuda", 3), "checkpoint")]
 
 
 def make(output_dir: Path, **settings) -> tuple[Checkpointer, TrainState]:

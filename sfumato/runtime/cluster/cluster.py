@@ -137,10 +137,16 @@ class Cluster(Driver):
         self.loop.on_progress(callback)
 
     def take_timings(self) -> dict[str, float]:
-        """Bytes that went through this process since the last call, by role: ``driver_bytes/ROLE``."""
+        """What was measured since the last call, by role: bytes that went through this process,
+        ``driver_bytes/ROLE``, and the most memory of its processes, such as ``memory/actor_gpu_peak_mib``."""
         now = dict(self.loop.driver_bytes)
         told, self._bytes_told = self._bytes_told, now
-        return {f"driver_bytes/{role}": float(size - told.get(role, 0)) for role, size in now.items()}
+        sent = {f"driver_bytes/{role}": float(size - told.get(role, 0)) for role, size in now.items()}
+        memory, self.loop.memory = self.loop.memory, {}
+        used = {
+            name.replace("memory/", f"memory/{role}_"): mib for role, own in memory.items() for name, mib in own.items()
+        }
+        return sent | used
 
     @property
     def num_gpus(self) -> float:
@@ -256,6 +262,7 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
                 f"the cluster has {cluster.num_gpus:g} GPUs, but runtime.pools.actor.gpus is 0: the actor works on CPUs"
             )
         cluster.wait_ready()
+        run.set_peak(cluster.loop.peak_flops.get(ACTOR))
         stack.pop_all()
     return Roles(actor=actors, sampler=samplers, scorer=scorers, weights=weights, driver=cluster)
 

@@ -69,6 +69,10 @@ class DriverLoop:
         """What the processes did, as far as the driver has heard."""
         self.driver_bytes: dict[str, int] = {}
         """Bytes that the driver pickled into calls and unpickled from results, by role."""
+        self.memory: dict[str, dict[str, float]] = {}
+        """Memory of the largest process of each role by metric, in MiB, until it is told."""
+        self.peak_flops: dict[str, float] = {}
+        """Peak operations a second of a device of each role, where they are known."""
         self._sent: dict[Any, tuple[RayFuture, Part]] = {}
         self._heartbeats: dict[RoleProcess, Heartbeat] = {}
         self._listener: Callable[[], None] | None = None
@@ -267,6 +271,7 @@ class DriverLoop:
         if process.rank == 0:
             for name, seconds in reply.timings.items():
                 self.run.add_time(name, seconds)
+        self._remember(future.role, reply)
         for handle, size in zip(part.keeps, reply.sizes, strict=False):
             handle.nbytes, handle.seconds = int(size), reply.end - reply.start
         error = None if reply.error is None else _raised(reply.error, process, future.function.name)
@@ -274,6 +279,14 @@ class DriverLoop:
             self.count_bytes(future.role, packed_value)
             part.value = unpack(packed_value)
         self._part_ended(future, part, error)
+
+    def _remember(self, role: str, reply: Reply) -> None:
+        """Takes note of a process's memory, of which the largest of the role is told, and of its device."""
+        largest = self.memory.setdefault(role, {})
+        for name, mib in reply.memory.items():
+            largest[name] = max(largest.get(name, 0.0), mib)
+        if reply.peak_flops is not None:
+            self.peak_flops[role] = reply.peak_flops
 
     def _take_loss(self, future: RayFuture, part: Part, error: Any) -> None:
         """A call's result, or a value among its arguments, is gone with the machine that it lay on."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sfumato.errors import CheckpointError
+from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
 
 
@@ -60,6 +60,10 @@ class Reply:
     """Bytes of each kept value; floats, whose pickles are all equally long."""
     error: Packed | None = None
     """The exception, with its traceback as text."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Memory of the process and its GPU, now and at their peaks; see ``memory_in_use``."""
+    peak_flops: float | None = None
+    """Peak operations a second of the device that the state computes on, if that is known."""
 
 
 class RoleRun:
@@ -125,6 +129,7 @@ class RoleWorker:
         self.role, self.rank = role, rank
         self.run_of_role = RoleRun(Path(output_dir), speaks)
         self.state: Any = None
+        self.peak_flops: float | None = None
         self.store: Any = None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._has_functions = threading.Condition()
@@ -187,6 +192,10 @@ class RoleWorker:
             del self._running[call]
         reply.end, reply.version = max(start, time.time()), getattr(self.state, "version", None)
         reply.stop_requested = self.run_of_role.stop_requested
+        if self.state is not None:
+            from sfumato.tracking.meters import memory_in_use
+
+            reply.memory, reply.peak_flops = memory_in_use(), self.peak_flops
         reply.said, reply.timings = self.run_of_role.take_said(), self.run_of_role.take_timings()
         result = (pack(reply), packed)
         return (result, *kept) if num_values else result
@@ -284,21 +293,23 @@ def build_state(
     """
     rank = worker.rank if members else 0
     on_node = [other for other in range(len(members)) if members[other].node_id == members[rank].node_id] or [0]
-    sees_only_its_gpus = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # Ray numbers them from 0 in each process
+    import ray
+
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
     variables = {
         "RANK": rank,
         "WORLD_SIZE": len(members) or 1,
-        "LOCAL_RANK": 0 if sees_only_its_gpus else on_node.index(rank),
+        "LOCAL_RANK": on_node.index(rank) if not gpus else place_of_gpu(gpus[0], visible),
         "LOCAL_WORLD_SIZE": len(on_node),
     }
     if members:
         address = "127.0.0.1" if len(on_node) == len(members) else members[0].address
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}  # open_store opened it
-    import ray
-
     from sfumato.parallel.mesh import build_mesh
     from sfumato.runtime.weight_sync.places import ADDRESS_VARIABLE
+    from sfumato.tracking.meters import peak_flops
     from sfumato.tracking.run import quiet_libraries, seed_generators
 
     variables[ADDRESS_VARIABLE] = ray.util.get_node_ip_address()
@@ -308,9 +319,33 @@ def build_state(
         seed_generators(train.seed)
         mesh = build_mesh(train)
         worker.run_of_role.mesh = mesh
+        worker.peak_flops = peak_flops(mesh.device, train.mixed_precision, train.peak_tflops)
         worker.state = build(config, mesh, worker.run_of_role)
     finally:
         worker.is_built.set()
+
+
+def place_of_gpu(gpu: str, visible: str | None) -> int:
+    """The number that torch has for a GPU in this process.
+
+    Ray hides the GPUs of others, unless it is told not to (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES): then the
+    process sees all that the machine, or who started Ray, lets it see.
+
+    Args:
+        gpu: Ray's name of it: a number, or a UUID.
+        visible: CUDA_VISIBLE_DEVICES of this process, if it is set.
+
+    Raises:
+        ConfigError: when the process cannot see it.
+    """
+    if not visible:
+        return int(gpu)
+    seen = [name.strip() for name in visible.split(",")]
+    if gpu not in seen:
+        raise ConfigError(
+            f"Ray gave this process GPU {gpu}, but CUDA_VISIBLE_DEVICES is {visible}: unset it where Ray is started"
+        )
+    return seen.index(gpu)
 
 
 def _describe(error: BaseException) -> Packed:
