@@ -1,8 +1,29 @@
-"""Which matrix kernels the CPU computes with. Imports nothing heavy."""
+"""Which matrix kernels the CPU computes with, and how GPU memory grows. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import os
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""What torch's allocator of GPU memory looks at."""
+
+
+def choose_allocator(shares_memory: bool = False) -> dict[str, str]:
+    """Has GPU memory grow in place (``expandable_segments``), so that rows of unequal lengths leave no gaps in it;
+    another choice that is set stays.
+
+    torch looks at the environment when it touches a GPU for the first time; processes started later inherit it.
+
+    Args:
+        shares_memory: GPU memory is handed to other processes (``runtime.weight_sync: ipc``), which then needs the
+            system call pidfd_getfd, that many containers refuse: leave the allocator as it is.
+
+    Returns:
+        The environment variables for processes that do not inherit them.
+    """
+    if not shares_memory and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
+    return {name: os.environ[name] for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ}
 
 
 def choose_kernels() -> dict[str, str]:

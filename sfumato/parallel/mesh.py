@@ -231,6 +231,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
+        # cuDNN plans attention otherwise with gradients than without: a replay would differ from its rollout
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():

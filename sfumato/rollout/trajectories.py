@@ -156,6 +156,9 @@ def with_proximal_means(
 ) -> DiffusionRollout:
     """The batch with ``proximal_means``, where the correction of older samples needs them and some are older.
 
+    Of samples of this very policy, compiled blocks round otherwise with gradients than without, by more than a narrow
+    clip range: their means are computed again, by the graph of the update.
+
     Args:
         model: the policy, before any optimiser step of the update.
         batch: of iteration ``step``.
@@ -164,6 +167,11 @@ def with_proximal_means(
         step: finished iterations.
     """
     is_same = config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
+    if config.train.compiles(model.device.type) and is_same:
+        every = [rows for each in passes for rows in each.parts]
+        dynamics, guidance_scale = config.algorithm.dynamics, config.rollout.guidance_scale
+        means = proximal_means(model, batch, every, dynamics, guidance_scale, with_gradients=True)
+        return replace(batch, kept=replace(batch.kept, means=means))
     if not config.algorithm.off_policy.uses_proximal or is_same:
         return batch  # a sampler of its own may be cut otherwise, or compute otherwise
     later = [rows for each in passes[1:] for rows in each.parts]  # in the first step the policy is the proximal one
@@ -171,13 +179,13 @@ def with_proximal_means(
     return replace(batch, kept=replace(batch.kept, proximal_means=means))
 
 
-@torch.no_grad()
 def proximal_means(
     model: DiffusionModel,
     batch: DiffusionRollout,
     micro_batches: Sequence[torch.Tensor],
     dynamics: Dynamics,
     guidance_scale: float,
+    with_gradients: bool = False,
 ) -> torch.Tensor:
     """Means of the policy as it is now, for the samples that later optimiser steps of an update will look at.
 
@@ -189,15 +197,17 @@ def proximal_means(
         batch: B samples with trajectories.
         micro_batches: int64 rows of each pass; all ranks must give equally many, of which some may be empty.
         dynamics, guidance_scale: as in the rollout.
+        with_gradients: run what an update runs, though nothing is learned from it.
 
     Returns:
-        float32 ``[B, W, ...]``; of samples in no micro-batch those of the policy that made them.
+        float32 ``[B, W, ...]``, without gradients; of samples in no micro-batch those of the policy that made them.
     """
     means = batch.kept.means.clone()
     for rows in micro_batches:
         index = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a pass that other ranks need
         part = batch.rows(index)
-        step = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, guidance_scale)
+        with torch.set_grad_enabled(with_gradients):
+            mean = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, guidance_scale).mean.detach()
         if len(rows):
-            means[to_device(rows, means.device)] = step.mean.unflatten(0, (len(rows), -1))
+            means[to_device(rows, means.device)] = mean.unflatten(0, (len(rows), -1))
     return means

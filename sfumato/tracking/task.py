@@ -12,7 +12,7 @@ from typing import Any
 from sfumato.config.base import Section
 from sfumato.config.load import parse_config
 from sfumato.errors import PreemptedError, RoleLostError
-from sfumato.kernels import choose_kernels
+from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.mesh import close_mesh
 from sfumato.parallel.peers import leave_peers
 from sfumato.tracking.ending import Ending, ending_of, keep_stacks
@@ -29,7 +29,9 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     keep_stacks()
     choose_kernels()
     try:
-        run_again_when_lost(main, parse_config(schema))
+        config = parse_config(schema)
+        choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "weight_sync", "") == "ipc")
+        run_again_when_lost(main, config)
         leave_peers()
         release_locks()
         close_mesh()

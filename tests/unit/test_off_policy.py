@@ -384,6 +384,12 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     )
     batch = DiffusionRollout.made(requests, kept, conditioning, list(range(4)), latents, 0, [""] * 4)
     parts = [torch.tensor([3, 0]), torch.tensor([], dtype=torch.long)]
+    modes: list[bool] = []
+    hook = model.denoiser.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    for with_gradients in (False, True):
+        assert not proximal_means(model, batch, parts[:1], dynamics, 1.0, with_gradients).requires_grad
+    hook.remove()
+    assert modes == [False, True], "compiled blocks have a graph for each"
     fresh = proximal_means(model, batch, [torch.tensor([0, 1, 2, 3])], dynamics, 1.0)
     rounding = 1e-5 if ROUNDING else 0.0
     torch.testing.assert_close(fresh, kept.means, atol=rounding, rtol=0)  # the policy that sampled

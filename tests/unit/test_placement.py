@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
+import operator
+import pickle
 import random
 import signal
 import subprocess
@@ -18,8 +21,10 @@ from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, PreemptedError
 from sfumato.runtime.cluster import placement
 from sfumato.runtime.cluster import process as process_module
+from sfumato.runtime.cluster.loop import DriverLoop
+from sfumato.runtime.cluster.packing import pack, unpack
 from sfumato.runtime.cluster.placement import UNIT, Amount, Machine, Reserver, check_addresses, plan
-from sfumato.runtime.cluster.worker import place_of_gpu
+from sfumato.runtime.cluster.worker import OnState, RoleWorker, place_of_gpu
 
 
 def of(*cpus: float) -> list[Amount]:
@@ -198,3 +203,23 @@ def test_a_process_takes_the_gpu_that_ray_gave_it(gpu, visible, place):
 def test_a_gpu_that_a_process_cannot_see_is_named():
     with pytest.raises(ConfigError, match="Ray gave this process GPU 5, but CUDA_VISIBLE_DEVICES is 0,1: unset it"):
         place_of_gpu("5", "0,1")
+
+
+def test_a_reply_tells_the_memory_of_the_process_and_the_peak_of_its_device(tmp_path):
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        worker = RoleWorker("actor", 0, 1, str(tmp_path), True, [])
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+        faulthandler.disable()
+    worker.state, worker.peak_flops = SimpleNamespace(value=3), 1e12
+    worker.is_built.set()
+    packed = worker.run(1, "digest", pickle.dumps(OnState(operator.attrgetter("value"))), pack(()), 0, True, False)
+    reply, value = (unpack(part) for part in packed)
+    assert reply.error is None and value == 3 and reply.peak_flops == 1e12
+    assert min(reply.memory["memory/process_peak_mib"], reply.memory["memory/process_mib"]) > 50
+    loop = SimpleNamespace(memory={}, peak_flops={})
+    for reply.memory in ({"memory/gpu_mib": 5.0}, {"memory/gpu_mib": 3.0}):
+        DriverLoop._remember(loop, "actor", reply)
+    assert loop.memory == {"actor": {"memory/gpu_mib": 5.0}} and loop.peak_flops == {"actor": 1e12}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,36 @@ from sfumato.models.diffusion.base import DiffusionModel
 
 PATCH = 2
 """Latent pixels along each side of a token."""
+
+
+PIXELS_AT_ONCE = 8 * 512 * 512
+"""Pixels that an autoencoder makes or takes at a time: eight images of 512 x 512."""
+
+
+def in_slices(compute: Callable[[Tensor], Tensor], given: Tensor, pixels: int) -> Tensor:
+    """Runs a network of convolutions on some samples at a time, so that its memory does not grow with the batch.
+
+    All slices are of one size, the last one filled up: kernels may round a row otherwise in a batch of another size.
+
+    Args:
+        compute: from ``[b, ...]`` to ``[b, ...]``.
+        given: ``[B, ...]``.
+        pixels: of one sample, all frames together.
+    """
+    count = len(given)
+    num_slices = -(-count // max(PIXELS_AT_ONCE // pixels, 1))
+    if num_slices < 2:
+        return compute(_as_convolved(given))
+    size = -(-count // num_slices)
+    rows = torch.arange(num_slices * size).clamp(max=count - 1).to(given.device)
+    return torch.cat([compute(_as_convolved(given[part])) for part in rows.split(size)])[:count]
+
+
+def _as_convolved(given: Tensor) -> Tensor:
+    """Images in the layout that convolutions on GPUs compute in; their weights follow."""
+    if given.device.type == "cuda" and given.ndim == 4:
+        return given.contiguous(memory_format=torch.channels_last)
+    return given
 
 
 def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int | None = None) -> None:
@@ -107,7 +137,9 @@ class KLLatents(DiffusionModel):
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``, the mode of the posterior, scaled."""
         vae = self.pipeline.vae
-        latents = vae.encode(to_device(pixels, vae.device).to(vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        size = pixels.shape[-2] * pixels.shape[-1]
+        pixels = to_device(pixels, vae.device).to(vae.dtype) / 127.5 - 1
+        latents = in_slices(lambda part: vae.encode(part).latent_dist.mode(), pixels, size).float()
         shift, scale = self._latent_scale(latents)
         return (latents - shift) * scale
 
@@ -116,7 +148,9 @@ class KLLatents(DiffusionModel):
         """The way back: latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
         vae = self.pipeline.vae
         shift, scale = self._latent_scale(latents)
-        return vae.decode((latents.float() / scale + shift).to(vae.dtype), return_dict=False)[0]
+        latents = (latents.float() / scale + shift).to(vae.dtype)
+        pixels = latents.shape[-2] * latents.shape[-1] * self.pipeline.vae_scale_factor**2
+        return in_slices(lambda part: vae.decode(part, return_dict=False)[0], latents, pixels)
 
     def _latent_scale(self, like: Tensor) -> tuple[Any, Any]:
         """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
