@@ -122,7 +122,8 @@ class TrainAutoencoderConfig(Section):
         why = "here, where the autoencoder alone is trained on images, whole and in float32 in each process: remove it"
         refuse_needless(self.model, "model", ("lora", "keep_encoders"), why)
         refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir"), why)
-        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate", "compile"]
+        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
+        names += ["compile"] if self.train.compile else []  # false is what happens
         names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
         refuse_needless(self.train, "train", names, why)
         return self
