@@ -57,7 +57,8 @@ def cells(setting: Setting) -> dict[str, Cell]:
 def count(setting: Setting, task: str) -> dict[str, Any]:
     """Waits of a step after the second, in all and by line, and its micro-batches."""
     config = TASKS[task](setting.scratch / task)
-    config["train"] |= {"device": setting.device, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
+    settings = {"lr_warmup_steps": 0, "lr_decay_style": "constant", "compile": False}
+    config["train"] |= {"device": setting.device, **settings}
     if setting.on_gpu and not task.startswith("rl_"):
         config["train"]["mixed_precision"] = "bf16"
     config["train"].pop("max_steps")

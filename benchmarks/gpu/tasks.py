@@ -41,7 +41,7 @@ def cells(setting: Setting) -> dict[str, Cell]:
 
 def tiny_config(task: str, folder: Path, device: str, **train: Any) -> dict[str, Any]:
     config = TASKS[task](folder)
-    config["train"] |= {"device": device, **train}
+    config["train"] |= {"device": device, "compile": False, **train}
     return config
 
 
