@@ -56,7 +56,7 @@ def statuses(output: Path) -> dict[tuple[str, str], str]:
 
 def test_two_stages_run_and_a_crash_costs_one_cell(tmp_path):
     chosen = ("--only", "ceilings", "kernels", "--cells", "machine", "copies", "dropout", "--crash", "ceilings")
-    done = suite(tmp_path, *chosen, "--budget", "500", timeout=550)
+    done = suite(tmp_path, *chosen, "--budget", "2000", timeout=580)
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(tmp_path) == {
         ("ceilings", "machine"): CRASHED,
