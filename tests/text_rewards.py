@@ -1,10 +1,11 @@
-"""Rewards that a tiny language model with random weights can learn within a few updates."""
+"""Rewards and an environment that a tiny language model with random weights can learn within a few updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sfumato.data.text_prompts import TextPrompt
 from sfumato.rewards.base import Reward, Sample
 
 
@@ -28,3 +29,14 @@ class FirstIsAscii(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         return [float((sample.text or "")[:1].isascii()) for sample in samples]
+
+
+class Echo:
+    """An environment that tells how an action begins, and rewards one that begins with a character that is ASCII."""
+
+    def reset(self, prompt: TextPrompt) -> str:
+        return f"{prompt.text}?"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        begins_well = action[:1].isascii()
+        return f" {begins_well} ", float(begins_well), not action

@@ -150,6 +150,8 @@ class DiffusionEvalConfig(EvalConfig):
 class DiffusionRLConfig(RecipeRLConfig):
     """What both tasks share."""
 
+    modality: ClassVar[str] = "image"
+
     model: ModelConfig
     """Model."""
     rollout: DiffusionRolloutConfig

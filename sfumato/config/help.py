@@ -55,6 +55,8 @@ def _variant_lines(cls: type, path: str) -> list[str]:
     docs = attribute_docs(cls)
     for field in (field for field in dataclasses.fields(cls) if field.init):
         default = field.default if field.default is not dataclasses.MISSING else "required"
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         lines.append(f"        {path}.{field.name} = {default}  {docs.get(field.name, '')}")
     return lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -151,6 +151,9 @@ class EvalConfig(Section):
 class RLConfig(Section):
     """Sections of every RL task. A task narrows those that know what is generated: model, rollout, algorithm, eval."""
 
+    modality: ClassVar[str] = ""
+    """What is generated, as rewards name it in their ``modality``; empty leaves that open."""
+
     model: Section
     """Model."""
     data: PromptDataConfig
@@ -201,6 +204,11 @@ class RLConfig(Section):
             why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
             refuse_needless(self.reward, "reward", ("max_pending",), why)
         for number, reward in enumerate(self.reward.rewards):
+            if self.modality and reward.modality not in ("", self.modality):
+                raise ValueError(
+                    f"reward.rewards.{number}: {reward.type} scores samples of another kind ({reward.modality}) than "
+                    f"this task generates ({self.modality}): remove it"
+                )
             if reward.evaluation_only and (reward.weight != 1 or reward.normalise != "none"):
                 name = "weight" if reward.weight != 1 else "normalise"
                 raise ValueError(

@@ -17,10 +17,15 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl_data import TextPromptDataConfig
 
+SUM_OF_LENGTHS = "the sum of data.max_prompt_tokens and rollout.max_new_tokens (or eval.max_new_tokens)"
+"""What a model must have positions for, in messages."""
+
 
 class TextRolloutConfig(RolloutConfig):
     """How completions are drawn from the policy."""
 
+    n: int = Field(ge=1)
+    """Samples per prompt: the group size; 1 only where advantages compare no group."""
     micro_batch_size: int = Field(MAX_SAMPLES, ge=1)
     """Samples that a rank's engine is given together; by default all of an iteration's, which it batches as it has
     room."""
@@ -225,6 +230,8 @@ class TextRLEvalConfig(EvalConfig):
 class TextRLConfig(RecipeRLConfig):
     """Reinforcement learning of language models: GRPO and its relatives."""
 
+    modality: ClassVar[str] = "text"
+
     model: LanguageModelConfig
     """Model."""
     data: TextPromptDataConfig
@@ -250,6 +257,26 @@ class TextRLConfig(RecipeRLConfig):
     def max_seq_len(self) -> int:
         """Tokens of the longest sample, prompt included."""
         return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> TextRLConfig:
+        algorithm, rollout = self.algorithm, self.rollout
+        if rollout.n == 1 and algorithm.advantage.type != "raw":
+            raise ValueError(
+                f"rollout.n 1: algorithm.advantage {algorithm.advantage.type} compares the samples of a group, and one "
+                "alone teaches nothing: set rollout.n to 2 or more, or take a recipe that compares none, such as ppo"
+            )
+        if rollout.n == 1 and algorithm.drop_no_spread:
+            raise ValueError(
+                "rollout.n 1: algorithm.drop_no_spread leaves out groups whose rewards are all equal, which those of "
+                "one sample always are: set it to false"
+            )
+        if rollout.max_extra_groups and not algorithm.drop_no_spread:
+            raise ValueError(
+                "rollout.max_extra_groups draws groups in the place of those without spread, but "
+                "algorithm.drop_no_spread false trains on these: set one of them back"
+            )
+        return self
 
     @model_validator(mode="after")
     def _text_fits(self) -> TextRLConfig:

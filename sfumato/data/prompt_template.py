@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast
 from sfumato.data.tokenise import Encoder, stay_in_one_thread
@@ -58,7 +59,8 @@ class PromptTemplate:
             is_beginning: nothing stands before; then a plain prompt gets the token that begins a text, where the
                 tokenizer puts one there by itself. Chat templates write it themselves.
         """
-        found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(list(texts))]
+        known = [whole_characters(text) for text in texts]  # what tools and agents say may hold halves of characters
+        found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(known)]
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
         return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
 

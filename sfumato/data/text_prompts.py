@@ -162,6 +162,13 @@ def check_text_prompts(prompts: Sequence[TextPrompt], checks: Sequence[Callable[
                 raise DataError(f"{prompt.where}: {error}") from error
 
 
+def _imported(path: str) -> Curriculum:
+    try:
+        return import_function(path)
+    except ConfigError as error:
+        raise ConfigError(f"data.curriculum: {error}") from error
+
+
 class TextPromptLoader(PromptLoader):
     """Groups of an iteration, shuffled anew in each epoch or as a curriculum says, and prompts to replace some of them.
 
@@ -188,7 +195,7 @@ class TextPromptLoader(PromptLoader):
         """
         super().__init__(len(prompts), num_prompts, group_size, seed)
         self.count, self.seed, self.path = len(prompts), seed, curriculum
-        self._curriculum: Curriculum | None = None if curriculum is None else import_function(curriculum)
+        self._curriculum: Curriculum | None = None if curriculum is None else _imported(curriculum)
         self._metadata = [prompt.metadata for prompt in prompts]
         self._known: tuple[int, list[int]] = (-1, [])
 

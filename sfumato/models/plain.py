@@ -65,12 +65,13 @@ def known_positions(config: Any) -> int | None:
     return positions
 
 
-def check_length(config: Any, max_seq_len: int) -> None:
+def check_length(config: Any, max_seq_len: int, what: str = "data.max_seq_len") -> None:
     """Whether a model has as many positions as the longest sample.
 
     Args:
         config: transformers' configuration of the model.
-        max_seq_len: ``data.max_seq_len``.
+        max_seq_len: tokens of the longest sample.
+        what: where the configuration says so.
 
     Raises:
         ConfigError: when it has fewer, those that the scaling of its rotary positions adds among them.
@@ -78,7 +79,7 @@ def check_length(config: Any, max_seq_len: int) -> None:
     positions = known_positions(config)
     if positions is not None and max_seq_len > positions:
         raise ConfigError(
-            f"data.max_seq_len {max_seq_len} is above the {positions} positions that the model knows "
+            f"{what} {max_seq_len} is above the {positions} positions that the model knows "
             f"(max_position_embeddings, and the factor of its rope scaling): lower it, or extend the model"
         )
 

@@ -15,7 +15,7 @@ from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.config.text_rl import TextRLTrainConfig
+from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
@@ -141,7 +141,8 @@ def _plan_tokens(
 ) -> Planned:
     module = language_model_on_meta(model, on_gpu)
     check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
-    check_length(module.config, length)
+    what = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
+    check_length(module.config, length, *what)
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss

@@ -118,6 +118,8 @@ def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) ->
 class AnswerReward(Reward):
     """Base of rewards that compare the answer with a column of the row."""
 
+    modality: ClassVar[str] = "text"
+
     target_key: str = "answer"
     """Column with what is correct; dots lead into it, as in reward_model.ground_truth."""
     extract: Extraction = "all"
@@ -217,6 +219,7 @@ class Format(Reward):
     """1 when the answer has the form that is asked for, else 0."""
 
     type: ClassVar[str] = "format"
+    modality: ClassVar[str] = "text"
 
     template: Literal["none", "think", "think_answer"] = "none"
     """A known form: a thought, </think> and an answer; the same with the answer in <answer></answer>; or none."""

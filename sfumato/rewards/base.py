@@ -95,13 +95,15 @@ class Reward(ABC):
     With ``groupwise`` it is given whole groups. With ``takes_video`` it sees videos whole; else it sees frames of them
     as images, and a video has the mean of theirs. With ``cached`` the value of a sample (of a group) is a function of
     it alone, to the bit and whatever else is scored with it, and costs more than hashing it: equal ones are scored
-    once. ``memory_mib`` limits its processes where it has such.
+    once. ``memory_mib`` limits its processes where it has such. ``modality`` is what it can score: "image" (a video is
+    several) or "text"; empty: either.
 
     Raises ConfigError when ``weight`` is not finite, ``timeout_s`` or ``frame_step`` is not positive, or the range of
     ``normalise`` is none. A subclass with a ``__post_init__`` of its own calls ``super().__post_init__()``.
     """
 
     type: ClassVar[str]
+    modality: ClassVar[str] = ""
     groupwise: ClassVar[bool] = False
     takes_video: ClassVar[bool] = False
     cached: ClassVar[bool] = False

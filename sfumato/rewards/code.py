@@ -31,6 +31,7 @@ class CodeReward(Reward):
     """1 when the program of the answer passes all tests of the row, else 0; it runs in the sandbox."""
 
     type: ClassVar[str] = "code"
+    modality: ClassVar[str] = "text"
 
     target_key: str = "tests"
     """Column with the tests: assertions, pairs of input and output, or a function check(candidate)."""

@@ -15,6 +15,7 @@ class EnvironmentReward(Reward):
     """What the environment or the agent of the rollout gave: the sum over its steps."""
 
     type: ClassVar[str] = "environment"
+    modality: ClassVar[str] = "text"
 
     key: str = "environment_reward"
     """What of the rollout's findings is the reward, such as tool_errors."""

@@ -66,6 +66,7 @@ class UnifiedReward(Judge):
     """Final score of UnifiedReward, 1 to 5, divided by 5."""
 
     type: ClassVar[str] = "unified_reward"
+    modality: ClassVar[str] = "image"
 
     def read(self, reply: ChatReply, *samples: Sample) -> float:
         """The number after ``Final Score:``, divided by 5."""
@@ -77,6 +78,7 @@ class QwenVLOcrReward(Judge):
     """Closeness of a vision-language model's transcription to the text quoted in the prompt, from 0 to 1."""
 
     type: ClassVar[str] = "qwenvl_ocr"
+    modality: ClassVar[str] = "image"
     takes_video: ClassVar[bool] = False  # the mean over the frames, as for ``ocr``
 
     max_tokens: int = 256

@@ -17,6 +17,7 @@ class Overlong(Reward):
     """
 
     type: ClassVar[str] = "overlong"
+    modality: ClassVar[str] = "text"
 
     max_length: int
     """Tokens at which the punishment is whole; mostly the limit of what is drawn."""
@@ -48,6 +49,7 @@ class Length(Reward):
     """How well the length of an answer suits, from 0 to 1."""
 
     type: ClassVar[str] = "length"
+    modality: ClassVar[str] = "text"
 
     target: int
     """How many tokens an answer should have."""

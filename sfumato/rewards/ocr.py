@@ -125,6 +125,7 @@ class OcrReward(Reward):
     """Closeness of the text in the image to the text quoted in the prompt, from 0 to 1."""
 
     type: ClassVar[str] = "ocr"
+    modality: ClassVar[str] = "image"
 
     engine: Literal["rapidocr", "tesseract", "paddleocr"] = "rapidocr"
     """What reads the image: the package RapidOCR or PaddleOCR, or the Tesseract program (English only)."""

@@ -35,6 +35,7 @@ class Brightness(Reward):
     """Mean of all pixel values, from 0 (black) to 1 (white)."""
 
     type: ClassVar[str] = "brightness"
+    modality: ClassVar[str] = "image"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean(pixels) / 255`` for each image."""
@@ -46,6 +47,7 @@ class Sharpness(Reward):
     """Mean difference of neighbouring pixels, from 0 (one plain colour) to 1 (a chessboard of pixels)."""
 
     type: ClassVar[str] = "sharpness"
+    modality: ClassVar[str] = "image"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean|difference to the right or downward neighbour| / 255`` for each image."""
@@ -57,6 +59,7 @@ class Symmetry(Reward):
     """Likeness of the image and its mirror image, left to right, from 0 to 1 (equal)."""
 
     type: ClassVar[str] = "symmetry"
+    modality: ClassVar[str] = "image"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean|pixels - mirrored pixels| / 255`` for each image."""
@@ -67,6 +70,8 @@ class Symmetry(Reward):
 @dataclass(frozen=True, kw_only=True)
 class _WordReward(Reward):
     """Base of rewards that follow one of some words: that of their own field, else the first in the prompt."""
+
+    modality: ClassVar[str] = "image"
 
     field: ClassVar[str]
     known: ClassVar[Collection[str]]
@@ -161,6 +166,7 @@ class JpegIncompressibility(Reward):
     """JPEG size in thousands of bytes: more detail, more reward (Black et al., 2023, arXiv 2305.13301)."""
 
     type: ClassVar[str] = "jpeg_incompressibility"
+    modality: ClassVar[str] = "image"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``bytes / 1000``, positive, for each image."""
@@ -172,6 +178,7 @@ class JpegCompressibility(Reward):
     """Minus the JPEG size in units of 500,000 bytes: less detail, more reward."""
 
     type: ClassVar[str] = "jpeg_compressibility"
+    modality: ClassVar[str] = "image"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``-bytes / 1000 / 500``, negative and near zero, for each image."""

@@ -77,6 +77,8 @@ class PretrainedReward(Reward):
 class _ClipReward(PretrainedReward):
     """Base of rewards that are a function of the cosine between image and prompt."""
 
+    modality: ClassVar[str] = "image"
+
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_clip"
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
@@ -121,6 +123,7 @@ class Aesthetic(PretrainedReward):
     """
 
     type: ClassVar[str] = "aesthetic"
+    modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_aesthetic"
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
@@ -136,6 +139,7 @@ class ImageReward(PretrainedReward):
     """
 
     type: ClassVar[str] = "image_reward"
+    modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.image_reward:load_image_reward"
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
@@ -154,6 +158,7 @@ class HpsV3(PretrainedReward):
     """
 
     type: ClassVar[str] = "hpsv3"
+    modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.hpsv3:load_hpsv3"
 
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -179,6 +184,7 @@ class ImageSimilarity(PretrainedReward):
     """Cosine of the embeddings of the image and of its source image, by CLIP, SigLIP or DINOv2."""
 
     type: ClassVar[str] = "image_similarity"
+    modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_embedder"
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
@@ -198,6 +204,7 @@ class TextRewardModel(PretrainedReward):
     """Output of a reward model on the conversation that the generated text ends, such as Skywork-Reward."""
 
     type: ClassVar[str] = "text_reward_model"
+    modality: ClassVar[str] = "text"
     loader: ClassVar[str] = "sfumato.rewards.networks.classifier:load_classifier"
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:

@@ -25,6 +25,7 @@ class ReasoningGym(Reward):
     """The score of a problem of reasoning-gym by its own verifier, from 0 to 1."""
 
     type: ClassVar[str] = "reasoning_gym"
+    modality: ClassVar[str] = "text"
 
     target_key: str = "metadata"
     """Column that says which problem it is, as sfumato.data.reasoning_gym makes it."""

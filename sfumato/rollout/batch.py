@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from sfumato.algorithms.rows import TensorRows, by_row
@@ -113,10 +114,15 @@ class Drawn:
     """Metrics that all ranks agree on already."""
 
 
+MAX_EXTREMES = 8
+"""Texts of an iteration with the highest rewards that are kept, and as many with the lowest."""
+
+
 def records_of(
     part: Part, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
 ) -> list[SampleRecord]:
-    """The first few groups of a rank, for the run folder.
+    """Samples of a rank, for the run folder: its first few groups, and of texts those with the highest and the lowest
+    rewards of all ranks' samples.
 
     Args:
         part: the rank's.
@@ -133,6 +139,8 @@ def records_of(
         if request.sample_id in set(ids)
     ]
     groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]
+    order = np.argsort(scores.total, kind="stable")[: int(np.isfinite(scores.total).sum())]  # NaN comes last
+    extremes = {*order[:MAX_EXTREMES].tolist(), *order[-MAX_EXTREMES:].tolist()}
     return [
         scores.record(
             ids[request.sample_id],
@@ -144,5 +152,5 @@ def records_of(
             advantage=float(advantages[ids[request.sample_id]]),
         )
         for request, sample, version in rows
-        if request.group_id in groups
+        if request.group_id in groups or (sample.text is not None and ids[request.sample_id] in extremes)
     ]

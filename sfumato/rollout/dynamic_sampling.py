@@ -59,16 +59,10 @@ def dynamic_sampling(config: RLConfig, loader: TextPromptLoader, max_extra_group
     """``more_groups`` for the stream of a configured run; None where ``max_extra_groups`` is 0.
 
     Raises:
-        ConfigError: when groups without spread are trained on all the same, or ranks that share a sample would each ask
-            for groups by themselves.
+        ConfigError: when ranks that share a sample would each ask for groups by themselves.
     """
     if max_extra_groups == 0:
         return None
-    if not config.algorithm.drop_no_spread:
-        raise ConfigError(
-            "rollout.max_extra_groups draws groups in the place of those without spread, but "
-            "algorithm.drop_no_spread false trains on these: set one of them back"
-        )
     if config.runtime.backend == "in_process" and config.train.ranks_per_sample > 1:
         raise ConfigError(
             f"rollout.max_extra_groups: the {config.train.ranks_per_sample} ranks that share a sample would each "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 from torch import nn
 
 from sfumato.algorithms.noise import keyed_generator
-from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
 from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_prompts import TextPrompt, check_text_prompts, load_text_prompts
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.critic import Critic
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
@@ -30,7 +31,7 @@ from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Drawn, SampleRequest
-from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.partial import OverSampling
@@ -46,7 +47,7 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
         ConfigError: when it is missing, or knows fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train)
-    check_length(model.module.config, config.max_seq_len)
+    check_length(model.module.config, config.max_seq_len, SUM_OF_LENGTHS)
     return model, FlopCount(model.module)
 
 
@@ -65,6 +66,8 @@ def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say:
         policies.frozen_copy.take(model.attention, model.rows)
         policies.frozen_copy.shares_prompts = model.shares_prompts
 
+
+LOGGER = logging.getLogger(__name__)
 
 EVALUATION = "evaluation"
 """What samples are for that are not learned from."""
@@ -91,11 +94,13 @@ class TextEngine:
             prompts: those of training, where more groups are under way than an iteration learns from.
 
         Raises:
-            ConfigError, EngineError: when that engine does not start.
+            ConfigError: when that engine cannot be what the configuration says.
+            RoleLostError: when it does not start.
         """
         tokenizer = build_tokenizer(config.model) if model is None else model.tokenizer
         self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer), flops
         self.served = build_served(config) if served else None
+        self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """What takes weights; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
@@ -152,6 +157,9 @@ class TextEngine:
 
         Returns:
             B lists of token sequences, and the B samples as rewards see them.
+
+        Raises:
+            RoleLostError: when an engine with weights of its own is lost, and nothing brings it back.
         """
         rollout = self.config.rollout
         engine, sampling, limits = self._ready(weights, version)
@@ -163,9 +171,29 @@ class TextEngine:
             ]
             return await asyncio.gather(*draws)
 
-        drawn = asyncio.run(draw_all())
+        while True:
+            try:
+                drawn = asyncio.run(draw_all())
+                break
+            except EngineError as error:
+                self._restart(error)
         samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
         return [each.sequences for each in drawn], samples
+
+    def _restart(self, error: EngineError) -> None:
+        """Starts an engine that was lost anew, with the weights that it had: what was asked for is drawn again."""
+        if self.served is None:
+            raise error
+        most = self.config.runtime.max_restarts
+        if self._restarts >= most:
+            reason = f"{error}\nits engine was started anew {self._restarts} times already (runtime.max_restarts)"
+            raise RoleLostError("sampler", (), reason) from error
+        self._restarts += 1
+        LOGGER.warning("%s\nit is started anew, %d of %d times (runtime.max_restarts)", error, self._restarts, most)
+        try:
+            self.served.restart()
+        except (ConfigError, EngineError) as problem:
+            raise RoleLostError("sampler", (), f"{error}\n{problem}") from problem
 
     def draw_requests(
         self, requests: Sequence[SampleRequest], prompts: Sequence[TextPrompt], iteration: int, version: int
@@ -228,7 +256,7 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
         return None
     own = {"model_path": config.algorithm.teacher, "config_path": None, "tokenizer_path": None, "lora": None}
     teacher = build_language_model(config.model.model_copy(update=own), config.train, frozen=True)
-    check_length(teacher.module.config, config.max_seq_len)
+    check_length(teacher.module.config, config.max_seq_len, SUM_OF_LENGTHS)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
             f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
@@ -265,7 +293,12 @@ def open_prompts(
 def build_served(config: TextRLConfig) -> Any:
     """The engine that has weights of its own, started or found."""
     described = build_language_model(config.model, config.train.model_copy(update={"init_device": "meta"}))
-    return config.rollout.engine.build(str(config.model.model_path), described.module, Path(config.train.output_dir))
+    try:
+        return config.rollout.engine.build(
+            str(config.model.model_path), described.module, Path(config.train.output_dir)
+        )
+    except EngineError as error:
+        raise RoleLostError("sampler", (), str(error)) from error
 
 
 def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:

@@ -70,8 +70,8 @@ def evaluate(
         for name in values:
             finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
             metrics[name] = sum(finite) / len(finite) if finite else math.nan
-        first = list(trained[:1]) + [None] * len(made)  # the first rank's are enough
-        parts = [(samples, own, part) for (samples, _), own, part in zip(made, scored, first, strict=False)]
+        learned = list(trained) or [None] * len(made)
+        parts = [(samples, own, part) for (samples, _), own, part in zip(made, scored, learned, strict=True)]
         actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
         run.show_samples(step)
     return metrics
@@ -92,9 +92,10 @@ def _save_samples(
         for row, sample in enumerate(samples[: len(eval_scores.total)])
         if sample.group_id < config.eval.num_saved
     ]
+    if trained is not None:  # of the groups the first rank's are enough
+        groups = 2 if actor.mesh.is_first else 0
+        records += records_of(trained, scores, advantages.values, config.train.seed, groups)
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return
-    if trained is not None:
-        together += records_of(trained, scores, advantages.values, config.train.seed)
     save_samples_and_grids(Path(config.train.output_dir), step, together)

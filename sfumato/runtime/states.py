@@ -6,6 +6,7 @@ device, and leaves what sampling does not need in CPU memory (``RoleMemory``).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
@@ -154,7 +155,9 @@ class Actor(Generic[Model]):
     def end_update(self, step: int) -> None:
         """Call it when the optimiser steps of an iteration are through, ``step`` of which are finished then."""
         self.policies.follow()
-        self.state.schedule.step()
+        with warnings.catch_warnings():  # an iteration without anything to learn from takes no step before
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
+            self.state.schedule.step()
         self.state.step = step
 
     def wake(self) -> None:

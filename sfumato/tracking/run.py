@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sfumato.config.base import Section
+from sfumato.config.characters import whole_characters
 from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
@@ -327,6 +328,7 @@ class Run:
         """A line for the person who watches, and for ``log.txt``."""
         if not self.mesh.is_first:
             return
+        text = whole_characters(text)
         if self.is_open:
             self._progress.message(text)
         else:

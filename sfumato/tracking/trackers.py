@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sfumato.checkpoint.envelope import flush
+from sfumato.config.characters import whole_characters
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.services import SERVICES, missing
 
@@ -270,8 +271,9 @@ def finite(points: Mapping[int, float | None]) -> dict[int, float]:
 
 
 def strict_json(value: Any) -> str:
-    """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null."""
-    return _STRICT.encode(_plain(value))
+    """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null, and halves of surrogate
+    pairs, which UTF-8 does not have, U+FFFD."""
+    return whole_characters(_STRICT.encode(_plain(value)))
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.engines.served_model import MAX_LENGTH, log_probs, make_model
 
@@ -23,8 +24,8 @@ from tests.engines.served_model import MAX_LENGTH, log_probs, make_model
 class Scheduler:
     """The model, and what is under way."""
 
-    def __init__(self, model_path: Path, faults: set[str]) -> None:
-        self.module, self.faults, self.version = make_model(), faults, "default"
+    def __init__(self, model_path: Path, faults: set[str], module: nn.Module | None = None) -> None:
+        self.module, self.faults, self.version = module or make_model(), faults, "default"
         self.model_path, self.lock = model_path, threading.Condition()
         self.is_paused, self.num_aborts, self.num_waiting, self.seen = False, 0, 0, []
         self.waits_after: int | None = None  # tokens, after which requests wait for the next pause
@@ -140,10 +141,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def bound(scheduler: Scheduler, port: int = 0, handler: type[Handler] = Handler) -> ThreadingHTTPServer:
+    """A server that is not yet listened to."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Bound", (handler,), {"scheduler": scheduler}))
+    server.daemon_threads = True
+    return server
+
+
 def serve(model_path: Path, *faults: str) -> tuple[str, Scheduler, ThreadingHTTPServer]:
     """Serves in a thread until ``shutdown``."""
     scheduler = Scheduler(model_path, set(faults))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"scheduler": scheduler}))
-    server.daemon_threads = True
+    server = bound(scheduler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}", scheduler, server

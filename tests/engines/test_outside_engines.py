@@ -26,6 +26,7 @@ from sfumato.rollout.engines.base import EngineError, GenerationRequest
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served import seed_of
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.rollout.engines.vllm_calls import WORKER_FILE
 from sfumato.rollout.engines.weight_files import WeightFiles, own_folder
@@ -272,10 +273,22 @@ def test_engines_are_found_by_type():
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
     given = parts("/models/tiny", tmp_path)
+    for fields, text in (
+        ({"url": "http://a:1", "program": "/bin/vllm"}, "url and program"),
+        ({"environment": {"A": "1"}}, "environment is for the server that program starts"),
+        ({"url": "http://a:1", "arguments": ("--x",)}, "arguments are for an engine that is started"),
+        ({"program": "/bin/vllm", "api_key_env": "KEY"}, "api_key_env is for the server at url"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 must be at least 1"),
+        ({"max_requests": 0}, "max_requests 0 must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len 0 must be at least 1"),
+        ({"timeout_s": float("inf")}, "timeout_s inf must be a number of seconds above 0"),
+        ({"start_timeout_s": -1.0}, r"start_timeout_s -1\.0 must be"),
+        ({"gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
+    ):
+        for kind in (VllmSettings, SglangSettings):
+            with pytest.raises(ConfigError, match=text):
+                kind(**fields)
     for settings, text in (
-        (VllmSettings(url="http://a:1", program="/bin/vllm"), "url and program"),
-        (VllmSettings(environment={"A": "1"}), "environment is for the server that program starts"),
-        (VllmSettings(url="http://a:1", arguments=("--x",)), "arguments are for vLLM that is started"),
         (VllmSettings(url="http://a:1", api_key_env="NOT_SET"), "NOT_SET is not set"),
         (VllmSettings(url="a:1"), "url: 'a:1' must be of the form"),
     ):

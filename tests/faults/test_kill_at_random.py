@@ -38,7 +38,7 @@ from tests.tiny import (
     weights_in,
 )
 
-KILLS = {1: 15, 2: 20}
+KILLS = {1: 20, 2: 20}
 """Of each case, by number of ranks."""
 
 MAIN = "import sys; from tests.faults.test_kill_at_random import kill_again_and_again as main; main(*sys.argv[1:])"
@@ -54,6 +54,18 @@ def tiny_autoencoder_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
 
 
 EMA = {"ema_decay": 0.9}
+TEXT_RL = {
+    "train": EMA,
+    "eval": {"every_steps": 10},
+    "rollout": {
+        "n": 2,
+        "max_new_tokens": 24,
+        "kind": {"type": "environment", "path": "tests.text_rewards:Echo", "max_turns": 3},
+    },
+    "reward": {"rewards": [{"type": "environment"}]},
+}
+"""Several turns, and a moving average."""
+MORE_GROUPS = {"rollout": {"max_extra_groups": 8}}
 CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
     "train_dit": ("train_dit", tiny_dit_config, 1, 120, {"train": EMA}),
     "train_dit, saved in the background": (
@@ -92,6 +104,15 @@ CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
         },
     ),
     "rl_diffusion": ("rl_diffusion", tiny_rl_config, 1, 30, {"train": EMA, "eval": {"every_steps": 10}}),
+    "rl_text": ("rl_text", tiny_text_rl_config, 1, 30, merge(TEXT_RL, MORE_GROUPS)),
+    "rl_text with a critic": (
+        "rl_text",
+        tiny_text_rl_config,
+        1,
+        30,
+        merge(TEXT_RL, {"algorithm": {"recipe": "ppo"}, "train": {"global_batch_size": 4}}),
+    ),
+    "rl_text on two ranks": ("rl_text", tiny_text_rl_config, 2, 30, merge(TEXT_RL, MORE_GROUPS)),
     "rl_text, partial rollouts": (
         "rl_text",
         tiny_text_rl_config,
@@ -221,6 +242,7 @@ def assert_same(left: Path, right: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(tmp_path, case, monkeypatch):
     end_answers_early(monkeypatch)
@@ -234,7 +256,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(tmp_pa
     path.write_text(json.dumps(config), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MAIN, case, str(path), str(undisturbed)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     log = result.pop("log")

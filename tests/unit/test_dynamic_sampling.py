@@ -182,9 +182,8 @@ def test_spread():
         assert not has_spread(np.array(values))
 
 
-def settings(backend="in_process", ranks=1, drop=True):
+def settings(backend="in_process", ranks=1):
     return SimpleNamespace(
-        algorithm=SimpleNamespace(drop_no_spread=drop),
         runtime=SimpleNamespace(backend=backend),
         train=SimpleNamespace(ranks_per_sample=ranks),
     )
@@ -192,9 +191,7 @@ def settings(backend="in_process", ranks=1, drop=True):
 
 def test_what_does_not_go_together_is_refused():
     own = loader()
-    assert dynamic_sampling(settings(drop=False), own, 0) is None
+    assert dynamic_sampling(settings(ranks=2), own, 0) is None
     assert dynamic_sampling(settings("ray", ranks=2), own, 3) == DynamicSampling(own, 3)
-    with pytest.raises(ConfigError, match=r"algorithm\.drop_no_spread false trains on these"):
-        dynamic_sampling(settings(drop=False), own, 3)
     with pytest.raises(ConfigError, match="the 2 ranks that share a sample would each decide"):
         dynamic_sampling(settings(ranks=2), own, 3)

@@ -15,6 +15,10 @@ from sfumato.config.base import Variant, find_variants
 KINDS = {
     "advantages": "sfumato.algorithms.advantages",
     "combinations": "sfumato.rewards.scoring.combinations",
+    "engines": "sfumato.rollout.engines",
+    "kinds": "sfumato.rollout.kinds",
+    "text_formats": "sfumato.data.text_formats",
+    "text_prompt_formats": "sfumato.data.text_prompt_formats",
     "decay": "sfumato.algorithms.decay",
     "dynamics": "sfumato.algorithms.dynamics",
     "forward_kl": "sfumato.algorithms.forward_kl",
@@ -58,7 +62,7 @@ def test_every_kind_of_part_is_looked_at():
     sources = {
         variant.source for schema in SCHEMAS for _, variant, _, _ in fields_of(schema) if isinstance(variant, Variant)
     }
-    assert sources - {"sfumato.rewards"} <= set(KINDS.values())
+    assert sources - {"sfumato.rewards"} == set(KINDS.values())
 
 
 BOUNDS = [  # kind, type, field, values that are taken, values beyond

@@ -246,6 +246,10 @@ def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> Non
         ({"algorithm": {"teacher": "folder", "kl": {"coef": 0.0}}}, "kl.coef above 0"),
         ({"critic": {"lr": 1e-3}}, "take gae"),
         ({"rollout": {"engine": "vllm"}}, "hybrid_engine to false"),
+        ({"rollout": {"n": 1}}, "group compares the samples of a group"),
+        ({"rollout": {"n": 1}, "algorithm": {"recipe": "ppo", "drop_no_spread": True}}, "drop_no_spread leaves out"),
+        ({"rollout": {"max_extra_groups": 2}, "algorithm": {"recipe": "ppo"}}, "set one of them back"),
+        ({"reward": {"rewards": [{"type": "brightness"}]}}, r"brightness scores samples of another kind \(image\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,33 @@ class ServedSettings:
     (/dev/shm) it is quicker."""
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_requests", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"rollout.engine.{name} {value} must be at least 1")
+        for name in ("timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"rollout.engine.{name} {value} must be a number of seconds above 0")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"rollout.engine.gpu_memory_utilization {share} must be above 0 and at most 1")
+        self._check_server()
+
+    def _check_server(self) -> None:
+        program = getattr(self, "program", "")
+        if self.url and program:
+            raise ConfigError("rollout.engine: url and program: the server runs already, or is started; remove one")
+        if self.environment and not program:
+            raise ConfigError("rollout.engine.environment is for the server that program starts: remove it")
+        if self.arguments and self.url:
+            raise ConfigError(
+                "rollout.engine.arguments are for an engine that is started, not for the server at url: remove it"
+            )
+        if self.api_key_env and not self.url:
+            raise ConfigError("rollout.engine.api_key_env is for the server at url: remove it")
 
     @property
     def api_key(self) -> str:

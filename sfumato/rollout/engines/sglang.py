@@ -196,6 +196,11 @@ class SglangSettings(ServedSettings):
     """Python of an environment with SGLang, such as /opt/sglang/bin/python: a server is started with it on this
     machine, and ended with the run."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.url or self.program):
+            raise ConfigError("rollout.engine: sglang needs either the url of a server or the program that starts one")
+
     def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> SglangServer:
         """Starts or finds the server.
 
@@ -211,8 +216,6 @@ class SglangSettings(ServedSettings):
             ConfigError: when settings do not go together, adapters alone are trained, or the server is another one.
             EngineError: when it does not start.
         """
-        if bool(self.url) == bool(self.program):
-            raise ConfigError("rollout.engine: sglang needs either the url of a server or the program that starts one")
         key = self.api_key
         model_path = str(Path(model_path).absolute())
         files = self.weight_files(template, folder, model_path)

@@ -148,7 +148,6 @@ class VllmSettings(ServedSettings):
             ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
             EngineError: when it does not start.
         """
-        self._check()
         model_path = str(Path(model_path).absolute())
         files = self.weight_files(template, folder, model_path)
         rank = max_rank(template) if files.are_adapters else 0
@@ -169,16 +168,6 @@ class VllmSettings(ServedSettings):
         else:
             calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep)
-
-    def _check(self) -> None:
-        if self.url and self.program:
-            raise ConfigError("rollout.engine: url and program: the server runs already, or is started; remove one")
-        if self.environment and not self.program:
-            raise ConfigError("rollout.engine.environment is for the server that program starts: remove it")
-        if self.arguments and self.url:
-            raise ConfigError(
-                "rollout.engine.arguments are for vLLM that is started, not for the server at url: remove it"
-            )
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
         """vLLM's settings, by the names that its Python and command line share."""
