@@ -208,7 +208,10 @@ class TextEngine:
         version = 0 if self.config.rollout.rollout_only else version
         weights = ("rollout", version)
         if self.under_way is not None:
-            return self.under_way.draw(*self._ready(weights, version), self.template, version, iteration)
+            try:
+                return self.under_way.draw(*self._ready(weights, version), self.template, version, iteration)
+            except EngineError as error:  # with it what was under way
+                raise RoleLostError("sampler", (), str(error)) from error
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
         sequences, samples = self.draw(weights, version, wanted, groups, keys)
@@ -233,8 +236,10 @@ class TextEngine:
         return {} if source is None else source.metrics
 
     def close(self) -> None:
-        """Ends the engine."""
-        (self._policy or self.served).close()
+        """Ends the engine, where there is one."""
+        engine = self._policy or self.served
+        if engine is not None:
+            engine.close()
 
 
 def answer_evaluation(actor: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
