@@ -12,7 +12,7 @@ from sfumato.config.load import merge
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS
-from tests.tiny import run_task_here, tiny_text_rl_config
+from tests.tiny import run_task_here, run_task_process, tiny_text_config, tiny_text_rl_config, write_config
 
 MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "ddp": (2, "qwen3", {"data_parallel_mode": "ddp"}, {}),
@@ -75,3 +75,21 @@ def test_ranks_share_the_rollouts_that_one_process_has_dumped(ranks: RankPool, t
     ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
+
+
+def config_with_maker(tmp_path: Path) -> dict[str, Any]:
+    """A run of one iteration whose model is made first, by one step of pretraining."""
+    maker = tiny_text_config(tmp_path / "maker", train={"max_steps": 1})
+    config = tiny_text_rl_config(tmp_path, train={"max_steps": 1})
+    made = Path(maker["train"]["output_dir"]) / "hf_ckpt"
+    config["model"] = {"model_path": str(made), "made_by": str(write_config(maker, tmp_path / "maker.yaml"))}
+    return config
+
+
+@pytest.mark.slow
+def test_ranks_make_a_model_that_is_missing(tmp_path: Path) -> None:
+    path = write_config(config_with_maker(tmp_path), tmp_path / "run.yaml")
+    done = run_task_process("rl_text", path, num_processes=2, timeout_s=500)
+    assert done.returncode == 0, done.output
+    assert [line["step"] for line in done.metrics()] == [0, 1]
+    assert (tmp_path / "maker/run/hf_ckpt/model.safetensors").is_file()

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
+from sfumato.tracking.trackers import read_jsonl
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
-from tests.tiny import write_config
+from tests.tiny import run_task_here, tiny_text_rl_config, write_config
 
 KILLS, STEPS_PER_KILL = {"separate": 12, "colocated": 8, "one-step-off": 12}, 4
 WHERE = {"separate": SEPARATE, "colocated": COLOCATED, "one-step-off": ONE_STEP_OFF}
+TEXT_KILLS, MAX_STALENESS = 10, 2
+ASYNCHRONOUS = merge(SEPARATE, {"rollout": {"async_strategy": "fully-async", "max_staleness": MAX_STALENESS}})
+TEXT_WHERE = {"separate": SEPARATE, "one-step-off": ONE_STEP_OFF, "fully asynchronous": ASYNCHRONOUS}
 SECONDS = 1.0
 """A kill comes at most so long after the run has made a step: about two steps."""
 SHADE = """
@@ -75,3 +79,37 @@ def test_runs_whose_processes_are_killed_end_as_the_undisturbed_one(name: str, t
         assert run.wait(300) == 0, run.output
         assert run.left() == {}
     assert_same(run.folder, undisturbed(config, tmp_path / "undisturbed"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", list(TEXT_WHERE))
+def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp_path: Path) -> None:
+    """To the bits of the undisturbed run, or where what is learned from depends on time, within the staleness."""
+    rng = random.Random(name)
+    settings = {
+        "runtime": {"max_restarts": 20},
+        "reward": {"rewards": [{"type": "tests.text_rewards:FirstIsAscii"}]},
+        "rollout": {"n": 2, "micro_batch_size": 4},
+        "train": {"max_steps": TEXT_KILLS * STEPS_PER_KILL, "save_steps": 1, "max_checkpoints": 2},
+        "eval": {"every_steps": 1000},
+    }
+    if name != "fully asynchronous":
+        settings["rollout"]["max_extra_groups"] = 4
+    config = tiny_text_rl_config(tmp_path, **merge(TEXT_WHERE[name], settings))
+    plan = [["actor", "sampler", "scorer"][number % 3] for number in range(TEXT_KILLS)]
+    rng.shuffle(plan)
+    with RoleRun(write_config(config, tmp_path / "killed.yaml"), script="tasks/rl_text.py") as run:
+        for number, role in enumerate(plan):
+            run.wait_for_step(number)
+            print(f"{name:12s} {role:8s} {kill_one(run, role, rng)}", flush=True)
+        assert run.wait(300) == 0, run.output
+        assert run.left() == {}
+    if name == "fully asynchronous":
+        lines = [line for line in read_jsonl(run.folder / "metrics.jsonl") if "staleness/max" in line]
+        assert len(lines) == TEXT_KILLS * STEPS_PER_KILL
+        assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
+    else:
+        plain = {key: each for key, each in config.items() if key != "runtime"}
+        own = {"output_dir": str(tmp_path / "undisturbed"), "save_steps": 0}
+        assert_same(run.folder, run_task_here("rl_text", merge(plain, {"train": own})))

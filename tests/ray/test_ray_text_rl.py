@@ -9,6 +9,7 @@ import pytest
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
+from tests.dist.test_rl_text_ranks import config_with_maker
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 
@@ -50,3 +51,10 @@ def test_fully_asynchronous_within_the_bound(tmp_path: Path) -> None:
     folder = on_ray(tmp_path, "ray", RAY, {"rollout": rollout, "train": {"max_steps": 6}})
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "staleness/max" in line]
     assert len(lines) == 6 and max(line["staleness/max"] for line in lines) <= 2
+
+
+def test_the_driver_makes_a_model_that_is_missing(tmp_path: Path) -> None:
+    path = write_config(merge(config_with_maker(tmp_path), APART), tmp_path / "run.yaml")
+    done = run_task_process("rl_text", path, timeout_s=500)
+    assert done.returncode == 0, done.output
+    assert [line["step"] for line in done.metrics()] == [0, 1]
