@@ -21,6 +21,7 @@ WHERE = {"separate": SEPARATE, "colocated": COLOCATED, "one-step-off": ONE_STEP_
 TEXT_KILLS, MAX_STALENESS = 10, 2
 ASYNCHRONOUS = merge(SEPARATE, {"rollout": {"async_strategy": "fully-async", "max_staleness": MAX_STALENESS}})
 TEXT_WHERE = {"separate": SEPARATE, "one-step-off": ONE_STEP_OFF, "fully asynchronous": ASYNCHRONOUS}
+PATIENCE_S = 600.0
 SECONDS = 1.0
 """A kill comes at most so long after the run has made a step: about two steps."""
 SHADE = """
@@ -50,7 +51,7 @@ def kill_one(run: RoleRun, role: str, rng: random.Random) -> str:
     while (hit := run.signal(role, signal.SIGKILL, rng)) is None:
         assert run.driver.poll() is None, run.output
         time.sleep(0.05)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         said = run.output[size:]
         found = re.search(rf"role {role}, rank {hit['rank']}: process {hit['pid']} .*", said)
@@ -101,9 +102,9 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
     rng.shuffle(plan)
     with RoleRun(write_config(config, tmp_path / "killed.yaml"), script="tasks/rl_text.py") as run:
         for number, role in enumerate(plan):
-            run.wait_for_step(number)
+            run.wait_for_step(number, PATIENCE_S)
             print(f"{name:12s} {role:8s} {kill_one(run, role, rng)}", flush=True)
-        assert run.wait(300) == 0, run.output
+        assert run.wait(PATIENCE_S) == 0, run.output
         assert run.left() == {}
     if name == "fully asynchronous":
         lines = [line for line in read_jsonl(run.folder / "metrics.jsonl") if "staleness/max" in line]

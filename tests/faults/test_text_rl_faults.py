@@ -84,11 +84,12 @@ def test_a_reward_that_fails_for_all_ends_the_run_with_what_was_done_saved(tmp_p
 
 def test_samples_whose_reward_failed_are_left_out(tmp_path: Path) -> None:
     reward = {"type": "function", "path": f"{HERE}:raises_for_some", "process": False}
-    folder = run_task_here("rl_text", config_of(tmp_path, reward={"rewards": [reward], "max_failed_fraction": 0.9}))
+    settings = {"reward": {"rewards": [reward], "max_failed_fraction": 0.9}, "eval": {"every_steps": 1}}
+    folder = run_task_here("rl_text", config_of(tmp_path, **settings))
     failed = values(folder, "reward/failed")
     assert len(failed) == 2 and 0 < failed[0] < 0.9
     assert values(folder, "rows")[0] < values(folder, "rollout/tokens")[0]
-    rows = [json.loads(line) for line in (folder / "samples/step_000002/samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "samples/step_000001/samples.jsonl").read_text().splitlines()]
     assert {row["total"] is None for row in rows if row["kind"] == "train"} == {True, False}, "null, never 0"
 
 
