@@ -211,7 +211,10 @@ class LocalRole:
         return _done(None)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Ends the engine that the state draws with, where it has one, and what that has started."""
+        engine = getattr(self.state, "engine", None)
+        if engine is not None:
+            engine.close()
 
 
 def _done(value: Any) -> Future:

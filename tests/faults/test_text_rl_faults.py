@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -193,6 +194,7 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     more = {"timeout_s": 20.0} if fault == "hangs" else {}
     folder = run_task_here("rl_text", served_config(tmp_path, model, "run", fault=f"{fault}:24", **more))
     assert (tmp_path / "happened").exists(), "in the second iteration"
+    assert not [each for each in psutil.Process().children(recursive=True) if "sglang" in " ".join(each.cmdline())]
     assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
 
