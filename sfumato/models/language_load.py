@@ -72,30 +72,33 @@ def build_language_model(
     model = LanguageModel(module, tokenizer, *settings)
     if not train_base:
         module.requires_grad_(False)
-    freeze(module, config.freeze)
+    model.frozen_names = freeze(module, config.freeze)
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
 
 
-def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Leaves weights as they are whose names contain one of these expressions.
+def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
+    """Leaves weights as they are whose names contain one of these expressions. Returns their names.
 
     Raises:
         ConfigError: when an expression takes no trained weight, or none is left.
     """
+    frozen: set[str] = set()
     for index, pattern in enumerate(patterns):
-        taken = [weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)]
+        taken = {name: weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)}
+        frozen |= taken.keys()
         if not taken:
             names = ", ".join(list(trainable_parameters(module))[:3])
             raise ConfigError(
                 f"model.freeze.{index}: {pattern!r} takes no trained weight; there are {names}, ...: correct the "
                 "expression, or leave it out"
             )
-        for weight in taken:
+        for weight in taken.values():
             weight.requires_grad_(False)
     if patterns and not trainable_parameters(module):
         raise ConfigError("model.freeze leaves nothing to train")
+    return frozenset(frozen)
 
 
 def build_module(

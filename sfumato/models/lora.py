@@ -94,9 +94,11 @@ def language_targets(module: nn.Module) -> list[str]:
     no way to name its dense layers and shared experts.
     """
     left_out = ROUTERS + EXPERTS if has_experts(module) else ROUTERS
+    inside = {id(submodule) for submodule in module.get_decoder().modules()}  # without the encoder of a model that sees
     names = {
         name.rpartition(".")[2]: None
         for block in find_blocks(module, language_plan(module)).values()
+        if id(block) in inside
         for name, submodule in block.named_modules()
         if isinstance(submodule, nn.Linear)
     }

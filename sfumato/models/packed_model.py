@@ -70,6 +70,8 @@ class PackedModel(ABC, Generic[Output]):
     """What the probe calls one of the numbers that it compares, and several."""
     vision: Vision | None = None
     """What makes batches of a model that sees."""
+    frozen_names: frozenset[str] = frozenset()
+    """Weights that are left as they are, by the names of the plain module."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class PackedModel(ABC, Generic[Output]):
         module = build_on_meta(self._build)
         for name, adapter in self._adapters().items():
             module.add_adapter(adapter, name)
-        trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad} - self.frozen_names
         give_weights(module, weights)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trains)
