@@ -17,7 +17,7 @@ from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
 _FIELDS = {"task": str, "size": int, "seed": int, "index": int, "parameters": dict}
-_START_S = 60.0
+_START_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
