@@ -90,8 +90,6 @@ def test_samples_whose_reward_failed_are_left_out(tmp_path: Path) -> None:
     failed = values(folder, "reward/failed")
     assert len(failed) == 2 and 0 < failed[0] < 0.9
     assert values(folder, "rows")[0] < values(folder, "rollout/tokens")[0]
-    rows = [json.loads(line) for line in (folder / "samples/step_000001/samples.jsonl").read_text().splitlines()]
-    assert {row["total"] is None for row in rows if row["kind"] == "train"} == {True, False}, "null, never 0"
 
 
 # Groups, prompts and answers
