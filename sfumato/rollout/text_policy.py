@@ -187,13 +187,13 @@ class TextEngine:
         most = self.config.runtime.max_restarts
         if self._restarts >= most:
             reason = f"{error}\nits engine was started anew {self._restarts} times already (runtime.max_restarts)"
-            raise RoleLostError("sampler", (), reason) from error
+            raise RoleLostError("engine", (), reason) from error
         self._restarts += 1
         LOGGER.warning("%s\nit is started anew, %d of %d times (runtime.max_restarts)", error, self._restarts, most)
         try:
             self.served.restart()
         except (ConfigError, EngineError) as problem:
-            raise RoleLostError("sampler", (), f"{error}\n{problem}") from problem
+            raise RoleLostError("engine", (), f"{error}\n{problem}") from problem
 
     def draw_requests(
         self, requests: Sequence[SampleRequest], prompts: Sequence[TextPrompt], iteration: int, version: int
@@ -211,7 +211,7 @@ class TextEngine:
             try:
                 return self.under_way.draw(*self._ready(weights, version), self.template, version, iteration)
             except EngineError as error:  # with it what was under way
-                raise RoleLostError("sampler", (), str(error)) from error
+                raise RoleLostError("engine", (), str(error)) from error
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
         sequences, samples = self.draw(weights, version, wanted, groups, keys)
@@ -303,7 +303,7 @@ def build_served(config: TextRLConfig) -> Any:
             str(config.model.model_path), described.module, Path(config.train.output_dir)
         )
     except EngineError as error:
-        raise RoleLostError("sampler", (), str(error)) from error
+        raise RoleLostError("engine", (), str(error)) from error
 
 
 def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:

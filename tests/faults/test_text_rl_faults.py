@@ -203,7 +203,7 @@ def test_an_engine_that_is_always_lost_ends_the_run_with_what_was_done_saved(
 ) -> None:
     config = served_config(tmp_path, served[0], "run", fault="killed:18", once=False)
     config["rollout"]["num_prompts"] = 6  # of which no iteration gets through
-    with pytest.raises(RoleLostError, match=r"(?s)sampler: .*ended with code 137.*3 times already") as caught:
+    with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code 137.*3 times already") as caught:
         run_task_here("rl_text", config)
     assert ending_of(caught.value).code == 8
     assert (tmp_path / "run/checkpoints/global_step_0/manifest.json").is_file()
@@ -221,6 +221,6 @@ def test_an_engine_with_other_weights_ends_the_run(served: tuple[dict[str, Any],
 def test_an_engine_that_does_not_start_ends_the_run(served: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     config = served_config(tmp_path, served[0], "run")
     (tmp_path / "program/sglang/launch_server.py").write_text("raise MemoryError('no room for keys and values')\n")
-    with pytest.raises(RoleLostError, match=r"(?s)sampler: .*ended with code 1.*no room for keys and values") as caught:
+    with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code 1.*no room for keys and values") as caught:
         run_task_here("rl_text", config)
     assert ending_of(caught.value).code == 8
