@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,7 @@ def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Fin
     yield from _packages()
     yield from _devices()
     yield from _groups()
+    yield from _kernels()
     yield from _extras()
     yield from _storage()
     if folder is not None:
@@ -209,27 +211,47 @@ def _groups() -> Iterator[Finding]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends.append(("nccl", "cuda"))
     for backend, device in backends:
-        yield _works(
-            f"process group {backend}", lambda b=backend, d=device: _one_rank(b, d), "one rank works", needed=True
-        )
+        yield _works(f"process group {backend}", partial(_ranks, backend, device), "one rank works", needed=True)
+    if torch.cuda.device_count() > 1 and dist.is_nccl_available():
+        yield _works("two GPUs", partial(_ranks, "nccl", "cuda", 2), "two ranks of nccl reach each other")
     if not backends:
         yield Finding(
             "devices", "process group", "broken", "torch was built without gloo", "install torch from PyPI", True
         )
 
 
-def _one_rank(backend: str, device: str) -> None:
+def _ranks(backend: str, device: str, count: int = 1) -> None:
     code = (
         "import sys, torch, torch.distributed as dist\n"
-        "backend, device, folder = sys.argv[1:]\n"
-        "dist.init_process_group(backend, store=dist.FileStore(folder + '/store', 1), rank=0, world_size=1)\n"
+        "backend, device, folder, rank, count = sys.argv[1:]\n"
+        "rank, count = int(rank), int(count)\n"
+        "store = dist.FileStore(folder + '/store', count)\n"
+        "if device == 'cuda':\n"
+        "    torch.cuda.set_device(rank)\n"
+        "dist.init_process_group(backend, store=store, rank=rank, world_size=count)\n"
         "value = torch.ones(2, device=device)\n"
         "dist.all_reduce(value)\n"
-        "assert value.tolist() == [1, 1]\n"
+        "assert value.tolist() == [count, count]\n"
         "dist.destroy_process_group()\n"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        _run_code(code, backend, device, folder, timeout_s=120)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count) as pool:
+        run = partial(_run_code, code, backend, device, folder, timeout_s=120)
+        for future in [pool.submit(run, str(rank), str(count)) for rank in range(count)]:
+            future.result()
+
+
+def _kernels() -> Iterator[Finding]:
+    """What the GPUs compute with, tried in processes of their own; on CPUs torch's own tests suffice."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        for name in ("attention", "grouped products", "compiled blocks"):
+            detail = "bf16 is correct, with its gradients"
+            yield _works(f"{name}, GPU {index}", partial(_kernel, name, f"cuda:{index}"), detail)
+
+
+def _kernel(name: str, device: str) -> None:
+    _run([sys.executable, "-m", "sfumato.commands.doctor_kernels", name, device], timeout_s=300)
 
 
 def _works(name: str, action: Callable[[], None], detail: str, needed: bool = False) -> Finding:
@@ -351,7 +373,10 @@ def _start_ray() -> None:
 
 def _run_code(code: str, *arguments: str, timeout_s: float, environment: dict[str, str] | None = None) -> None:
     """Runs Python in a process of its own. Raises RuntimeError with the last line that it wrote when it fails."""
-    command = [sys.executable, "-c", code, *arguments]
+    _run([sys.executable, "-c", code, *arguments], timeout_s, environment)
+
+
+def _run(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])

@@ -139,6 +139,9 @@ class TrainConfig(ParallelConfig):
     """Autocast of the forward pass. Trained weights, gradients and optimiser stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a GPU if there is one."""
+    deterministic: bool = False
+    """Take only kernels that add in the same order each time, so that a resumed run on GPUs has the bits of one that
+    was not interrupted; slower there. An operation without such a kernel stops the run by name. CPUs need it not."""
     num_threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of each process; null leaves torch's choice (one per core, or 1 under torchrun)."""
     seed: int = Field(42, ge=0)

@@ -296,7 +296,9 @@ def _attention(
     if torch.is_autocast_enabled(kind):  # as torch's own attention does
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     if rows.whole:  # one row of position ids may stand for all
-        return _attend(query, *_repeated(key, value, query.shape[1]), scoring, rows.runs[0]).transpose(1, 2)
+        if scoring.pattern is not None or not _has_flash(query, scoring):  # which groups heads itself
+            key, value = _repeated(key, value, query.shape[1])
+        return _attend(query, key, value, scoring, rows.runs[0]).transpose(1, 2)
     joined = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value)]  # [H, B S, D]
     compute = _flash if _has_flash(query, scoring) and not rows.has_branches else _in_turn
     return compute(*joined, rows, scoring).view(query.shape[0], query.shape[2], query.shape[1], -1)
@@ -318,8 +320,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     if scoring.sinks is not None:
         query, key, value, mask = _with_sinks(query, key, value, mask, scoring)
     own, width = value.shape[-1], query.shape[-1]
-    value = functional.pad(value, (0, width - own)) if own != width else value
-    out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scoring.scale)
+    is_grouped = key.shape[1] != query.shape[1]
+    out = functional.scaled_dot_product_attention(
+        query, key, _widened(value, width), mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=is_grouped
+    )
     return out[..., :own] if own != width else out
 
 
@@ -370,7 +374,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Sco
     """All documents in one call of a CUDA kernel. Returns [T, H, Dv]."""
     width, own = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     width += -width % 8
-    inputs = [functional.pad(tensor.transpose(0, 1), (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
+    inputs = [_widened(tensor.transpose(0, 1), width) for tensor in (query, key, value)]
     longest = rows.longest
     window = {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
@@ -386,6 +390,11 @@ def _has_flash(query: Tensor, scoring: _Scoring) -> bool:
         return False
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """Zeros beside what is narrower; padding by nothing would copy."""
+    return tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _repeated(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -233,6 +233,10 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.cuda.set_device(device)
         # cuDNN plans attention otherwise with gradients than without: a replay would differ from its rollout
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which finds defects, and costs a pass
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():

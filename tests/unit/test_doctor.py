@@ -12,8 +12,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from sfumato.commands import doctor
+from sfumato.commands import doctor, doctor_kernels
 from sfumato.commands.doctor import Finding
+from sfumato.commands.doctor_kernels import CHECKS
 
 
 def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,25 @@ def test_a_device_that_computes_wrongly_is_broken(monkeypatch: pytest.MonkeyPatc
 
 def test_a_group_that_fails_is_broken() -> None:
     with pytest.raises(RuntimeError, match="no_such_backend"):
-        doctor._one_rank("no_such_backend", "cpu")
+        doctor._ranks("no_such_backend", "cpu")
+
+
+def test_two_ranks_reach_each_other() -> None:
+    doctor._ranks("gloo", "cpu", 2)
+
+
+@pytest.mark.parametrize("name", [*list(CHECKS)[:2], pytest.param("compiled blocks", marks=pytest.mark.slow)])
+def test_kernels_are_compared_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, whose kernels are others; what is compared is the same."""
+    CHECKS[name]("cpu")
+    monkeypatch.setattr(doctor_kernels, "TOLERANCE", 0.0)
+    with pytest.raises(RuntimeError, match=f"{name} in bf16.*wrong by"):
+        CHECKS[name]("cpu")
+
+
+def test_a_kernel_that_fails_is_broken() -> None:
+    with pytest.raises(RuntimeError, match="no_such_device"):
+        doctor._kernel("grouped products", "no_such_device")
 
 
 def test_the_exit_code_follows_what_is_needed(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfumato.config.sections import TrainConfig
 from sfumato.kernels import choose_allocator
+from sfumato.models import packed_attention
 from sfumato.models.diffusion import latents
 from sfumato.models.diffusion.latents import KLLatents, in_slices
+from sfumato.models.packed_attention import register_packed_attention
 from sfumato.parallel.mesh import build_mesh
+from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config, tiny_text_rl_config, weights_in
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -50,6 +57,49 @@ def test_attention_has_one_kernel_with_gradients_and_without(monkeypatch):
         assert seen == [torch.device("cuda", 0)] and not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_whole_rows_on_a_gpu_share_keys_and_values_among_heads(monkeypatch):
+    """Repeated ones would be copies; torch's flash kernel groups heads itself."""
+    attend, positions = ALL_ATTENTION_FUNCTIONS[register_packed_attention()], torch.arange(9)[None]
+    query, key, value = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    expected = attend(nn.Module(), query, key, value, None, position_ids=positions)[0]
+    seen = []
+    plain = functional.scaled_dot_product_attention
+
+    def watched(query, key, value, *others, **settings):
+        seen.append((key.shape[1], value.shape[1], settings["enable_gqa"]))
+        return plain(query, key, value, *others, **settings)
+
+    monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    found = attend(nn.Module(), query, key, value, None, position_ids=positions)[0]
+    assert seen == [(2, 2, True)]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("train_text", functools.partial(tiny_text_config, kind="qwen3_moe")),
+        pytest.param("rl_text", tiny_text_rl_config, marks=pytest.mark.slow),
+        pytest.param("rl_diffusion", tiny_rl_config, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_that_add_in_one_order_suffice_and_change_nothing_on_a_cpu(monkeypatch, tmp_path, task, config):
+    """On a GPU torch would raise for an operation that has none; here it shows which are asked for at all."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    usual = run_task_here(task, config(tmp_path / "usual"))
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        chosen = run_task_here(task, config(tmp_path / "chosen", train={"deterministic": True}))
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert (usual / "metrics.jsonl").read_bytes() == (chosen / "metrics.jsonl").read_bytes()
+    assert weights_in(usual / "hf_ckpt") == weights_in(chosen / "hf_ckpt")
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (2, [2]), (3, [2, 2]), (5, [2, 2, 2]), (6, [2, 2, 2])])

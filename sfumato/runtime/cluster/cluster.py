@@ -19,7 +19,7 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.config.rl import RLConfig
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
-from sfumato.kernels import choose_kernels
+from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.layout import Layout
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
@@ -207,6 +207,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
     variables = {**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}
+    variables |= choose_allocator(shares_memory=config.weight_sync == "ipc")
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
