@@ -1,0 +1,57 @@
+"""tasks/train_text.py with pictures from start to end: a kill, an export, and a run that begins from the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from sfumato.config.load import merge
+from tests.tiny import run_task_here, run_task_process, weights_in, write_config
+from tests.tiny_vision import tiny_vision_config
+
+STEPS = 6
+
+
+def evaluated(run: Path, step: int) -> dict[str, float]:
+    """What the evaluation of a step found."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(
+        {name: line[name] for name in line if name.startswith("eval/")} for line in lines if line["step"] == step
+    )
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return tiny_vision_config(tmp_path_factory.mktemp("vision"), "qwen3_vl", train={"save_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def whole(settings: dict) -> Path:
+    return run_task_here("train_text", settings)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(settings: dict, whole: Path, tmp_path: Path) -> None:
+    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
+    run_task_process("train_text", write_config(config, tmp_path / "config.yaml"), kill_after=3)
+    assert not (tmp_path / "run" / "hf_ckpt").exists()
+    resumed = run_task_here("train_text", config)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_a_run_begins_from_the_folder_that_another_exported(settings: dict, whole: Path, tmp_path: Path) -> None:
+    """Its first evaluation is the last one of the other; transformers loads the same weights."""
+    path = str(whole / "hf_ckpt")
+    model = {"model_path": path, "config_path": None, "tokenizer_path": None}
+    again = run_task_here(
+        "train_text", merge(settings, {"model": model, "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1}})
+    )
+    assert evaluated(again, 0) == evaluated(whole, STEPS)
+    plain, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert plain.config.model_type == "qwen3_vl"
