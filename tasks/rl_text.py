@@ -193,18 +193,16 @@ def update_policy(
     actor: Actor, part: Part, advantages: Advantages, config: TextRLConfig, step: int
 ) -> dict[str, float]:
     """Optimiser steps on one iteration's answers. Returns means over the trained tokens of all ranks."""
-    model, mesh, of_critic = actor.model, actor.mesh, {}
+    model, mesh, where, of_critic = actor.model, actor.mesh, f"step {step + 1}", {}
     update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
     update.pending.append(mismatch.numbers)
     update.batch = with_advantages(update)
     actor.dumps.write(update.batch, update.advantages, step + 1)
-    for micro_batches in update.optimizer_steps():
-        micros = list(micro_batches)
+    for micros in map(list, update.optimizer_steps()):
         batches = [pack_samples(micro.samples, model, decisions_of(micro, config)) for micro in micros]
         of_batch = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
         loss_of = partial(policy_loss, of_batch=of_batch, update=update, mismatch=mismatch)
         model.forward_backward(batches, loss_of, step)
-        where = f"step {step + 1}"
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, where, *update.pending)
         if actor.critic is not None:
             loss_of = partial(critic_loss, clip_range=config.algorithm.value_clip_range)

@@ -34,7 +34,11 @@ def import_function(path: str) -> Callable[..., Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error
     except Exception as error:  # whatever a module of one's own raises when it is imported
-        raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}") from error
+        lacks = (
+            error.name if isinstance(error, ModuleNotFoundError) and not where.startswith(error.name or "") else None
+        )
+        remedy = f"; install the package that has {lacks.partition('.')[0]}" if lacks else ""
+        raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{remedy}") from error
     if not callable(function):
         raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")
     return function

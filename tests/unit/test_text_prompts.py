@@ -372,3 +372,9 @@ def test_what_a_curriculum_may_not_return(given, why):
 def test_a_curriculum_that_is_not_there():
     with pytest.raises(ConfigError, match="cannot import function 'nowhere:order'"):
         TextPromptLoader(PROMPTS, 4, 2, 5, "nowhere:order")
+
+
+def test_a_function_whose_package_is_missing_says_which(tmp_path):
+    (tmp_path / "order.py").write_text("import no_such_package.inside\n")
+    with pytest.raises(ConfigError, match="install the package that has no_such_package$"):
+        TextPromptLoader(PROMPTS, 4, 2, 5, f"{tmp_path}/order.py:order")
