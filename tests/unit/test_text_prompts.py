@@ -376,5 +376,5 @@ def test_a_curriculum_that_is_not_there():
 
 def test_a_function_whose_package_is_missing_says_which(tmp_path):
     (tmp_path / "order.py").write_text("import no_such_package.inside\n")
-    with pytest.raises(ConfigError, match="install the package that has no_such_package$"):
+    with pytest.raises(ConfigError, match=r"install the package that has no_such_package$"):
         TextPromptLoader(PROMPTS, 4, 2, 5, f"{tmp_path}/order.py:order")
