@@ -6,15 +6,20 @@ the host prepares the next piece.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.weak import WeakIdKeyDictionary
 
-_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+@functools.cache
+def _host() -> WeakIdKeyDictionary:
+    """Tensors in host memory, by those that were made of them. A configuration is read without loading torch."""
+    return torch.utils.weak.WeakIdKeyDictionary()
 
 
 def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False) -> Tensor:
@@ -33,11 +38,11 @@ def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False
         tensor = tensor.pin_memory()
     found = tensor.to(device, non_blocking=tensor.device.type == "cpu")
     if remember and found is not source and source.device.type == "cpu":
-        _host[found] = source
+        _host()[found] = source
     return found
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """The same values in host memory: what ``to_device`` remembers, else read from the device, which is waited for."""
-    known = _host.get(tensor)
+    known = _host().get(tensor)
     return tensor.cpu() if known is None else known

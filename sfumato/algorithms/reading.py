@@ -7,10 +7,12 @@ the log) is therefore kept in tensors and read once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Numbers(Sequence[float]):
@@ -37,7 +39,7 @@ class Numbers(Sequence[float]):
     def add_all(self, **tensors: Tensor | float) -> None:
         """Adds tensors of one element, or numbers, by their names."""
         for name, value in tensors.items():
-            self.add(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64), name)
+            self.add(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64), name)
 
     def sums(self) -> dict[str, float]:
         """The sum of the numbers of each name, in the order in which they were added."""

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sfumato.data.pictures import File, read_image
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -36,7 +36,7 @@ PROCESSOR_FILES = (
 """Files of a transformers folder that say how images and texts become tensors."""
 
 Span = tuple[int, int]
-Tensors = dict[str, Tensor]
+Tensors = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)

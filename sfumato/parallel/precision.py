@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, n
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Has layers use their float32 weights as if these were of another dtype, where autocast does not do it.
 
-    Only the ``forward`` of each such layer is replaced, on the instance. Gradients reach the float32 weights.
+    Only the ``forward`` of each such layer is replaced, on the instance, and outside of autocast it is as it was.
+    Gradients reach the float32 weights.
 
     Args:
         module: before recomputation, compilation and data parallelism; changed in place.
@@ -46,6 +48,8 @@ class Converted:
         self._of_class = type(layer).forward  # for the compiler, which cannot look it up in every class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+            return (self.replaced or partial(self._of_class, self.layer))(*args, **kwargs)
         if self.replaced is None:
             return converted(self.layer, self.dtype, self._of_class, self.layer, *args, **kwargs)
         return converted(self.layer, self.dtype, self.replaced, *args, **kwargs)

@@ -120,7 +120,9 @@ def test_what_became_of_a_cell_whose_process_died_is_written(tmp_path):
     assert run.skips(lines[-1], "r", arguments)
 
 
-def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, capsys):
+def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # which another test may have imported
+
     def fail(_: Setting) -> dict[str, Any]:
         bounded({"error": float("nan")}, 1.0)
         return {}

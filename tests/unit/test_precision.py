@@ -108,7 +108,9 @@ def test_a_layer_that_fails_keeps_its_weights():
 
     module = Fails()
     compute_in(module, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="bfloat16"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="bfloat16"):
+        module()
+    with pytest.raises(RuntimeError, match="float32"):
         module()
     assert module.weight.dtype == torch.float32 and "weight" not in vars(module)
 

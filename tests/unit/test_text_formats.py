@@ -82,7 +82,7 @@ WRONG = {
     "tests.nowhere:Format": "cannot import type 'tests.nowhere:Format': No module named 'tests.nowhere'",
     "tests.question_answer:Missing": "cannot import type .* has no attribute 'Missing'",
     "tests.question_answer:NotAFormat": "cannot import type .* it is not a dataclass",
-    "tests.question_answer:Transform": "cannot import type .* it has no has_answers, ignores, numbers, transform, ",
+    "tests.question_answer:Transform": "cannot import type .* it has no has_answers, has_images, ignores, limited, ",
     "tests.question_answer:Unfinished": "cannot make Unfinished: .* abstract",
 }
 
@@ -96,7 +96,8 @@ def test_a_wrong_name_is_one_clear_line(tmp_path, name):
 
 def test_formats_are_in_the_help_and_checked(tmp_path):
     shown = format_help(TrainTextConfig)
-    assert "--data.data_type {type: conversation|plaintext|preference|preference_margin|process|unpaired}" in shown
+    names = "conversation|image_conversation|plaintext|preference|preference_margin|process|unpaired"
+    assert f"--data.data_type {{type: {names}}}" in shown
     assert "type: plaintext  Texts, every token of which is in the loss" in shown
     path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
     found = check_config(path)
