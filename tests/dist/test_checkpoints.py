@@ -199,10 +199,8 @@ def saved(ranks, tmp_path_factory):
 QUICK = [
     ("dense", False, "fsdp2", ALONE),
     ("dense", False, "fsdp1", "fsdp2 x tp"),
-    ("dense", False, "tp x pp", "hsdp"),
     ("dense", False, ALONE, "pp, interleaved 1f1b"),
     ("moe", False, "fsdp2 x ep", ALONE),
-    ("moe", False, "pp x fsdp2", "ep"),
     ("flux", False, "fsdp2 x tp", "fsdp1"),  # matrices and biases of fused layers, cut in blocks
 ]
 """Kind of model, adapters, the mode that saves and the mode that loads."""
@@ -211,6 +209,8 @@ FURTHER = [
     pytest.param(*each, marks=pytest.mark.slow)
     for each in (
         ("dense", False, "fsdp2", "ulysses x ring"),
+        ("dense", False, "tp x pp", "hsdp"),
+        ("moe", False, "pp x fsdp2", "ep"),
         ("dense", False, "fsdp2 x tp", "fsdp1"),
         ("dense", True, "fsdp2 x tp", "ddp"),
         ("moe", False, ALONE, "fsdp2 x ulysses x ep"),

@@ -75,7 +75,11 @@ def truth(kind: str, **lora: Any) -> Outcome:
     return train_adapters(kind, lora, {})
 
 
-@pytest.mark.parametrize("case", EXACT)
+LATER = ("dora, hsdp", "rslora, fsdp2 x tp", "experts, hsdp x ring")
+"""Left to the slow tests."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each in LATER)) for each in EXACT])
 def test_variants_equal_one_process(case, ranks):
     num_ranks, kind, lora, config = EXACT[case]
     expected = truth(kind, **{name: tuple(each) if isinstance(each, list) else each for name, each in lora.items()})

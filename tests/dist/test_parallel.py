@@ -20,8 +20,10 @@ def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Ou
 LATER = ("qwen_image", "z_image")
 """Kinds whose cells are nearly all left to the slow tests."""
 FURTHER = ("fsdp1, hybrid", "tp 4", "ring 4", "fsdp2 x tp + sequence parallel", "fsdp2 x ulysses x ep")
-COMMON = ("ddp", "fsdp2", "tp", "ulysses", "ring", "pp, 1f1b", "fsdp2 x tp", "fsdp2 x ulysses")
+BASIC = ("fsdp2", "tp", "ulysses", "fsdp2 x tp")
 """Modes in which adapters, and the further diffusion transformers, are tested always."""
+COMMON = ("ddp", "fsdp2", "tp", "ulysses", "ring", "pp, 1f1b", "fsdp2 x tp", "fsdp2 x ulysses")
+"""Modes in which the first diffusion transformer is tested always."""
 
 
 def is_slow(mode: str, kind: str, lora: bool) -> bool:
@@ -29,7 +31,9 @@ def is_slow(mode: str, kind: str, lora: bool) -> bool:
     if kind in LATER:
         return lora or mode not in ("tp", "ulysses x ring")
     if lora or kind in ("flux", "wan"):
-        return mode not in COMMON or (lora and kind != "dense")
+        return mode not in BASIC or (lora and kind != "dense")
+    if kind == "sd3":
+        return mode not in COMMON
     return mode in FURTHER and kind != "dense"
 
 

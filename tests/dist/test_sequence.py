@@ -166,7 +166,9 @@ def truth(kind: str, lora: bool = False) -> Outcome:
     return train(kind, lora)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "sd3", "flux", "wan"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "sd3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("moe", "flux", "wan"))]
+)
 def test_recomputation_on_replicas_equals_one_process(kind, ranks):
     config = {R: 2, "data_parallel_replicate_size": 2, "activation_checkpointing": "full"}
     for outcome in ranks.run(4, functools.partial(train, kind, **config)):

@@ -136,6 +136,8 @@ CLOSE_TO_OTHERS = {
     "fsdp2 with an old policy and adapters",
     "fsdp2 with whole groups",
     "meta with adapters",
+    "fsdp2 with adapters",
+    "fsdp2 with adapters and a reference",
 }
 """Left to the slow tests."""
 

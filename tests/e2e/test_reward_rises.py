@@ -12,7 +12,11 @@ from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import rl_task, run_task_here, tiny_rl_config
 
 
-@pytest.mark.parametrize("recipe", ["flow_grpo", "flow_grpo_fast", pytest.param("flow_cps", marks=pytest.mark.slow)])
+def slow(recipe: str) -> Any:
+    return pytest.param(recipe, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("recipe", ["flow_grpo", *map(slow, ("flow_grpo_fast", "flow_cps"))])
 def test_reward_rises(tmp_path: Path, recipe: str) -> None:
     """On trajectories."""
     parts = {"window": {"size": 2, "range": [0, 3]}}

@@ -211,7 +211,9 @@ SAMPLED = [
     pytest.param(
         {"recipe": "awm", "old": OLD, "ema": OLD}, {"old_policy", "ema_policy"}, id="awm", marks=pytest.mark.slow
     ),
-    pytest.param({"recipe": "flow_dpo", "reference": {"every": 3}}, {"reference_policy"}, id="dpo"),
+    pytest.param(
+        {"recipe": "flow_dpo", "reference": {"every": 3}}, {"reference_policy"}, id="dpo", marks=pytest.mark.slow
+    ),
 ]
 
 

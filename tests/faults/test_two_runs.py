@@ -46,6 +46,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert not (left / "run.lock").exists() and not list(left.parent.glob(f"{left.name}.*[0-9]"))
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_start_at_once_one_is_refused_by_name(tmp_path: Path) -> None:
     config = tiny_dit_config(tmp_path, train={"max_steps": 300, "save_steps": 100, "max_checkpoints": 9})
     path = write_config(config, tmp_path / "run.yaml")

@@ -43,7 +43,10 @@ def numbers_of(model: LanguageModel) -> list[float]:
     return found + [float(each.sum()) for each in log_probs]
 
 
-@pytest.mark.parametrize(("multiple", "graphs"), [(1, 2), (128, 1)], ids=["any lengths", "one length"])
+@pytest.mark.parametrize(
+    ("multiple", "graphs"),
+    [pytest.param(1, 2, marks=pytest.mark.slow, id="any lengths"), pytest.param(128, 1, id="one length")],
+)
 def test_rows_of_many_lengths_take_few_graphs(multiple, graphs, compiler, tmp_path):
     expected = numbers_of(build(describe(tmp_path)))
     model = build(describe(tmp_path), compile=True, pad_to_multiple_of=multiple)

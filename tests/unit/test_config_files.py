@@ -268,13 +268,16 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
 QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
 """Files for RL of diffusion models that every run of the tests tries."""
 
+QUICK_TEXT = ("qwen2_7b_sft", "deepseek_v3_pretrain")
+"""The same for files of configs/text."""
+
 SHOWN_WHOLE = ("calculator_sft", "calculator", "agent", "spell_backward_sft", "spell_backward", "verifiers")
 """Files that tests/e2e/test_text_rl_examples.py runs as they are."""
 
 
 def quick_or_slow(path):
     is_slow = task_of(path).startswith("rl_diffusion") and path.stem not in QUICK
-    is_slow |= path.stem in SHOWN_WHOLE
+    is_slow |= path.stem in SHOWN_WHOLE or ("text" in path.parts and path.stem not in QUICK_TEXT)
     return pytest.param(path, marks=pytest.mark.slow if is_slow else ())
 
 

@@ -30,7 +30,7 @@ def values(folder: Path, name: str) -> list[float]:
     return [line[name] for line in read_jsonl(folder / "metrics.jsonl") if name in line]
 
 
-QUICK = ("grpo", "gspo", "ppo", "reinforce_pp", "distillation")
+QUICK = ("grpo", "ppo")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_a_rank_without_samples_writes_none(tmp_path: Path) -> None:
     assert len(read_dump(dump_path(tmp_path, 1)).rollout) == 0
 
 
+@pytest.mark.slow
 def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "rollout": {"dump": True, "temperature": 0.8},
