@@ -124,7 +124,7 @@ def run_here(module: Any, parsed: Any) -> None:
     try:
         module.main(parsed)
         raise RuntimeError(f"{module.__name__} ended before its measured steps were done")
-    except Enough:
+    except Enough:  # what ends a run that has been measured
         pass
     finally:
         for number, handler in handlers.items():

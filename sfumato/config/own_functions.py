@@ -34,10 +34,9 @@ def import_function(path: str) -> Callable[..., Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error
     except Exception as error:  # whatever a module of one's own raises when it is imported
-        lacks = (
-            error.name if isinstance(error, ModuleNotFoundError) and not where.startswith(error.name or "") else None
-        )
-        remedy = f"; install the package that has {lacks.partition('.')[0]}" if lacks else ""
+        lacks = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        is_own = where.partition(".")[0] == lacks
+        remedy = f"; install the package that has {lacks}" if lacks and not is_own else ""
         raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{remedy}") from error
     if not callable(function):
         raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")

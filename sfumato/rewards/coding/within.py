@@ -232,7 +232,7 @@ def _raised(name: str, text: str) -> Exception:
     if isinstance(known, type) and issubclass(known, Exception):
         try:
             return known(text)
-        except TypeError:
+        except TypeError:  # it is made of more than a text: the line below has its name and text
             pass
     return AnswerError(f"{name}: {text}")
 
