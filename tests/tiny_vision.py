@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,22 @@ def picture(height: int, width: int, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def data_url(content: bytes) -> str:
+def clip(height: int, width: int, frames: int, seed: int = 0, fps: float = 8.0) -> bytes:
+    """An .avi file of random colours, each frame of its own."""
+    import cv2
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.avi"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), fps, (width, height))
+        for colors in np.random.default_rng(seed).integers(0, 255, (frames, height // 8, width // 8, 3), np.uint8):
+            writer.write(np.ascontiguousarray(colors.repeat(8, 0).repeat(8, 1)))
+        writer.release()
+        return path.read_bytes()
+
+
+def data_url(content: bytes, kind: str = "image/png") -> str:
     """A file as a data: URL."""
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def image_row(index: int) -> dict[str, Any]:
@@ -93,10 +107,37 @@ def image_row(index: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {index}."}]}
 
 
-def write_image_rows(path: Path, count: int, start: int = 0) -> Path:
+def media_row(index: int) -> dict[str, Any]:
+    """A conversation with 0, 1 or 2 pictures; of three, one has a video before them, and one after."""
+    row = image_row(index)
+    if index % 3:
+        video = data_url(clip(32, 24, 8 + 3 * index, index), "video/avi")
+        content = row["messages"][0]["content"]
+        content.insert(0 if index % 2 else len(content), {"type": "video", "video": video})
+    return row
+
+
+def write_image_rows(path: Path, count: int, start: int = 0, row: Any = image_row) -> Path:
     """A .jsonl file of such conversations."""
-    path.write_text("".join(f"{json.dumps(image_row(start + index))}\n" for index in range(count)), encoding="utf-8")
+    path.write_text("".join(f"{json.dumps(row(start + index))}\n" for index in range(count)), encoding="utf-8")
     return path
+
+
+def tiny_media_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: Any) -> dict[str, Any]:
+    """As ``tiny_vision_config``, of 12 rows some of which have videos."""
+    write_image_rows(tmp_path / "media.jsonl", 12, row=media_row)
+    write_image_rows(tmp_path / "held_out_media.jsonl", 4, 50, media_row)
+    limits = {
+        "type": "media_conversation",
+        "min_pixels": 64,
+        "max_pixels": 1024,
+        "max_frames": 6,
+        "video_min_pixels": 64,
+        "video_max_pixels": 2048,
+    }
+    paths = {"train_path": str(tmp_path / "media.jsonl"), "eval_path": str(tmp_path / "held_out_media.jsonl")}
+    media = {"data": {"data_type": limits, **paths, "max_seq_len": 256}}
+    return merge(tiny_vision_config(tmp_path, kind, **media), overrides)
 
 
 def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: Any) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Conversations in which images stand: where a row has them, and how they become tokens of a document."""
+"""Conversations in which images and videos stand: where a row has them, and how they become tokens of a document."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, ClassVar
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
-from sfumato.data.pictures import File, find_file, read_image
+from sfumato.data.pictures import File, find_file
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import (
     Document,
@@ -27,17 +29,18 @@ from sfumato.data.text import (
     read_tools,
 )
 from sfumato.data.tokenise import Asking, Tokens, ask_alone
-from sfumato.data.vision import ImageReader, Images, Span
+from sfumato.data.vision import ImageReader, Images, Medium, Span, VideoFile
 from sfumato.errors import DataError
 
-MARK = "<image>"
-"""What stands in a message's text where the next image of the row's column ``images`` belongs."""
+COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
+"""Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
+``<video>`` in a message's text."""
 
-COLUMNS = ("images", "image")
-"""Columns of a row's images: a list, or one."""
+NAMES = {"image": "an image", "video": "a video"}
+"""As messages call them."""
 
-KEYS = ("image", "path", "url", "bytes", "base64")
-"""Where a part of a message of type image has its image."""
+KEYS = ("path", "url", "bytes", "base64")
+"""Where a part of a message of type image or video has it, beside the key of the type's name."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,49 @@ class ImageConversation(TextFormat):
 
 
 @dataclass(frozen=True)
+class MediaConversation(ImageConversation):
+    """Conversations with images and videos, of which the assistant's messages are in the loss; columns messages or
+    conversations, images and videos."""
+
+    type: ClassVar[str] = "media_conversation"
+
+    fps: float | None = None
+    """Frames that are taken of each second of a video; null: the model's own number."""
+    min_frames: int | None = None
+    """Fewest frames of a video; null: the model's own number."""
+    max_frames: int | None = None
+    """Most frames of a video; null: the model's own number."""
+    video_min_pixels: int | None = None
+    """Smaller videos are scaled up to so many pixels, of each frame (Qwen2-VL, Qwen2.5-VL) or of all together
+    (Qwen3-VL); null: the model's own limit."""
+    video_max_pixels: int | None = None
+    """Larger videos are scaled down to so many pixels, counted likewise; null: the model's own limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("min_frames", "max_frames", "video_min_pixels", "video_max_pixels"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise ValueError(f"fps must be above 0, not {self.fps}")
+        if self.max_frames == 1:
+            raise ValueError("max_frames must be at least 2: the models take two frames at a time")
+
+    def limited(self, reader: ImageReader) -> ImageReader:
+        """A reader that takes videos, too. Raises ConfigError when the model's processor cannot."""
+        return reader.limited(self.min_pixels, self.max_pixels).with_videos(
+            fps=self.fps,
+            min_frames=self.min_frames,
+            max_frames=self.max_frames,
+            min_pixels=self.video_min_pixels,
+            max_pixels=self.video_max_pixels,
+        )
+
+
+@dataclass(frozen=True)
 class ImageConversationTransform:
-    """A conversation with images, of which the loss mask holds the assistant's tokens."""
+    """A conversation with images, and videos where the reader takes some; the loss mask has the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     has_images: ClassVar[bool] = True
@@ -93,121 +137,136 @@ class ImageConversationTransform:
         """The tokens of texts, with their places."""
         return self.template.encoder(texts)
 
-    def files(self, row: FiledRow, where: str) -> list[File]:
-        """The images of a row, in the order of its messages."""
+    def files(self, row: FiledRow, where: str) -> list[Medium]:
+        """The images and videos of a row, in the order of its messages."""
         return self._read(row, where)[1]
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
-        """As a call. Every image is read, so that broken ones are found before the run."""
+        """As a call. Every image and video is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
-        opened = [read_image(file, where, still=True) for file in files]
         try:
-            replacements, shapes = self.reader.place(opened)
+            replacements, shapes = self.reader.place([self.reader.open(file, where) for file in files])
         except ValueError as error:
-            raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an image: {error}") from error
+            kinds = " or a ".join(self.reader.media)
+            raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an {kinds}: {error}") from error
         counts: list[int] = []
 
         def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
             shown = [message.get("content") or [] for message in messages[:num_messages]]
-            counts.append(sum(part["type"] == "image" for content in shown for part in content))
+            counts.append(sum(part["type"] != "text" for content in shown for part in content))
             return self.reader.expand(text, spans, replacements[: counts[-1]], where)
 
         encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
         found = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
-            if len(document.input_ids) < len(tokens[0]) and self._is_image(tokens[0])[len(document.input_ids) :].any():
-                raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
+            if len(document.input_ids) < len(tokens[0]) and self._is_medium(tokens[0])[len(document.input_ids) :].any():
+                raise DataError(
+                    f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
+                )
             images = Images(shapes[:count], partial(_first, files, count), where) if count else None
             found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
         return found
 
-    def _is_image(self, input_ids: Any) -> Any:
+    def _is_medium(self, input_ids: Any) -> Any:
         return self.reader.kinds(input_ids) != 0
 
-    def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[File]]:
-        """Messages whose contents are lists of parts, and the images that stand in them."""
+    def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
+        """Messages whose contents are lists of parts, and the images and videos that stand in them."""
         messages = read_messages(row[find_key(row, self.keys, where)], where)
-        waiting = _column(row, where)
-        given, files = len(waiting), []
+        waiting = {kind: _column(row, kind, where) for kind in self.reader.media}
+        given, files = {kind: len(column) for kind, column in waiting.items()}, []
         for index, message in enumerate(messages):
             if message.get("content") is None:
                 continue
             place = f"{where}: message {index + 1}"
             parts = []
-            for part in _parts(message["content"], place, given > 0):
+            for part in _parts(message["content"], place, given):
                 if part["type"] == "text":
                     parts.append({"type": "text", "text": part["text"]})
                     continue
-                value = next((part[key] for key in KEYS if part.get(key) is not None), None)
-                if value is None and not waiting:
-                    raise DataError(f"{place}: an image is missing: the row's column 'images' has {given}")
-                files.append(_open(waiting.pop(0) if value is None else value, row.folder, place))
-                parts.append({"type": "image"})
+                kind = part["type"]
+                value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
+                if value is None and not waiting[kind]:
+                    raise DataError(
+                        f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
+                    )
+                file = _open(waiting[kind].pop(0) if value is None else value, kind, row.folder, place)
+                files.append(VideoFile(file) if kind == "video" else file)
+                parts.append({"type": kind})
             message["content"] = parts
-        if waiting:
-            raise DataError(
-                f"{where}: {len(waiting)} of {given} images in its column have no place in a message: put {MARK} where "
-                "an image belongs, or a part of type image"
-            )
+        for kind, left in waiting.items():
+            if left:
+                raise DataError(
+                    f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
+                    f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
+                )
         return messages, files
 
 
-def _first(files: list[File], count: int) -> Sequence[File]:
+def _first(files: list[Medium], count: int) -> Sequence[Medium]:
     return files[:count]
 
 
-def _column(row: FiledRow, where: str) -> list[Any]:
-    """The images of a row's own column."""
-    name = next((name for name in COLUMNS if row.get(name) is not None), None)
+def _column(row: FiledRow, kind: str, where: str) -> list[Any]:
+    """The images or videos of a row's own column."""
+    name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
     if name is None:
         return []
     value = row[name]
-    images = value if isinstance(value, list) else [value]
-    if any(image is None for image in images):
-        raise DataError(f"{where}: an image of column {name!r} is null")
-    return list(images)
+    found = value if isinstance(value, list) else [value]
+    if any(one is None for one in found):
+        raise DataError(f"{where}: {NAMES[kind]} of column {name!r} is null")
+    return list(found)
 
 
-def _parts(content: Any, place: str, has_column: bool) -> list[dict[str, Any]]:
-    """Text and images of a message's content, in order; marks of images in a text become parts."""
+def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Text, images and videos of a message's content, in order; their marks in a text become parts where the row has a
+    column of them.
+
+    Args:
+        content: of a message.
+        place: of the message, for errors.
+        given: how many the row's columns have of each kind that there may be.
+    """
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise DataError(f"{place}: content must be a text, or a list of parts of type text or image")
-    found = []
+        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(given)}")
+    marks = {f"<{kind}>": kind for kind, number in given.items() if number}
+    found: list[dict[str, Any]] = []
     for part in content:
-        kind = part.get("type")
-        if kind in ("image", "image_url"):
-            value = part.get("image_url")
-            found.append({"type": "image", "url": value["url"] if isinstance(value, dict) else value} | _only(part))
+        kind = str(part.get("type"))
+        if kind.removesuffix("_url") in given:
+            value, kind = part.get(kind) if kind.endswith("_url") else None, kind.removesuffix("_url")
+            found.append({"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _only(part, kind))
         elif kind == "text" and isinstance(part.get("text"), str):
-            texts = part["text"].split(MARK) if has_column else [part["text"]]
-            for number, text in enumerate(texts):
-                found += [{"type": "image"}] * (number > 0)
-                found += [{"type": "text", "text": text}] * bool(text)
+            for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
+                found += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
         else:
-            raise DataError(f"{place}: a part of type {kind!r} is neither a text nor an image")
+            names = ", ".join(NAMES[name] for name in given)
+            hint = " (data.data_type media_conversation reads videos)" if kind.startswith("video") else ""
+            raise DataError(f"{place}: a part of type {kind!r} is neither a text nor {names}{hint}")
     return found
 
 
-def _only(part: dict[str, Any]) -> dict[str, Any]:
-    given = {key: part[key] for key in KEYS if part.get(key) is not None}
+def _only(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    given = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
     return {"url": f"data:;base64,{given['base64']}"} if "base64" in given else given
 
 
-def _open(value: Any, folder: Path, place: str) -> File:
-    """The file of an image, or what it holds. Raises DataError that names the message."""
+def _open(value: Any, kind: str, folder: Path, place: str) -> File:
+    """The file of an image or a video, or what it holds. Raises DataError that names the message."""
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise DataError(f"{place}: {value}: images are not downloaded: give a file, bytes, or a data: URL")
+        raise DataError(f"{place}: {value}: {kind}s are not downloaded: give a file, bytes, or a data: URL")
     if isinstance(value, str) and value.startswith("data:"):
         head, _, text = value.partition(",")
         if not head.endswith(";base64"):
-            raise DataError(f"{place}: a data: URL of an image must be base64")
+            raise DataError(f"{place}: a data: URL of {NAMES[kind]} must be base64")
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"{place}: an image is no valid base64: {error}") from error
+            raise DataError(f"{place}: {NAMES[kind]} is no valid base64: {error}") from error
     if isinstance(value, str) and value.startswith("file://"):
         value = value.removeprefix("file://")
-    return find_file({"image": value}, "image", folder, place)
+    return find_file({kind: value}, kind, folder, place, kind)

@@ -149,8 +149,8 @@ class TextBatch:
     Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
     other rows it continues what stands before it.
 
-    Of models that see: ``kinds``, 0 of text and 1 of images, and where their rotary positions have three axes
-    ``positions`` ``[B, T, 3]``.
+    Of models that see: ``kinds``, 0 of text, 1 of images and 2 of videos, and where their rotary positions have three
+    axes ``positions`` ``[B, T, 3]``.
     """
     lengths: list[int]
     """Tokens of each document, without padding; none in a placeholder."""
@@ -158,8 +158,8 @@ class TextBatch:
     """Positions of the samples in the stream of all samples of the run, from which anything random is keyed."""
     media: list[Tensors] = field(default_factory=list)
     """Of models that see, what their ``forward`` takes for the images of each document, in the order of the rows. A
-    batch without images has one more document, a small image that is in no loss, so that every rank computes the
-    encoder."""
+    batch without images, or without videos where there may be some, has one more document, a small one of each that is
+    in no loss, so that every rank computes the encoder."""
     image_shapes: list[np.ndarray] = field(default_factory=list)
     """``Images.shapes`` of each document that has images."""
 
@@ -196,7 +196,7 @@ def make_batch(
     num_documents, beside = len(documents), []
     if vision is not None:
         beside = [vision.beside(document.input_ids, document.images) for document in documents]
-        if not any(one.tensors for one in beside):
+        if not vision.is_complete([one.tensors for one in beside]):
             documents.append(Document(vision.idle_ids, np.zeros(vision.idle_length, bool)))
             beside.append(vision.idle())
             origins.append(0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png"}
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """What OpenCV reads."""
 
+MAX_FRAMES = 1_000_000
+"""Frames of the longest video that is read: more than nine hours of 30 frames per second."""
+
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
 """What Pillow raises for files that are damaged, or made to break it."""
 
@@ -36,7 +40,7 @@ File = Path | bytes
 """Where a picture comes from: a path, or what such a file holds."""
 
 
-def find_file(row: dict[str, Any], key: str, root: Path, where: str) -> File:
+def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
     """The picture that a column of a row names or holds.
 
     Args:
@@ -44,6 +48,7 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str) -> File:
         key: name of the column.
         root: folder that paths are relative to.
         where: file and row, for messages.
+        kind: what is looked for, for messages.
 
     Raises:
         DataError: when the column is missing, holds something else, or names a file that does not exist.
@@ -57,11 +62,13 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str) -> File:
         path = root / value
         problem = file_problem(path, or_folder=True)  # which may hold the frames of a video
         if problem == "does not exist":
-            raise DataError(f"{where}: image file not found: {path}")
+            raise DataError(f"{where}: {kind} file not found: {path}")
         if problem is not None:
             raise DataError(f"{where}: {path} {problem}")
         return path
-    raise DataError(f"{where}: column {key!r} holds no image path or bytes; its columns are {', '.join(map(str, row))}")
+    raise DataError(
+        f"{where}: column {key!r} holds no {kind} path or bytes; its columns are {', '.join(map(str, row))}"
+    )
 
 
 def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
@@ -206,28 +213,72 @@ def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
         return frames
 
 
-def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
-    """Two passes: the number of frames that a file states is often not that which can be read."""
+@dataclass(frozen=True)
+class Video:
+    """Some frames of a video."""
+
+    total: int
+    """Frames of the file that can be read."""
+    stated: float
+    """Frames that the file says it has; 0 or less where it does not."""
+    fps: float
+    """Frames per second of the file, not a number where it says none."""
+    indices: Sequence[int]
+    """Which frames were chosen, in order."""
+    frames: Iterator[Image.Image]
+    """These, read one after the other. Raises DataError when one cannot be read."""
+
+
+def read_video(source: File, where: str, choose: Callable[[int, float], Sequence[int]]) -> Video:
+    """Frames of a video that OpenCV reads.
+
+    Two passes: the number of frames that a file states is often not that which can be read.
+
+    Args:
+        source: the file.
+        where: file and row, for messages.
+        choose: from the number of frames, and of frames per second, to the positions that are wanted, in order.
+
+    Raises:
+        DataError: when it is broken, or far too large.
+        MissingDependencyError: when OpenCV is missing.
+    """
     from PIL import Image
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
     open_video = _video_opener(source, where)
     video, total = open_video(), 0
-    while video.grab():
+    width, height, fps, stated = (video.get(number) for number in (3, 4, 5, 7))  # as OpenCV numbers its properties
+    if width * height > 2 * Image.MAX_IMAGE_PIXELS or stated > MAX_FRAMES:
+        raise DataError(
+            f"{where}: video ({_shown(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
+            f"scale it down to at most {MAX_FRAMES:,} frames of {2 * Image.MAX_IMAGE_PIXELS:,} pixels"
+        )
+    while total <= MAX_FRAMES and video.grab():
         total += 1
-    if total == 0:
-        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
-    wanted = _spread(total, count, where)
-    video, frames = open_video(), {}
-    for index in range(wanted[-1] + 1):
+    if total == 0 or total > MAX_FRAMES:
+        problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
+        raise DataError(f"{where}: broken video ({_shown(source)}): {problem}")
+    indices = choose(total, fps if fps > 0 else float("nan"))
+    return Video(total, stated, fps, indices, _chosen(open_video(), indices, total, f"{where}: broken video", source))
+
+
+def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
+    from PIL import Image
+
+    for index in range(indices[-1] + 1):
         is_read = video.grab()
-        if is_read and index in wanted:
+        if is_read and index in indices:
             is_read, frame = video.retrieve()
-            frames[index] = frame[:, :, ::-1] if is_read else None  # OpenCV's order is blue green red
         if not is_read:
-            raise DataError(f"{where}: broken video ({_shown(source)}): frame {index + 1} of {total} cannot be read")
-    return [Image.fromarray(np.ascontiguousarray(frames[index])) for index in wanted]
+            raise DataError(f"{problem} ({_shown(source)}): frame {index + 1} of {total} cannot be read")
+        if index in indices:  # OpenCV's order is blue green red
+            yield Image.fromarray(np.ascontiguousarray(frame[:, :, ::-1]))
+
+
+def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
+    return list(read_video(source, where, lambda total, _: _spread(total, count, where)).frames)
 
 
 def _video_opener(source: File, where: str) -> Callable[[], Any]:

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.pictures import File
 from sfumato.data.row_samples import filed_row, samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
-from sfumato.data.vision import Images
+from sfumato.data.vision import Images, Medium
 from sfumato.errors import DataError
 
 CHUNK_ROWS = 256
@@ -118,7 +117,7 @@ class TokenStore:
         return Images(shapes, find, rows.describe(row))
 
 
-def _find_images(rows: RowTable, index: int, transform: Any, count: int) -> Sequence[File]:
+def _find_images(rows: RowTable, index: int, transform: Any, count: int) -> Sequence[Medium]:
     """The first images of a row."""
     return transform.files(filed_row(rows, index), rows.describe(index))[:count]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sfumato.data.clips import Clip, VideoProcessor
 from sfumato.data.pictures import File, read_image
 from sfumato.errors import ConfigError, DataError
 
@@ -40,12 +42,23 @@ Tensors = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
+class VideoFile:
+    """A file that is read as a video, or what it holds; any other is an image."""
+
+    file: File
+
+
+Medium = File | VideoFile
+"""A file of an image or of a video."""
+
+
+@dataclass(frozen=True)
 class Images:
-    """The images of a document, which are opened when a batch is made."""
+    """The images and videos of a document, in its order, which are opened when a batch is made."""
 
     shapes: np.ndarray
     """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part."""
-    find: Callable[[], Sequence[File]]
+    find: Callable[[], Sequence[Medium]]
     """The files, or what they hold."""
     where: str
     """File and row, for messages."""
@@ -60,7 +73,7 @@ class Beside:
     positions: Tensor | None = None
     """int64 ``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these."""
     kinds: Tensor | None = None
-    """int64 ``[L]``: 0 of text, 1 of an image."""
+    """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video."""
 
 
 class ImageReader:
@@ -82,6 +95,8 @@ class ImageReader:
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
+        self.media: tuple[str, ...] = ("image",)
+        """What documents may have: image, or image and video."""
 
     @property
     def fingerprint(self) -> str:
@@ -92,7 +107,40 @@ class ImageReader:
         own = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
+        if "video" in self.media:
+            settings = f"{settings} {self.processor.video_processor}"
         return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+
+    def placeholders(self) -> dict[str, str]:
+        """What the chat template writes for each kind of medium that documents may have."""
+        return {kind: getattr(self.processor, f"{kind}_token") for kind in self.media}
+
+    def with_videos(self, **limits: Any) -> ImageReader:
+        """A reader that takes videos, too.
+
+        Args:
+            limits: arguments of ``VideoProcessor.limited``.
+
+        Raises:
+            ConfigError: when the rules of the model's videos are not known, or limits contradict each other.
+        """
+        if not isinstance(getattr(self.processor, "video_processor", None), VideoProcessor):
+            raise ConfigError(
+                f"data.data_type: the videos of {type(self.processor).__name__} need torchvision in transformers, and "
+                "are not supported: take a model of the Qwen2-VL, Qwen2.5-VL or Qwen3-VL family, or data_type "
+                "image_conversation"
+            )
+        reader = copy.copy(self)
+        reader.processor = copy.copy(self.processor)
+        reader.processor.video_processor = self.processor.video_processor.limited(**limits)
+        reader.media = ("image", "video")
+        return reader
+
+    def open(self, medium: Medium, where: str) -> Image.Image | Clip:
+        """What a file holds. Raises DataError when it is broken, ValueError when the processor refuses a video."""
+        if isinstance(medium, VideoFile):
+            return self.processor.video_processor.read(medium.file, where)
+        return read_image(medium, where, still=True)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
         """A reader that scales images to areas within these limits; None keeps the processor's own.
@@ -122,30 +170,29 @@ class ImageReader:
         reader.processor.image_processor.size = type(self.processor.image_processor.size)(**size)
         return reader
 
-    def place(self, images: Sequence[Image.Image]) -> tuple[list[str], np.ndarray]:
-        """The text that stands for each image, and the shapes of ``Images``.
+    def place(self, images: Sequence[Image.Image | Clip]) -> tuple[list[str], np.ndarray]:
+        """The text that stands for each image or video, and the shapes of ``Images``.
 
         Raises:
-            ValueError: when the processor refuses an image.
+            ValueError: when the processor refuses one.
         """
         if not images:
             return [], np.zeros((0, 3), np.int32)
         found = self._process(images)
-        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(
-            found, len(images)
-        )
+        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(found, images)
 
     def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
-        """A rendered conversation with its images' texts, and its spans where they are then.
+        """A rendered conversation with the texts of its images and videos, and its spans where they are then.
 
         Raises:
-            DataError: when there are more or fewer placeholders than images.
+            DataError: when there are more or fewer placeholders.
         """
-        places = [found.span() for found in re.finditer(re.escape(self.placeholder), text)]
+        placeholders = self.placeholders().values()
+        places = [found.span() for found in re.finditer("|".join(map(re.escape, placeholders)), text)]
         if len(places) != len(replacements):
             raise DataError(
-                f"{where}: the conversation has {len(places)} placeholders ({self.placeholder}) for "
-                f"{len(replacements)} images"
+                f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
+                f"{len(replacements)} {'s and '.join(self.media)}s"
             )
         parts, moved, last = [], [list(span) for span in spans], 0
         for (start, stop), replacement in zip(places, replacements, strict=True):
@@ -158,41 +205,62 @@ class ImageReader:
         return "".join([*parts, text[last:]]), [(start, stop) for start, stop in moved]
 
     def tensors(self, images: Images) -> Tensors:
-        """What the model's ``forward`` takes for the images of a document.
+        """What the model's ``forward`` takes for the images and videos of a document.
 
         Raises:
-            DataError: when an image is broken, or has changed since its tokens were made.
+            DataError: when one is broken, or has changed since its tokens were made.
         """
-        opened = [read_image(file, images.where, still=True) for file in images.find()]
+        opened = [self.open(medium, images.where) for medium in images.find()]
         found = self._process(opened)
-        if len(opened) != len(images.shapes) or not np.array_equal(self._shapes(found, len(opened)), images.shapes):
-            raise DataError(f"{images.where}: an image has another size than when the data was preprocessed")
+        if len(opened) != len(images.shapes) or not np.array_equal(self._shapes(found, opened), images.shapes):
+            kinds = " or a ".join(self.media)
+            raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
+        return self._given(found)
+
+    def of_opened(self, media: Sequence[Image.Image | Clip]) -> Tensors:
+        """As ``tensors``, of what has been opened."""
+        return self._given(self._process(media))
+
+    def _given(self, found: Any) -> Tensors:
         found = {name: found[name] for name in self._arguments if name in found and name != "mm_token_type_ids"}
         return {name: torch.as_tensor(np.asarray(value)) for name, value in found.items() if name != "token_type_ids"}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """What each token is: int64 ``[L]``, 0 text, 1 image."""
+        """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
         self.processor.image_processor.save_pretrained(folder)
+        if "video" in self.media:
+            said = json.dumps(self.processor.video_processor.to_dict(), indent=2)
+            (folder / "video_preprocessor_config.json").write_text(f"{said}\n", encoding="utf-8")
         for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
             if path.name in PROCESSOR_FILES:
                 shutil.copyfile(path, folder / path.name)
 
-    def _process(self, images: Sequence[Image.Image]) -> Any:
-        text = self.placeholder * len(images)
-        return self.processor(
-            images=list(images), text=[text], return_text_replacement_offsets=True, return_tensors="np"
-        )
+    def _process(self, media: Sequence[Image.Image | Clip]) -> Any:
+        clips = [medium for medium in media if isinstance(medium, Clip)]
+        images = [medium for medium in media if not isinstance(medium, Clip)]
+        tokens = self.placeholders()
+        given: dict[str, Any] = {"images": images} if images else {}
+        if clips:
+            given |= {
+                "videos": [clip.frames for clip in clips],
+                "video_metadata": [copy.copy(clip.metadata) for clip in clips],
+            }
+        text = "".join(tokens["video" if isinstance(medium, Clip) else "image"] for medium in media)
+        return self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
 
     def _has_grid(self) -> bool:
         return "image_grid_thw" in self._arguments
 
-    def _shapes(self, found: Any, count: int) -> np.ndarray:
+    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip]) -> np.ndarray:
         if self._has_grid():
-            return np.asarray(found["image_grid_thw"], np.int32)
+            grids = {name: iter(found[name]) for name in ("image_grid_thw", "video_grid_thw") if name in found}
+            names = ("video_grid_thw" if isinstance(medium, Clip) else "image_grid_thw" for medium in media)
+            return np.stack([np.asarray(next(grids[name]), np.int32) for name in names])
+        count = len(media)
         pixels = np.asarray(found["pixel_values"])
         if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
             tiles = np.full(count, pixels.shape[1])
@@ -223,7 +291,7 @@ class Vision:
 
     @property
     def idle_length(self) -> int:
-        """Tokens of the small image that a batch without images gets."""
+        """Tokens of the small image and video that a batch that lacks one gets."""
         return len(self.idle_ids)
 
     def beside(self, input_ids: np.ndarray, images: Images | None) -> Beside:
@@ -231,12 +299,17 @@ class Vision:
         return self._beside(input_ids, self.reader.tensors(images) if images is not None and len(images.shapes) else {})
 
     def idle(self) -> Beside:
-        """Of the small image, the tokens of which are ``idle_ids``.
+        """Of the small image, and video where documents may have some, the tokens of which are ``idle_ids``.
 
-        It lets ranks whose documents have no images take part in what the encoder does on the others, and gives the
-        encoder gradients that are zero instead of none.
+        It lets ranks whose documents have none take part in what the encoder does on the others, and gives the encoder
+        gradients that are zero instead of none. An encoder runs once for images and once for videos, so a batch that
+        lacks either gets both.
         """
         return self._idle
+
+    def is_complete(self, media: Sequence[Tensors]) -> bool:
+        """Whether documents together have each kind of media that the model is trained with."""
+        return self._idle.tensors.keys() <= {name for tensors in media for name in tensors}
 
     def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> Beside:
         kinds = torch.from_numpy(self.reader.kinds(input_ids))
@@ -251,17 +324,19 @@ class Vision:
         from PIL import Image
 
         blank = Image.new("RGB", (32, 32), "white")
-        (text,), shapes = self.reader.place([blank])
-        input_ids = np.array(self.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        content = as_png(blank)
-        images = Images(shapes, lambda: [content], "the image of batches without images")
-        return input_ids, self.beside(input_ids, images)
+        media: list[Image.Image | Clip] = [blank]
+        if "video" in self.reader.media:
+            media.append(self.reader.processor.video_processor.blank())
+        texts, _ = self.reader.place(media)
+        input_ids = np.array(self.reader.tokenizer("".join(texts), add_special_tokens=False)["input_ids"], np.int32)
+        return input_ids, self._beside(input_ids, self.reader.of_opened(media))
 
 
 def join_media(media: Sequence[Tensors]) -> Tensors:
     """The images' tensors of documents, one after the other; what has fewer tiles is filled up with zeros."""
     given = [tensors for tensors in media if tensors]
-    return {name: _cat([tensors[name] for tensors in given]) for name in (given[0] if given else {})}
+    names = dict.fromkeys(name for tensors in given for name in tensors)
+    return {name: _cat([tensors[name] for tensors in given if name in tensors]) for name in names}
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:

@@ -95,8 +95,8 @@ def _gather(row: dict[str, Tensor], place: Tensor, is_token: Tensor, media: Tens
 
 
 def _with_idle(ids: Tensor, beside: Beside, sight: Sight) -> tuple[Tensor, Beside]:
-    """Tokens ``[N, L]`` and what stands beside them; those without images get a row more with a small image."""
-    if beside.tensors:
+    """Tokens ``[N, L]`` and what stands beside them; those without images or videos get a row more with a small one."""
+    if beside.tensors.keys() >= sight.idle.tensors.keys():
         return ids, beside
     width, own = max(ids.shape[1], len(sight.idle_ids)), len(sight.idle_ids)
 
@@ -107,7 +107,9 @@ def _with_idle(ids: Tensor, beside: Beside, sight: Sight) -> tuple[Tensor, Besid
 
     idle = sight.idle
     positions = None if beside.positions is None else with_row(beside.positions, idle.positions)
-    return with_row(ids, sight.idle_ids), Beside(idle.tensors, positions, with_row(beside.kinds, idle.kinds))
+    return with_row(ids, sight.idle_ids), Beside(
+        join_media([beside.tensors, idle.tensors]), positions, with_row(beside.kinds, idle.kinds)
+    )
 
 
 def forget_lengths(module: nn.Module) -> None:

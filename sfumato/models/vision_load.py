@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from sfumato.data.clips import build_videos
 from sfumato.data.vision import ImageReader, Tensors, Vision
 from sfumato.errors import ConfigError, MissingDependencyError
 
@@ -93,15 +94,18 @@ def _positions_of(module: nn.Module) -> Any:
     if not hasattr(base, "get_rope_index"):
         return None
 
+    accepted = inspect.signature(base.get_rope_index).parameters
+
     def positions(input_ids: Tensor, kinds: Tensor, tensors: Tensors) -> Tensor:
-        found, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, image_grid_thw=tensors["image_grid_thw"])
+        given = {name: tensors[name] for name in accepted if name in tensors}
+        found, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, **given)
         return found
 
     return positions
 
 
 def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
-    """transformers' processor, without the part for videos, which needs torchvision."""
+    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -120,7 +124,7 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
         settings |= _llava_settings(described)
     parts = {"image_processor": images, "tokenizer": tokenizer}
     if "video_processor" in parameters:
-        parts["video_processor"] = None
+        parts["video_processor"] = build_videos(kind, images, folder)
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:
@@ -138,11 +142,11 @@ def _set_template(processor: Any, described: Any, is_made: bool) -> None:
     """The chat template of the processor is the tokenizer's from now on."""
     tokenizer = processor.tokenizer
     if is_made:
-        image = processor.image_token
+        image, video = processor.image_token, str(getattr(processor, "video_token", None))
         if getattr(described, "vision_start_token_id", None) is not None:
-            image = f"<|vision_start|>{image}<|vision_end|>"
+            image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
         text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
-        tokenizer.chat_template = text.replace("IMAGE", image)
+        tokenizer.chat_template = text.replace("IMAGE", image).replace("VIDEO", video)
     elif processor.chat_template:
         tokenizer.chat_template = processor.chat_template
 
