@@ -105,13 +105,20 @@ def main(given: list[str] | None = None) -> int:
         left = budget - (time.monotonic() - started)
         limit = left * weights[0] / sum(weights)
         print(f"{stage.name}: {stage.about}; at most {limit:.0f} s", flush=True)
+        begun, cpu = time.monotonic(), cpu_s()
         run_stage(stage, arguments, device, run, limit)
+        print(f"  took {time.monotonic() - begun:.0f} s, {cpu_s() - cpu:.0f} s of processors", flush=True)
     lines = [line for line in results.read([arguments.output]) if line["run"] == run]
     print(table(lines), flush=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = f"{used.ru_utime + used.ru_stime:.0f} s of processors"
-    print(f"{arguments.output / results.FILE}: {time.monotonic() - started:.0f} s, {cpu}", flush=True)
+    took = f"{time.monotonic() - started:.0f} s, {cpu_s():.0f} s of processors"
+    print(f"{arguments.output / results.FILE}: {took}", flush=True)
     return 1 if any(line["status"] in BROKEN for line in results.last_of_each(lines).values()) else 0
+
+
+def cpu_s() -> float:
+    """Processor seconds, user and system, of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def device_of(arguments: argparse.Namespace) -> str | None:

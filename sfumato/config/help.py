@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -65,16 +68,40 @@ def attribute_docs(cls: type) -> dict[str, str]:
     """The strings that stand below the fields of a dataclass and of its bases, by field name."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
+        module = sys.modules.get(base.__module__)
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            source = inspect.getsource(module) if module else ""
         except (OSError, TypeError):  # a class made without source, such as in a console, has no field texts
             continue
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for pair in itertools.pairwise(body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docs[name] = " ".join(text.split())
+        docs |= _field_texts(source).get(base.__qualname__, {})
     return docs
+
+
+@functools.cache
+def _field_texts(source: str) -> dict[str, dict[str, str]]:
+    """The strings below fields by qualified name of the class, for all classes of a module, which is parsed once."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.ClassDef():
+                    found[f"{prefix}{child.name}"] = dict(_texts_below(child.body))
+                    visit(child, f"{prefix}{child.name}.")
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    visit(child, f"{prefix}{child.name}.<locals>.")
+                case ast.stmt():
+                    visit(child, prefix)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def _texts_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for pair in itertools.pairwise(body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
 
 
 def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
