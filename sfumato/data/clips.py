@@ -22,8 +22,8 @@ from sfumato.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata
 
-CONFIG_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
-"""Where a transformers folder says how videos become tensors; folders of older models have the second alone."""
+CONFIG_FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""Where a transformers folder says how videos become tensors: the first that says it; the last is of older ones."""
 
 FRAMES_PER_SECOND = 2.0
 """Where the folder says no other."""
@@ -223,5 +223,10 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
 
 def _said(folder: Path | None) -> dict[str, Any]:
     """What the folder says of videos."""
-    path = None if folder is None else next((folder / name for name in CONFIG_FILES if (folder / name).is_file()), None)
-    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    for name in () if folder is None else CONFIG_FILES:
+        if (folder / name).is_file():
+            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            said = said.get("video_processor") if name == "processor_config.json" else said
+            if said:
+                return said
+    return {}

@@ -10,7 +10,7 @@ from sfumato.config.load import merge
 from tests.dist.test_tasks import STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
 from tests.tiny import run_task_here
-from tests.tiny_vision import image_row, tiny_vision_config
+from tests.tiny_vision import image_row, media_row, tiny_media_config, tiny_vision_config
 
 PARTS = {"model": {"freeze": [r"visual\.blocks", r"embed_tokens"]}}
 MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -36,6 +36,23 @@ def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path
     config = merge(tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2}), settings)
     rows = [image_row(index if index % 4 == 2 else 3 * index) for index in range(24)]  # most have no image
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
+    run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
+
+
+VIDEOS = {"fsdp2": (2, "qwen3_vl", {}), "ddp": (2, "qwen2_5_vl", {"data_parallel_mode": "ddp"})}
+
+
+@pytest.mark.parametrize("mode", quick_or_slow(VIDEOS, ("fsdp2",)))
+def test_several_ranks_are_one_process_with_videos_on_some(mode, ranks, tmp_path):
+    pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
+    num_ranks, kind, train = VIDEOS[mode]
+    train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
+    config = tiny_media_config(tmp_path, kind, train=train, eval={"every_steps": 2})
+    rows = [(media_row, image_row, image_row)[index % 3](index if index % 3 else 1) for index in range(12)]
+    (tmp_path / "media.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from sfumato.config.load import merge
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
-from tests.tiny_vision import tiny_vision_config
+from tests.tiny_vision import tiny_media_config, tiny_vision_config
 
 STEPS = 6
 
@@ -32,6 +32,24 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.fixture(scope="module")
 def whole(settings: dict) -> Path:
     return run_task_here("train_text", settings)
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_videos_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
+    settings = tiny_media_config(tmp_path, train={"save_steps": 2, "output_dir": str(tmp_path / "whole")})
+    whole = run_task_here("train_text", settings)
+    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
+    run_task_process("train_text", write_config(config, tmp_path / "config.yaml"), kill_after=3)
+    resumed = run_task_here("train_text", config)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+    path = str(whole / "hf_ckpt")  # what was exported is read with its processor, and goes on from there
+    model = {"model_path": path, "config_path": None, "tokenizer_path": None}
+    train = {"output_dir": str(tmp_path / "again"), "max_steps": 1}
+    again = run_task_here("train_text", merge(settings, {"model": model, "train": train}))
+    assert evaluated(again, 0) == evaluated(whole, STEPS)
 
 
 @pytest.mark.slow
