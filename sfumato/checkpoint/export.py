@@ -157,6 +157,12 @@ def _build(run: Path) -> Exportable:
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return build_language_model(config.model, config.train)
+    if task == "train_omni":
+        from sfumato.config.omni import TrainOmniConfig
+        from sfumato.models.omni.load import build_omni_model
+
+        config = load_config(TrainOmniConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return build_omni_model(config)
     if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
         from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
         from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig

@@ -21,6 +21,8 @@ TASKS = {
     "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
     "train_dit_dpo": ("sfumato.config.dit", "TrainDitDpoConfig"),
     "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),
+    "train_image_tokenizer": ("sfumato.config.omni", "TrainImageTokenizerConfig"),
+    "train_omni": ("sfumato.config.omni", "TrainOmniConfig"),
     "rl_text": ("sfumato.config.text_rl", "TextRLConfig"),
     "rl_diffusion": ("sfumato.config.diffusion_rl", "TrajectoryRLConfig"),
     "rl_diffusion_forward": ("sfumato.config.diffusion_rl", "ForwardRLConfig"),

@@ -14,9 +14,9 @@ from sfumato.config.sections import EpochTrainConfig
 class SyntheticTextConfig(Section):
     """Problems with one correct answer, made in code: nothing is downloaded."""
 
-    problem: Literal["reverse", "sort", "add", "multiply", "read"] = "reverse"
-    """reverse and sort the letters of a word, add or multiply two numbers, or read a number from a picture, which needs
-    data_type image_conversation."""
+    problem: Literal["reverse", "sort", "add", "multiply", "read", "draw", "read_or_draw"] = "reverse"
+    """reverse and sort the letters of a word, add or multiply two numbers, read a number from a picture, which needs
+    data_type image_conversation, draw one, or either of both, which need omni_conversation."""
     min_length: int = Field(2, ge=1)
     """Fewest letters of a word, or digits of a number."""
     max_length: int = Field(6, ge=1, le=32)
@@ -89,8 +89,11 @@ class TextDataConfig(Section):
             raise ValueError(
                 "data.eval_path has no meaning with data.synthetic, which has held-out problems of its own"
             )
-        if self.synthetic is not None and (self.synthetic.problem == "read") != self.data_type.has_images:
+        problem = None if self.synthetic is None else self.synthetic.problem
+        if problem is not None and (problem in ("read", "draw", "read_or_draw")) != self.data_type.has_images:
             raise ValueError("data.synthetic.problem read and data.data_type image_conversation need each other")
+        if problem in ("draw", "read_or_draw") and not self.data_type.draws:
+            raise ValueError(f"data.synthetic.problem {problem} needs data.data_type omni_conversation")
         if self.synthetic is not None and self.data_type.documents_per_sample == 2 and self.synthetic.turns > 1:
             raise ValueError("data.synthetic.turns must be 1 when data.data_type is preference")
         return self

@@ -25,6 +25,7 @@ QUESTIONS = {
     "add": "Add {} and {}.",
     "multiply": "Multiply {} by {}.",
     "read": "<image>Read it.",
+    "draw": 'Draw "{}".',
 }
 STATEMENTS = {
     "reverse": "{} reversed is {}.",
@@ -32,8 +33,11 @@ STATEMENTS = {
     "add": "{} plus {} is {}.",
     "multiply": "{} times {} is {}.",
     "read": "{} is {}.",
+    "draw": "{} is drawn as {}.",
 }
 ARITHMETIC = {"add": "+", "multiply": "*"}
+PICTURED = ("read", "draw")
+"""Problems with a picture of a number, in the question or in the answer."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Problem:
             numbers = map(int, self.operands)
             return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
-        if self.kind == "read":
+        if self.kind in PICTURED:
             return word
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
 
@@ -75,7 +79,8 @@ class Problem:
         Problems that answer each other, as those of abc and cba or of 1 + 2 and 2 + 1, have the same.
         """
         twins = [self.operands[0], self.answer] if self.kind == "reverse" else self.operands
-        digest = hashlib.blake2b("/".join([self.kind, *sorted(twins)]).encode(), digest_size=8).digest()
+        kind = "read" if self.kind in PICTURED else self.kind  # what is never read is never drawn
+        digest = hashlib.blake2b("/".join([kind, *sorted(twins)]).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
 
 
@@ -112,7 +117,7 @@ class SyntheticRows:
             "chosen": last.answer,
             "rejected": wrong,
             "answer": last.answer,
-        } | ({"images": [render(problem.answer, generator) for problem in problems]} if last.kind == "read" else {})
+        } | ({"images": [render(problem.answer, generator) for problem in problems]} if last.kind in PICTURED else {})
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -124,6 +129,8 @@ class SyntheticRows:
 
     def _shown_answer(self, problem: Problem, generator: torch.Generator) -> str:
         share = self.config.calculator_calls
+        if problem.kind == "draw":
+            return "<image>"
         return problem.call if share and float(torch.rand((), generator=generator)) < share else problem.answer
 
     def _draw(self, generator: torch.Generator) -> Problem:
@@ -148,7 +155,7 @@ def render(text: str, generator: torch.Generator) -> bytes:
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
-    if problem.kind in (*ARITHMETIC, "read"):
+    if problem.kind in (*ARITHMETIC, *PICTURED):
         place = _integer(generator, len(correct))
         no_leading_zero = place == 0 and len(correct) > 1
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
@@ -166,7 +173,9 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
 def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Problem:
     if config.problem in ARITHMETIC:
         return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
-    if config.problem == "read":
+    if config.problem == "read_or_draw":
+        return Problem(PICTURED[_integer(generator, 2)], (_draw_number(generator, config),))
+    if config.problem in PICTURED:
         return Problem(config.problem, (_draw_number(generator, config),))
     letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
     return Problem(config.problem, ("".join(letters),))

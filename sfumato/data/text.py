@@ -99,6 +99,8 @@ class TextFormat(ABC):
     the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
     has_images: ClassVar[bool] = False
     """Whether documents may have images; then ``transform`` is given an ``ImageReader`` instead of a tokenizer."""
+    draws: ClassVar[bool] = False
+    """Whether images in messages of the assistant are drawn."""
     has_answers: ClassVar[bool] = True
     """Whether the loss mask holds answers, the last token of which ends them."""
     ignores: ClassVar[tuple[str, ...]] = ()

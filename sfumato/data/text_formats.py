@@ -11,6 +11,7 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
+from sfumato.data.drawing import OmniConversation
 from sfumato.data.image_conversation import ImageConversation, MediaConversation
 from sfumato.data.rows import text_field
 from sfumato.data.steps import SEPARATORS, place_steps, read_label, read_list, read_number, step_ends, with_last
@@ -29,7 +30,7 @@ from sfumato.data.text import (
 from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
 from sfumato.errors import ConfigError, DataError
 
-__all__ = ["ImageConversation", "MediaConversation"]  # formats from a file of their own
+__all__ = ["ImageConversation", "MediaConversation", "OmniConversation"]  # formats from files of their own
 
 
 @dataclass(frozen=True)

@@ -217,14 +217,14 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
     if kind not in names:
         raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(names))}"[:600])
     cls = CONFIG_MAPPING[kind]
-    _check_keys(cls, fields, str(where))
+    check_keys(cls, fields, str(where))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # transformers raises kinds of its own for values that it refuses
         raise ConfigError(f"{where}: transformers refuses it: {error}") from error
 
 
-def _check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
+def check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
     """Raises ConfigError for a key that a configuration, or one inside it, does not know."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -238,7 +238,7 @@ def _check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
             kind = inside.get("model_type")
             if part is AutoConfig and kind not in CONFIG_MAPPING:
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
-            _check_keys(CONFIG_MAPPING[kind] if part is AutoConfig else part, inside, f"{where}: {name}")
+            check_keys(CONFIG_MAPPING[kind] if part is AutoConfig else part, inside, f"{where}: {name}")
 
 
 def build_tokenizer(config: LanguageModelConfig) -> Any:

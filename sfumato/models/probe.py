@@ -328,7 +328,8 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     loss, num_labels = 0.0, sum(len(document.input_ids) - 1 for document in short)
     for tokens in short:
         part = -numbers_of(tokens).sum() / num_labels
-        part.backward()
+        if part.requires_grad:  # not without images where the encoder or the projector alone are trained
+            part.backward()
         loss += float(part.detach())
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
     grad_norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))

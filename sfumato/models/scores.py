@@ -119,6 +119,12 @@ class TokenScores:
         best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
         return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
 
+    def logits(self, wanted: Tensor) -> Tensor:
+        """Logits of the tokens for which ``wanted``, bool ``[B, T]``, holds: float32 ``[N, V]``. Not with a layer that
+        makes logits for some tokens at a time (``LanguageModel.whole_output``)."""
+        assert self._head is None, "use whole_output"
+        return self._output[self._pick(wanted)].float()
+
     def _pick(self, labels: Tensor) -> Tensor:
         return labels if self._kept is None else labels[:, self._kept]
 

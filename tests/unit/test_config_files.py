@@ -24,6 +24,7 @@ from tests.tiny import (
     tiny_text_config,
     write_tiny_pipeline,
 )
+from tests.tiny_omni import tiny_omni_config
 from tests.tiny_vision import tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 TASKS = [path for path in FILES if is_task(path)]
 DESCRIPTIONS = [path for path in FILES if "pipeline" in read_yaml(path)]
 LANGUAGE_MODELS = [path for path in FILES if "model_type" in read_yaml(path)]
+IMAGE_TOKENIZERS = [path for path in FILES if "num_vq_embeddings" in read_yaml(path)]
 
 
 def relative(path):
@@ -98,7 +100,7 @@ def task_of(path):
 def test_there_are_files_for_every_task():
     assert {task_of(path) for path in TASKS} == set(KNOWN_TASKS)
     assert DESCRIPTIONS and len(LANGUAGE_MODELS) >= 10
-    assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS}
+    assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS, *IMAGE_TOKENIZERS}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=relative)
@@ -109,7 +111,9 @@ def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
         with pytest.raises(ConfigError) as caught:
             load_config(schema, overrides=renamed(content, place, typo))
         message = str(caught.value)
-        if place[-1] == "type" and (isinstance(place[-2], int) or place[-2] in ("engine", "kind", "data_type")):
+        if place[-1] == "type" and (
+            isinstance(place[-2], int) or place[-2] in ("engine", "kind", "data_type", "reward")
+        ):
             # without its type nothing is known about the other keys of a part, so the missing type is the mistake
             assert f"--{dotted(place[:-1])}: needs a key 'type'" in message, message
             continue
@@ -205,6 +209,13 @@ def made_tiny(path, tmp_path):
     """The configuration as it is, but for the sizes, and for what lies in files that are not here."""
     task, content = task_of(path), read_yaml(path)
     train = ONE_PROCESS | {"output_dir": str(tmp_path / "run")}
+    if task == "train_omni":
+        tiny = tiny_omni_config(tmp_path)
+        model = content["model"] | tiny["model"] | {"image_tokenizer_made_by": None}
+        data = {"synthetic": {"num_rows": 8}, "max_seq_len": 96}
+        return task, merge(content | {"model": model}, {"data": data, "train": train, "eval": {"num_rows": 2}})
+    if task == "train_image_tokenizer":
+        return task, merge(content, {"train": train})
     if task.startswith("train_text"):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind

@@ -19,6 +19,7 @@ from tests.hostile_values import TEXTS, hostile_arguments
 
 SCHEMAS: dict[str, type[Section]] = {**{task: schema_of(task) for task in TASKS}, "server": RewardServerConfig}
 TEXT = {"config_path": "m.yaml", "tokenizer_path": "bytes"}
+PART = {"config_path": "m.yaml"}
 GLYPHS = {"model": {"config_path": "m.yaml"}, "data": {"data_type": "glyphs"}, "train": {"output_dir": "out"}}
 BASES: dict[str, dict[str, Any]] = {
     "train_text": {"model": TEXT, "data": {"synthetic": {}}, "train": {"output_dir": "out"}},
@@ -41,6 +42,12 @@ BASES: dict[str, dict[str, Any]] = {
     "train_dit": GLYPHS,
     "train_dit_dpo": GLYPHS,
     "train_autoencoder": GLYPHS,
+    "train_image_tokenizer": GLYPHS,
+    "train_omni": {
+        "model": {"foundation": PART, "encoder": PART, "image_tokenizer": "vq", "tokenizer_path": "bytes"},
+        "data": {"synthetic": {"problem": "read_or_draw"}, "data_type": "omni_conversation"},
+        "train": {"output_dir": "out"},
+    },
     "rl_diffusion": {
         **GLYPHS,
         "rollout": {"num_prompts": 4, "n": 4, "micro_batch_size": 8},

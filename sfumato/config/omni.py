@@ -1,0 +1,146 @@
+"""Configuration of the tasks that make models which understand and draw images."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section, Variant, refuse_needless
+from sfumato.config.dit import DitTrainConfig
+from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.config.paths import FilePath
+from sfumato.config.sections import Expression
+from sfumato.config.text import check_text
+from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+
+
+class PartConfig(Section):
+    """A part of a model: the folder that it comes from, or its description."""
+
+    model_path: FilePath | None = None
+    """Folder of the part, as transformers or diffusers wrote it."""
+    config_path: FilePath | None = None
+    """YAML file with the fields of its configuration: random weights; instead of model_path."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PartConfig:
+        if (self.model_path is None) == (self.config_path is None):
+            raise ValueError("set exactly one of model_path (a folder) and config_path (a YAML file)")
+        return self
+
+
+class TrainImageTokenizerConfig(Section):
+    """Training of a VQ model, which turns images into codes and codes into images."""
+
+    model: PartConfig
+    """diffusers' VQModel."""
+    data: ImageTextDataConfig
+    """Data."""
+    train: DitTrainConfig
+    """Training."""
+    commitment_coef: float = Field(1.0, gt=0)
+    """Weight of the distance between latents and their codes (arXiv 1711.00937, the second and third term)."""
+
+    @model_validator(mode="after")
+    def _suits_image_tokenizers(self) -> TrainImageTokenizerConfig:
+        if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
+            raise ValueError(
+                "train: an image tokenizer is trained with data parallelism only; set the other sizes to 1"
+            )
+        if self.data.num_frames > 1:
+            raise ValueError("data.num_frames: an image tokenizer is trained on images; set it to 1")
+        why = "here, where a VQ model alone is trained on images, whole and in float32 in each process: remove it"
+        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir"), why)
+        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
+        names += ["compile"] if self.train.compile else []  # false is what happens
+        names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
+        refuse_needless(self.train, "train", names, why)
+        return self
+
+
+class OmniModelConfig(Section):
+    """A model that understands and draws images: its parts, and what of them is trained."""
+
+    foundation: PartConfig
+    """A causal language model of transformers; tokens of images are added to its vocabulary."""
+    encoder: PartConfig
+    """A vision encoder of transformers (CLIP, SigLIP, DINOv2, ...), whose patches are projected to tokens."""
+    projector: FilePath | None = None
+    """Folder `hf_ckpt` of a run of this task, whose projector is taken; null draws its weights."""
+    image_tokenizer: FilePath
+    """Folder of diffusers' VQModel, the codes of which are tokens that are drawn; it is not trained."""
+    image_tokenizer_made_by: FilePath | None = None
+    """YAML file of tasks/train_image_tokenizer.py that makes image_tokenizer; it is run first when that is missing."""
+    tokenizer_path: FilePath | None = None
+    """Folder of the tokenizer; null takes foundation.model_path. `bytes` is one of 259 tokens that needs no folder."""
+    freeze: list[Expression] = []
+    """Regular expressions; weights whose names contain one are not trained: `language_model|lm_head`, `vision_tower`,
+    or both, which trains the projector alone."""
+    attention: Literal["packed", "sdpa", "eager"] = "packed"
+    """packed computes attention within each document of a packed row only; the others are transformers' own."""
+    rows: Literal["auto", "packed", "documents"] = "auto"
+    """How packed rows reach the model: as they are, or a row for each document; auto measures which is right."""
+
+    @model_validator(mode="after")
+    def _has_tokenizer(self) -> OmniModelConfig:
+        if self.foundation.model_path is None and self.tokenizer_path is None:
+            raise ValueError("model.foundation.config_path needs model.tokenizer_path, the folder of the tokenizer")
+        return self
+
+
+class DrawConfig(Section):
+    """Images that are drawn: what training does for guidance, and how evaluation draws."""
+
+    prompt_dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of the conversations that draw whose text is hidden, for classifier-free guidance."""
+    guidance_scale: float = Field(2.0, ge=0)
+    """Classifier-free guidance of the evaluation, on logits; 1 is none."""
+    temperature: float = Field(1.0, ge=0)
+    """Of the codes that the evaluation draws; 0 takes the likeliest."""
+    num_prompts: int = Field(32, ge=1)
+    """Most prompts of the validation set that are drawn."""
+    reward: Annotated[Any, Variant("sfumato.rewards")] | None = None
+    """What scores the images that evaluation draws, such as `{type: ocr, detect: false}`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DrawConfig:
+        if self.reward is not None and self.reward.modality not in ("", "image"):
+            raise ValueError(f"draw.reward {self.reward.type} scores no images")
+        if self.guidance_scale != 1 and self.prompt_dropout == 0:
+            raise ValueError("draw.guidance_scale needs a model that draws without a prompt, too: set prompt_dropout")
+        return self
+
+
+class TrainOmniConfig(Section):
+    """Training of models that understand and draw images."""
+
+    model: OmniModelConfig
+    """Model."""
+    data: TextDataConfig
+    """Data."""
+    train: TextTrainConfig
+    """Training."""
+    text_coef: float = Field(1.0, ge=0)
+    """Weight of loss/text, the mean over the text tokens of a step's loss mask."""
+    image_coef: float = Field(1.0, ge=0)
+    """Weight of loss/image, the mean over the codes of images of a step's loss mask."""
+    draw: DrawConfig = DrawConfig()
+    """Drawing."""
+    eval: TextEvalConfig = TextEvalConfig()
+    """Evaluation."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainOmniConfig:
+        if not self.data.data_type.draws:
+            raise ValueError("data.data_type must be omni_conversation; tasks/train_text.py trains on the others")
+        if self.train.init_device == "meta":
+            raise ValueError("train.init_device meta is not for models that are put together here: take cpu")
+        if self.text_coef == self.image_coef == 0:
+            raise ValueError("text_coef and image_coef are both 0, so nothing would be learned")
+        layout = ("tensor", "pipeline", "ulysses", "context")
+        wrong = [f"train.{name}_parallel_size" for name in layout if getattr(self.train, f"{name}_parallel_size") > 1]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: a model that sees images cannot be cut so yet: set it to 1")
+        check_text(self.data, self.train, self.eval)
+        return self

@@ -1,0 +1,1 @@
+"""Models that understand and draw images: their parts, and how they are put together."""

@@ -1,0 +1,150 @@
+"""Images as codes of a codebook, and codes as images: diffusers' VQModel, used as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from sfumato.config.load import read_yaml, suggest
+from sfumato.config.omni import PartConfig
+from sfumato.errors import ConfigError
+from sfumato.parallel.weights import refuse_not_finite
+
+
+def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
+    """diffusers' VQModel of a folder, or with random weights of a description, in float32 on the CPU.
+
+    Raises:
+        ConfigError: when the folder holds none, or the description is none of it.
+    """
+    from diffusers import VQModel
+
+    if config.model_path is not None:
+        folder = Path(config.model_path)
+        try:
+            model = VQModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{folder}: diffusers finds no VQModel there: {error}") from error
+        refuse_not_finite(model, folder)
+        return model.float()
+    assert config.config_path is not None
+    fields = read_yaml(config.config_path)
+    known = [name for name in inspect.signature(VQModel.__init__).parameters if name != "self"]
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{config.config_path}: {name}: unknown key{suggest(name, known)}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return VQModel(**fields)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{config.config_path}: diffusers' VQModel refuses it: {error}") from error
+
+
+class VqModel:
+    """A VQ model in training, as ``export_model`` takes it."""
+
+    def __init__(self, model: Any) -> None:
+        """``model`` is diffusers' VQModel."""
+        self.trained = model
+
+    @torch.no_grad()
+    def reconstruct(self, examples: Tensor) -> tuple[np.ndarray, int]:
+        """Images, uint8 ``[B, 3, H, W]``, beside what their codes keep: uint8 ``[B, H, 2W, 3]``; how many codes they
+        use."""
+        device = next(self.trained.parameters()).device
+        codes = codes_of(self.trained, examples.to(device) / 127.5 - 1)
+        found = decode_codes(self.trained, codes, examples.shape[-2:]).cpu()
+        pairs = torch.cat([examples, found], dim=3).permute(0, 2, 3, 1)
+        return pairs.numpy(), len(codes.unique())
+
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
+        """Writes the model as diffusers loads it by itself."""
+        del merge
+        self.trained.save_pretrained(folder, state_dict=weights)
+
+
+class ImageTokenizer:
+    """A frozen VQ model with the size of its images. It can be pickled."""
+
+    def __init__(self, model: Any, source: Path) -> None:
+        """Args are diffusers' VQModel, and its folder."""
+        self.model, self.source = model.requires_grad_(False).eval(), source
+        size = model.config.sample_size
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+        factor = 2 ** (len(model.config.block_out_channels) - 1)
+        self.shape = (self.height // factor, self.width // factor)
+        """Rows and columns of the codes of an image."""
+        self.num_codes = self.shape[0] * self.shape[1]
+        self.codebook_size = int(model.config.num_vq_embeddings)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ImageTokenizer:
+        """Reads it. Raises ConfigError as ``build_vq_model``."""
+        return cls(build_vq_model(PartConfig(model_path=str(folder))), folder)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies how images become codes."""
+        digest = hashlib.blake2b(repr(sorted(self.model.config.items())).encode(), digest_size=16)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def encode(self, image: Image.Image) -> list[int]:
+        """The codes of an image, row by row; one of another size is scaled."""
+        if image.size != (self.width, self.height):
+            image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None] / 127.5 - 1
+        return codes_of(self.model, pixels)[0].tolist()
+
+    @torch.no_grad()
+    def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
+        """Images of B lists of ``num_codes`` codes: uint8 ``[B, H, W, 3]``."""
+        pixels = decode_codes(self.model, torch.tensor(codes), (self.height, self.width))
+        return pixels.permute(0, 2, 3, 1).numpy()
+
+    def save(self, folder: Path) -> None:
+        """Writes the VQ model as diffusers loads it by itself."""
+        self.model.save_pretrained(folder)
+
+
+def codes_of(model: Any, pixels: Tensor) -> Tensor:
+    """The codes of images float32 ``[B, 3, H, W]`` from -1 to 1: int64 ``[B, N]``, row by row."""
+    latents = model.encode(pixels).latents
+    _, _, (_, _, codes) = model.quantize(latents)
+    return codes.view(len(pixels), -1)
+
+
+def decode_codes(model: Any, codes: Tensor, size: Sequence[int]) -> Tensor:
+    """Images of ``size`` (rows and columns of pixels) of codes int64 ``[B, N]``: uint8 ``[B, 3, H, W]``."""
+    factor = 2 ** (len(model.config.block_out_channels) - 1)
+    shape = (size[0] // factor, size[1] // factor)
+    latents = model.quantize.embedding(codes).unflatten(1, shape).permute(0, 3, 1, 2).contiguous()
+    pixels = model.decode(latents, force_not_quantize=True).sample
+    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+@torch.no_grad()
+def start_codebook(model: Any, pixels: Tensor, seed: int) -> None:
+    """Puts the codebook of a new model among the latents of some images, drawn without replacement.
+
+    A codebook far away from all latents is one of which a single code is used.
+    """
+    latents = model.encode(pixels).latents.permute(0, 2, 3, 1).flatten(0, 2)
+    codebook = model.quantize.embedding.weight
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(latents), generator=generator)
+    distinct = torch.unique(latents[order].round(decimals=4), dim=0)
+    order = torch.randperm(len(distinct), generator=generator)[: len(codebook)]
+    spread = 1e-3 * latents.std() * torch.randn(codebook.shape, generator=generator)
+    codebook.copy_(distinct[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)

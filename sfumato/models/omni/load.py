@@ -1,0 +1,259 @@
+"""A vision encoder, a language model and an image tokenizer, put together: a model that understands and draws images.
+
+transformers' ``LlavaForConditionalGeneration`` is what joins encoder and language model: any encoder with patches, a
+projector of two layers, any language model whose output layer is linear. What is drawn are tokens of that model.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sfumato.config.load import read_yaml, suggest
+from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
+from sfumato.config.paths import check_weights
+from sfumato.config.text import LanguageModelConfig
+from sfumato.data.drawing import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
+from sfumato.data.vision import Vision
+from sfumato.errors import ConfigError
+from sfumato.models.language import LanguageModel
+from sfumato.models.language_load import DTYPES, build_tokenizer, check_keys, freeze
+from sfumato.models.omni.image_tokenizer import ImageTokenizer
+from sfumato.models.packed_attention import register_packed_attention
+from sfumato.models.plain import attention_by_part, give_weights
+from sfumato.parallel.weights import build_on_meta, refuse_not_finite
+
+PARTS = ("foundation", "encoder", "image_tokenizer")
+"""Folders of an export, beside the whole model: what each part's own library loads."""
+
+PROJECTOR = "multi_modal_projector."
+"""What names of the projector's weights hold."""
+
+
+class OmniModel(LanguageModel):
+    """A language model that sees and draws images."""
+
+    image_tokenizer: ImageTokenizer
+    codes: range
+    """Tokens of the codes of images."""
+
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
+        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``)."""
+        whole = dict(weights)
+        super().save_export(folder, weights, merge)
+        config, dtype = self.plain.config, self.autocast_dtype or torch.float32
+        encoder, foundation = _empty(config.vision_config, False), _empty(config.text_config, True)
+        names = foundation_names(foundation)
+        prefix = "model.vision_tower."
+        own = {name.removeprefix(prefix): each for name, each in whole.items() if name.startswith(prefix)}
+        give_weights(encoder, {name: each.to(dtype) for name, each in own.items()})
+        given = {names[name]: each.to(dtype) for name, each in whole.items() if name in names}
+        give_weights(foundation, given)
+        for module, part in ((foundation, "foundation"), (encoder, "encoder")):
+            module.config.dtype = dtype
+            module.save_pretrained(folder / part)
+        self.tokenizer.save_pretrained(folder / "foundation")
+        self.image_tokenizer.save(folder / "image_tokenizer")
+
+
+def build_omni_model(config: TrainOmniConfig) -> OmniModel:
+    """Loads or makes the parts, puts them together, and makes what is trained trainable. Weights are float32.
+
+    Raises:
+        ConfigError: when a part is missing or broken, or the parts do not fit together.
+    """
+    tokenizer = build_tokenizer(_tokenizer_config(config.model))
+    image_tokenizer = ImageTokenizer.from_folder(Path(config.model.image_tokenizer))
+    first = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)
+    text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = text.replace("IMAGE", IMAGE_TOKEN)
+    seed = config.train.seed
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        foundation = load_part(config.model.foundation, "model.foundation", causal=True)
+        if foundation.get_input_embeddings().num_embeddings < len(tokenizer):
+            foundation.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        encoder = load_part(config.model.encoder, "model.encoder", causal=False)
+        image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        module, make = compose(encoder, foundation, image_token_id, config.model.attention)
+    if config.model.projector is not None:
+        load_projector(module, Path(config.model.projector))
+    reader = _reader(module, tokenizer, image_tokenizer)
+    vision = Vision(config.data.data_type.limited(reader), None)
+    settings = (DTYPES[config.train.mixed_precision], make, None, config.train.chunked_loss, vision)
+    model = OmniModel(module, tokenizer, *settings)
+    model.image_tokenizer, model.codes = image_tokenizer, range(first, first + image_tokenizer.codebook_size)
+    model.frozen_names = freeze(module, config.model.freeze)
+    return model
+
+
+def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:
+    """transformers' module of a folder or a description, float32.
+
+    Args:
+        config: where it comes from.
+        where: its option, for messages.
+        causal: a language model with its output layer; else an encoder.
+
+    Raises:
+        ConfigError: when the folder or description is missing, broken, or lacks weights.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
+
+    auto_class = AutoModelForCausalLM if causal else AutoModel
+    try:
+        if config.config_path is not None:
+            fields = dict(read_yaml(config.config_path))
+            kind = fields.pop("model_type", None)
+            if kind not in CONFIG_MAPPING:
+                raise ConfigError(f"{config.config_path}: model_type{suggest(str(kind), sorted(CONFIG_MAPPING))}"[:600])
+            check_keys(CONFIG_MAPPING[kind], fields, str(config.config_path))
+            return auto_class.from_config(CONFIG_MAPPING[kind](**fields), dtype=torch.float32)
+        folder = Path(str(config.model_path))
+        check_weights(folder)
+        described = AutoConfig.from_pretrained(folder, local_files_only=True)
+        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+        described = described if causal else getattr(described, "vision_config", described)
+        module, report = auto_class.from_pretrained(folder, config=described, output_loading_info=True, **settings)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where} {config.model_path or config.config_path}: transformers refuses it: {error}"
+        ) from error
+    if report["missing_keys"]:
+        raise ConfigError(f"{where} {folder}: weights are missing, the first is {sorted(report['missing_keys'])[0]}")
+    refuse_not_finite(module, folder)
+    return module
+
+
+def compose(encoder: nn.Module, foundation: nn.Module, image_token_id: int, attention: str) -> tuple[nn.Module, Any]:
+    """The model of both, with a projector of random weights, and what makes one like it.
+
+    Raises:
+        ConfigError: when they do not fit together, or the language model computes something else within.
+    """
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    _check_encoder(encoder)
+    described = LlavaConfig(
+        vision_config=copy.deepcopy(encoder.config),
+        text_config=copy.deepcopy(foundation.config),
+        image_token_index=image_token_id,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full" if _num_features(encoder) == _num_patches(encoder) else "default",
+        image_seq_length=_num_patches(encoder),
+        tie_word_embeddings=bool(foundation.config.tie_word_embeddings),
+    )
+    name = register_packed_attention() if attention == "packed" else attention
+
+    def make() -> nn.Module:
+        own = copy.deepcopy(described)
+        return LlavaForConditionalGeneration._from_config(
+            own, attn_implementation=attention_by_part(own, name), dtype=torch.float32
+        )
+
+    module = make()
+    names = {name: each for each, name in foundation_names(foundation).items()}
+    given = {names[name]: each for name, each in foundation.state_dict().items() if name in names}
+    given |= {f"model.vision_tower.{name}": each for name, each in encoder.state_dict().items()}
+    lacking = module.load_state_dict(given, strict=False).missing_keys
+    if any("projector" not in name for name in lacking):
+        raise ConfigError(
+            f"model.foundation: {type(foundation).__name__} cannot be joined with an encoder: {lacking[0]}"
+        )
+    tokens = torch.arange(8)[None] % foundation.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
+        within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
+    if not torch.allclose(alone, within, rtol=1e-4, atol=1e-5):
+        raise ConfigError(
+            f"model.foundation: {type(foundation).__name__} computes other logits without its own class around it (by "
+            f"up to {float((alone - within).abs().max()):.1e}): take another language model"
+        )
+    return module.train(), make
+
+
+def load_projector(module: nn.Module, folder: Path) -> None:
+    """Gives the model the projector of a folder that ``OmniModel.save_export`` wrote. Raises ConfigError."""
+    projector = module.model.multi_modal_projector
+    check_weights(folder)
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names = [name for name in opened.keys() if PROJECTOR in name]  # noqa: SIM118  (it is no mapping)
+            found |= {name.rpartition(PROJECTOR)[2]: opened.get_tensor(name).float() for name in names}
+    shapes = {name: each.shape for name, each in projector.state_dict().items()}
+    if {name: each.shape for name, each in found.items()} != shapes:
+        raise ConfigError(f"model.projector {folder}: the weights {PROJECTOR}* are not there, or of other shapes")
+    projector.load_state_dict(found)
+
+
+def foundation_names(foundation: nn.Module) -> dict[str, str]:
+    """Names of weights in the whole model, each with that of the language model alone."""
+    prefix = f"{foundation.base_model_prefix}."
+    output = foundation.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or output.bias is not None:
+        raise ConfigError(f"model.foundation: {type(foundation).__name__} has no linear output layer without a bias")
+    head = next(name for name, module in foundation.named_modules() if module is output)
+    names = [name for name, _ in foundation.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in foundation.named_buffers() if name in foundation.state_dict()]
+    found = {f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)}
+    return found | {"lm_head.weight": f"{head}.weight"}
+
+
+def _empty(config: Any, causal: bool) -> nn.Module:
+    """A module without weights."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    auto_class = AutoModelForCausalLM if causal else AutoModel
+    return build_on_meta(partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager"))
+
+
+def _check_encoder(encoder: nn.Module) -> None:
+    for name in ("image_size", "patch_size", "hidden_size"):
+        if not isinstance(getattr(encoder.config, name, None), int):
+            raise ConfigError(f"model.encoder: {type(encoder).__name__} has no {name}, so its patches are not known")
+    if _num_features(encoder) - _num_patches(encoder) not in (0, 1):
+        raise ConfigError(
+            f"model.encoder: {type(encoder).__name__} makes {_num_features(encoder)} tokens of an image of "
+            f"{_num_patches(encoder)} patches: these may have one more for the whole, not others"
+        )
+
+
+def _num_patches(encoder: nn.Module) -> int:
+    return (encoder.config.image_size // encoder.config.patch_size) ** 2
+
+
+@torch.no_grad()
+def _num_features(encoder: nn.Module) -> int:
+    size = encoder.config.image_size
+    blank = torch.zeros(1, getattr(encoder.config, "num_channels", 3), size, size)
+    found = encoder.eval()(blank, output_hidden_states=True)
+    return found.hidden_states[-1].shape[1]
+
+
+def _reader(module: nn.Module, tokenizer: Any, image_tokenizer: ImageTokenizer) -> DrawingReader:
+    """What reads images for this model. Each is scaled to the encoder's size by Pillow."""
+    from transformers import LlavaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    vision = module.config.vision_config
+    images = SiglipImageProcessorPil(size={"height": vision.image_size, "width": vision.image_size})
+    strategy = module.config.vision_feature_select_strategy
+    more = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
+    processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **more)
+    arguments = list(inspect.signature(module.forward).parameters)
+    return DrawingReader(processor, arguments, (vision.patch_size, 1.0), image_tokenizer)
+
+
+def _tokenizer_config(model: OmniModelConfig) -> LanguageModelConfig:
+    folder = model.foundation.model_path
+    made = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
+    return LanguageModelConfig(**made, tokenizer_path=model.tokenizer_path)

@@ -1,0 +1,133 @@
+"""Images of a model that draws, by the training engine itself: whatever the mesh, the same weights and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sfumato.algorithms.noise import keyed_generator
+from sfumato.config.omni import DrawConfig
+from sfumato.data.drawing import START
+from sfumato.data.packing import make_batch, placeholder_tokens
+from sfumato.data.text import Document, TextSample
+from sfumato.data.text_loader import AnsweredPrompt
+from sfumato.models.omni.load import OmniModel
+from sfumato.rewards.base import Failure, Sample
+from sfumato.rollout.text import answer_greedily
+from sfumato.tracking.samples import SampleRecord
+
+
+@torch.no_grad()
+def draw_images(
+    model: OmniModel, prompts: Sequence[AnsweredPrompt], guidance_scale: float, temperature: float, seed: int
+) -> np.ndarray:
+    """An image for each of B prompts, code by code. All ranks must call it with the same prompts.
+
+    Logits are ``unconditional + guidance_scale (conditional - unconditional)``, where the unconditional ones are of the
+    prompt with padding in the place of its text, as training has seen it (arXiv 2207.12598). Nothing is cached: each
+    code costs a pass over all prompts.
+
+    Args:
+        model: put on its mesh.
+        prompts: with images that they hold.
+        guidance_scale: 1 is none.
+        temperature: divides the logits; 0 takes the likeliest code.
+        seed: of the noise, which belongs to the place among the prompts.
+
+    Returns:
+        uint8 ``[B, H, W, 3]``.
+    """
+    pad, start = model.tokenizer.pad_token_id, model.tokenizer.convert_tokens_to_ids(START)
+    kinds = [model.vision.reader.kinds(np.array(prompt.input_ids)) for prompt in prompts]
+    hidden = [np.where(kind == 0, pad, prompt.input_ids) for kind, prompt in zip(kinds, prompts, strict=True)]
+    rows = [(list(prompt.input_ids), prompt.images) for prompt in prompts]
+    if guidance_scale != 1:
+        rows += [(row.tolist(), prompt.images) for row, prompt in zip(hidden, prompts, strict=True)]
+    generators = [keyed_generator(seed, "drawn codes", index) for index in range(len(prompts))]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    for _ in range(model.image_tokenizer.num_codes):
+        texts = [[*ids, start, *drawn[index % len(prompts)]] for index, (ids, _) in enumerate(rows)]
+        logits = _next_logits(model, texts, [images for _, images in rows])[:, model.codes.start : model.codes.stop]
+        if guidance_scale != 1:
+            conditional, unconditional = logits.chunk(2)
+            logits = unconditional + guidance_scale * (conditional - unconditional)
+        for index, generator in enumerate(generators):
+            if temperature == 0:
+                code = int(logits[index].argmax())
+            else:
+                code = int(torch.multinomial((logits[index] / temperature).softmax(-1), 1, generator=generator))
+            drawn[index].append(model.codes.start + code)
+    return model.image_tokenizer.decode([[token - model.codes.start for token in row] for row in drawn])
+
+
+def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> torch.Tensor:
+    """Logits of the token after each text, float32 ``[N, V]`` on the CPU."""
+    documents = [
+        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=own)
+        for tokens, own in zip(texts, images, strict=True)
+    ]
+    samples, ids = [TextSample((each,)) for each in documents], list(range(len(documents)))
+    settings = (model.tokenizer.pad_token_id, placeholder_tokens(model.mesh), model.vision)
+    batch = make_batch(samples, ids, [0] * len(ids), True, *settings)
+    labels = batch.tensors["labels"].clone()
+    labels[0, np.cumsum(batch.lengths) - 1] = 0  # the output of these tokens alone is asked for
+    batch = replace(batch, tensors=batch.tensors | {"labels": labels})
+    with model.whole_output():
+        ((_, scores, row),) = model.score([batch])
+        return scores.logits(row["labels"] == 0).cpu()
+
+
+def draw_prompts(
+    model: OmniModel, prompts: Sequence[AnsweredPrompt], settings: DrawConfig, seed: int, step: int
+) -> list[SampleRecord]:
+    """An image for each prompt, with its reward where ``settings`` names one, beside the image that the data has."""
+    if not prompts:
+        return []
+    pictures = draw_images(model, prompts, settings.guidance_scale, settings.temperature, seed)
+    texts = [_last_message(model, prompt) for prompt in prompts]
+    values = [float("nan")] * len(prompts)
+    if settings.reward is not None:
+        samples = [
+            Sample(image=picture, prompt=text, group_id=index)
+            for index, (picture, text) in enumerate(zip(pictures, texts, strict=True))
+        ]
+        found = settings.reward.score(samples)
+        values = [float("nan") if isinstance(value, Failure) else float(value) for value in found]
+    name = "reward" if settings.reward is None else settings.reward.label
+    return [
+        SampleRecord(picture, "eval", text, seed, index, {name: value}, value, policy_version=step)
+        for index, (picture, text, value) in enumerate(zip(pictures, texts, values, strict=True))
+    ]
+
+
+def read_prompts(
+    model: OmniModel, prompts: Sequence[AnsweredPrompt], max_new_tokens: int, seed: int, step: int
+) -> list[SampleRecord]:
+    """Greedy answers to prompts whose answers are text, with whether they are the expected ones."""
+    if not prompts:
+        return []
+    stop = {model.tokenizer.eos_token_id} | {prompt.answer[-1] for prompt in prompts}
+    inputs, images = [prompt.input_ids for prompt in prompts], [prompt.images for prompt in prompts]
+    answers = answer_greedily(model, inputs, max_new_tokens, stop, images)
+    return [
+        SampleRecord(
+            content=model.tokenizer.decode(answer),
+            kind="eval",
+            prompt=_last_message(model, prompt),
+            seed=seed,
+            sample_id=10_000 + index,  # after those that are drawn
+            rewards={"exact_match": float(answer == prompt.answer)},
+            total=float(answer == prompt.answer),
+            policy_version=step,
+        )
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+def _last_message(model: OmniModel, prompt: AnsweredPrompt) -> str:
+    """The text of a prompt without the tokens that stand around it."""
+    text = model.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)
+    return text.removesuffix("assistant\n").rpartition("user\n")[2].strip()

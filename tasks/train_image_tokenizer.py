@@ -1,0 +1,101 @@
+"""Training of an image tokenizer: a VQ model that turns images into codes and codes into images.
+
+    bash train.sh tasks/train_image_tokenizer.py configs/omni/image_tokenizer.yaml
+
+Reconstruction (L1 + L2) and the distance between latents and their codes (VQ-VAE, arXiv 1711.00937). Language models
+draw with these codes as tokens (``tasks/train_omni.py``). Large image tokenizers come from a folder; this is for small
+ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.nn.functional import l1_loss, mse_loss
+
+from sfumato.algorithms.device import to_device
+from sfumato.algorithms.reading import Numbers
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.omni import TrainImageTokenizerConfig
+from sfumato.data.encoded import BadRows, read_pixels
+from sfumato.data.identity import identify_images
+from sfumato.data.image_text import open_image_text
+from sfumato.data.loader import IndexBatch, IndexLoader
+from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model, start_codebook
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.mesh import build_mesh
+from sfumato.parallel.parallelize import broadcast_parameters
+from sfumato.tracking.run import start_run
+from sfumato.tracking.samples import SampleRecord
+from sfumato.tracking.task import run_task
+
+
+def main(config: TrainImageTokenizerConfig) -> None:
+    mesh = build_mesh(config.train)  # the model is whole in each process, whatever the mode
+    run = start_run(config, mesh, "train_image_tokenizer")
+
+    dataset = open_image_text(config.data, config.train.seed)
+    loader = IndexLoader(len(dataset), config.train, mesh)
+    identity = identify_images(config, dataset, loader.global_batch_size)
+    vq = build_vq_model(config.model, config.train.seed).to(mesh.device).train()
+    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+    first = list(range(min(len(dataset), 256)))
+    captions: list[str] = []
+    examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
+    if config.model.config_path is not None:
+        start_codebook(vq, to_device(examples, mesh.device) / 127.5 - 1, config.train.seed)
+    broadcast_parameters(vq, mesh)
+
+    optimizer, schedule = build_optimizer(vq, config.train, loader.total_steps)
+    state = TrainState(vq, optimizer, schedule, identity=identity)
+    checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+
+    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
+        batches = [batch for rows in index_batches if (batch := read_pixels(dataset, rows, bad_rows)) is not None]
+        num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
+        losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
+        for pixels, sample_ids in batches:
+            target = to_device(pixels, mesh.device) / 127.5 - 1
+            quantised, commitment, _ = vq.quantize(vq.encode(target).latents)  # gradients pass straight through
+            reconstruction = vq.decode(quantised, force_not_quantize=True).sample
+            mse = mse_loss(reconstruction, target)
+            loss = l1_loss(reconstruction, target) + mse + config.commitment_coef * commitment
+            losses.add(loss)
+            weight = len(sample_ids) / num_images  # the mean over the images of all ranks
+            (loss * weight).backward()
+            means = {"loss": loss, "mse": mse, "commitment": commitment}
+            seen.add_all(**{name: each.double() * weight for name, each in means.items()})
+        pending = losses, seen
+        grad_norm = reduce_and_clip(vq, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        state.step = step + 1
+        metrics = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "commitment": 0.0} | seen.sums())
+        run.log(state.step, {**metrics, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
+        checkpointer.after_step(state)
+
+    model = VqModel(vq)
+    pictures, num_used = model.reconstruct(examples)
+    run.say(f"{num_used} of {vq.config.num_vq_embeddings} codes are used by {len(examples)} images")
+    run.save_samples(
+        state.step,
+        [
+            SampleRecord(content, "eval", caption, config.train.seed, index, policy_version=state.step)
+            for index, (content, caption) in enumerate(zip(pictures[:12], captions, strict=False))
+        ],
+    )
+    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"image tokenizer: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.finish()
+
+
+if __name__ == "__main__":
+    run_task(main, TrainImageTokenizerConfig)

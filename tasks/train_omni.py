@@ -1,0 +1,171 @@
+"""Training of models that understand and draw images.
+
+    bash train.sh tasks/train_omni.py configs/omni/numbers.yaml
+
+A vision encoder shows images to a language model, which answers in text and in images: those are the codes of an image
+tokenizer, tokens like others. The loss is the mean over the text tokens of the whole step that its loss mask holds,
+plus that over the codes, each with its weight, on any mesh. Steps and samples are those of ``tasks/train_text.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+from sfumato.algorithms.reading import Numbers
+from sfumato.checkpoint.checkpointer import Checkpointer
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.state import TrainState
+from sfumato.config.load import load_config
+from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, TrainOmniConfig
+from sfumato.data.drawing import drop_prompts, is_image
+from sfumato.data.packing import TextBatch
+from sfumato.data.text_loader import Validation, open_text_data
+from sfumato.models.flops import FlopCount
+from sfumato.models.language import Tensors
+from sfumato.models.omni.load import OmniModel, build_omni_model
+from sfumato.models.plain import check_length
+from sfumato.models.probe import probe
+from sfumato.models.scores import TokenScores
+from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.rollout.drawing import draw_prompts, read_prompts
+from sfumato.tracking.run import start_run
+from sfumato.tracking.samples import SampleRecord
+from sfumato.tracking.task import run_task
+
+
+def main(config: TrainOmniConfig) -> None:
+    make_image_tokenizer(config.model)
+    mesh = build_mesh(config.train)
+    run = start_run(config, mesh, "train_omni")
+
+    model = build_omni_model(config)
+    check_length(model.module.config, config.data.max_seq_len)
+    flops = FlopCount(model.module, model.vision)
+    loader, validation, identity = open_text_data(
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
+    )
+
+    model.parallelize(mesh, config.train)
+    probe(model, config.model, config.train, config.data.max_seq_len, run.say)
+    optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
+    ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
+    about = {"balancer": model.balancer, "loader": loader, "identity": identity}
+    state = TrainState(model.trained, optimizer, schedule, ema, **about)
+    checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
+    checkpointer.resume(state)
+    run.begin(loader.total_steps, state.step, config.train.trackers)
+    if state.step == 0 and validation is not None:
+        with run.timed("evaluate"):
+            metrics, samples = evaluate(model, validation, config, mesh, 0)
+        run.save_samples(0, samples)
+        run.log(0, metrics, show={})
+
+    for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
+        hidden = (config.draw.prompt_dropout, config.train.seed, step, model.tokenizer.pad_token_id)
+        batches = [drop_prompts(batch, model.codes, *hidden) for batch in batches]
+        counts = count_tokens(batches, model.codes, mesh)
+        losses, seen = forward_backward(model, batches, counts, config, step)
+        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", losses, seen)
+        lr = schedule.get_last_lr()[0]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        balance = model.balance_experts()
+        if ema is not None:
+            ema.update()
+        state.step = step + 1
+
+        metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr}
+        sums = mesh.sum_dict({"text": 0.0, "image": 0.0} | seen.sums(), over="loss")
+        metrics |= {f"loss/{kind}": sums[kind] / counts[kind] for kind in sums if counts[kind]}
+        metrics |= {f"tokens/{kind}": count for kind, count in counts.items()} | balance
+        if validation is not None and run.is_due(state.step, config.eval.every_steps):
+            with run.timed("evaluate"), averaged_weights(ema):
+                found, samples = evaluate(model, validation, config, mesh, state.step)
+            metrics |= found
+            run.save_samples(state.step, samples)
+        run.count(
+            tokens=sum(sum(batch.lengths) for batch in batches),
+            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches),
+        )
+        run.log(state.step, metrics, show={"loss": "loss", "text": "loss/text", "image": "loss/image"})
+        checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        if config.train.export_steps and state.step % config.train.export_steps == 0:
+            run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+
+    export_model(model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    run.write_report()
+    run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
+    run.finish()
+
+
+def make_image_tokenizer(model: OmniModelConfig) -> None:
+    """Runs the configuration that makes the image tokenizer, where there is one and the tokenizer is not there."""
+    if model.image_tokenizer_made_by is not None and not Path(model.image_tokenizer).exists():
+        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
+        made = load_config(TrainImageTokenizerConfig, model.image_tokenizer_made_by, auto)
+        importlib.import_module("train_image_tokenizer").main(made)  # beside this file
+
+
+def count_tokens(batches: list[TextBatch], codes: range, mesh: Mesh) -> dict[str, float]:
+    """Tokens of each kind that the loss mask holds, of all ranks."""
+    labels = [batch.tensors["labels"] for batch in batches]
+    image = sum(int(is_image(each, codes).sum()) for each in labels)
+    return mesh.sum_dict({"text": float(sum(batch.num_tokens for batch in batches) - image), "image": float(image)})
+
+
+def forward_backward(
+    model: OmniModel, batches: list[TextBatch], counts: dict[str, float], config: TrainOmniConfig, step: int
+) -> tuple[Numbers, Numbers]:
+    """Forward and backward passes of a step's micro-batches; their losses, and the sums over tokens of each kind."""
+    seen = Numbers()
+
+    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> torch.Tensor:
+        """This micro-batch's part of the weighted sum of two means over the step's loss mask."""
+        losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
+        drawn = is_image(row["labels"], model.codes)
+        text, image = losses[~drawn].sum(), losses[drawn].sum()
+        seen.add_all(text=text.detach().double(), image=image.detach().double())
+        return config.text_coef * text / max(counts["text"], 1) + config.image_coef * image / max(counts["image"], 1)
+
+    return model.forward_backward(batches, loss_of, step), seen
+
+
+@torch.no_grad()
+def evaluate(
+    model: OmniModel, validation: Validation, config: TrainOmniConfig, mesh: Mesh, step: int
+) -> tuple[dict[str, float], list[SampleRecord]]:
+    """Losses on the validation set by kind, and what is read and drawn of its first rows.
+
+    ``eval/read`` is the share of images that are read without a mistake, ``eval/draw`` the mean reward of those that
+    are drawn.
+    """
+    names = ("loss/text", "loss/image", "text", "image")
+    sums = dict.fromkeys(names, 0.0)
+    for _, scores, row in model.score(validation.batches):
+        losses, drawn = -scores.log_probs(row["labels"]).double(), is_image(row["labels"], model.codes)
+        written = (row["labels"] != IGNORED) & ~drawn
+        found = losses[written].sum(), losses[drawn].sum(), written.sum(), drawn.sum()
+        sums = {name: sums[name] + float(each) for name, each in zip(names, found, strict=True)}
+    totals = mesh.sum_dict(sums, over="loss")
+    metrics = {f"eval/loss/{kind}": totals[f"loss/{kind}"] / totals[kind] for kind in ("text", "image") if totals[kind]}
+
+    drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
+    reading = [prompt for prompt in validation.prompts if prompt not in drawing]
+    drawn = draw_prompts(model, drawing[: config.draw.num_prompts], config.draw, config.train.seed, step)
+    read = read_prompts(model, reading, config.eval.max_new_tokens, config.train.seed, step)
+    for name, records in (("read", read), ("draw", drawn)):
+        values = [record.total for record in records if record.total == record.total]
+        metrics |= {f"eval/{name}": sum(values) / len(values)} if values else {}
+    return metrics, drawn + read
+
+
+if __name__ == "__main__":
+    run_task(main, TrainOmniConfig)

@@ -1,0 +1,144 @@
+"""tasks/train_omni.py from start to end: what its losses are, what it exports, a kill, guidance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
+
+from sfumato.config.load import load_config, merge
+from sfumato.config.omni import TrainOmniConfig
+from sfumato.data.drawing import drop_prompts, is_image
+from sfumato.data.text_loader import open_text_data
+from sfumato.models.omni.load import build_omni_model
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import build_mesh
+from sfumato.rollout.drawing import draw_images
+from tests.tiny import run_task_here, run_task_process, weights_in, write_config
+from tests.tiny_omni import tiny_omni_config
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return tiny_omni_config(tmp_path_factory.mktemp("omni"), train={"save_steps": 2})
+
+
+@pytest.fixture(scope="module")
+def whole(settings: dict) -> Path:
+    return run_task_here("train_omni", settings)
+
+
+def test_each_part_of_the_export_is_what_its_library_loads(whole: Path) -> None:
+    folder = whole / "hf_ckpt"
+    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    foundation, info = AutoModelForCausalLM.from_pretrained(folder / "foundation", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(foundation(input_ids=tokens).logits, model(input_ids=tokens).logits)
+        encoder, pixels = AutoModel.from_pretrained(folder / "encoder"), torch.rand(1, 3, 16, 16)
+        assert torch.equal(encoder(pixels).last_hidden_state, model.model.vision_tower(pixels).last_hidden_state)
+
+
+def test_the_loss_is_two_means_and_codes_are_what_the_image_tokenizer_says(settings: dict, tmp_path: Path) -> None:
+    """The first step's losses are those of transformers' LLaVA, one document after the other."""
+    train = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "global_batch_size": 8}
+    config = merge(settings, {"train": train, "text_coef": 0.5, "image_coef": 2.0, "draw": {"prompt_dropout": 0.0}})
+    config["draw"]["guidance_scale"] = 1.0
+    logged = [json.loads(line) for line in (run_task_here("train_omni", config) / "metrics.jsonl").open()][-1]
+
+    parsed = load_config(TrainOmniConfig, write_config(config, tmp_path / "config.yaml"))
+    mesh, model = build_mesh(parsed.train), build_omni_model(parsed)
+    given = (print, None, lambda length: float(length))
+    loader, _, _ = open_text_data(parsed, model.tokenizer, mesh, *given, sight=_sight(model))
+    (_, batches) = next(iter(loader.steps(from_step=0)))
+    sums, counts = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    for batch in batches:
+        for number in range(len(batch.lengths)):
+            own = batch.tensors["documents"][0] == number
+            own[sum(batch.lengths) :] = False
+            ids, labels = batch.tensors["input_ids"][0, own], batch.tensors["labels"][0, own]
+            with torch.no_grad():
+                logits = model.module.eval()(input_ids=ids[None], **batch.media[number]).logits[0]
+            losses = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            for kind in (True, False):
+                wanted = (labels != IGNORED) & (is_image(labels, model.codes) == kind)
+                sums[kind] += float(losses[wanted].sum())
+                counts[kind] += int(wanted.sum())
+    assert counts[True] % model.image_tokenizer.num_codes == 0 and counts[True] > 0
+    assert logged["loss/image"] == pytest.approx(sums[True] / counts[True], rel=1e-5)
+    assert logged["loss/text"] == pytest.approx(sums[False] / counts[False], rel=1e-5)
+    assert logged["loss"] == pytest.approx(2 * logged["loss/image"] + 0.5 * logged["loss/text"], rel=1e-6)
+
+
+def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
+    """A hidden prompt is padding up to the answer; guidance 0 draws what no prompt draws, whatever the prompt."""
+    parsed = load_config(TrainOmniConfig, write_config(settings, tmp_path / "config.yaml"))
+    mesh, model = build_mesh(parsed.train), build_omni_model(parsed)
+    given = (print, None, lambda length: float(length))
+    loader, validation, _ = open_text_data(parsed, model.tokenizer, mesh, *given, sight=_sight(model))
+    model.parallelize(mesh, parsed.train)
+    (_, batches) = next(iter(loader.steps(from_step=0)))
+    for batch in batches:
+        found = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).tensors["input_ids"]
+        before, labels, kinds = (batch.tensors[name] for name in ("input_ids", "labels", "kinds"))
+        for number in range(len(batch.lengths)):
+            own = batch.tensors["documents"][0] == number
+            own[sum(batch.lengths) :] = False
+            draws = is_image(labels[0, own], model.codes).any()
+            prompt = (labels[0, own] != IGNORED).cumsum(0) - (labels[0, own] != IGNORED).long() == 0
+            expected = torch.where(prompt & (kinds[0, own] == 0) & draws, 0, before[0, own])
+            assert torch.equal(found[0, own], expected)
+    drawing = [each for each in validation.prompts if any(token in model.codes for token in each.answer)]
+    drawing = [each for each in drawing if each.images is None]
+    one, other = drawing[0], drawing[-1]
+    assert one.input_ids != other.input_ids and len(one.input_ids) == len(other.input_ids)
+    free, guided = (draw_images(model, [one, other], scale, 0.0, 0) for scale in (0.0, 1.0))
+    assert np.array_equal(free[0], free[1]) and not np.array_equal(guided[0], free[0])
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(settings: dict, whole: Path, tmp_path: Path) -> None:
+    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
+    run_task_process("train_omni", write_config(config, tmp_path / "config.yaml"), kill_after=3)
+    assert not (tmp_path / "run" / "hf_ckpt").exists()
+    resumed = run_task_here("train_omni", config)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_parts_of_an_export_and_its_projector_are_the_model_again(settings: dict, whole: Path, tmp_path: Path) -> None:
+    folder = whole / "hf_ckpt"
+    model = {
+        "foundation": {"config_path": None, "model_path": str(folder / "foundation")},
+        "encoder": {"config_path": None, "model_path": str(folder / "encoder")},
+        "projector": str(folder),
+        "tokenizer_path": None,
+        "image_tokenizer": str(folder / "image_tokenizer"),
+        "freeze": ["language_model|lm_head", "vision_tower"],
+    }
+    config = merge(settings, {"model": model, "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1}})
+    again = run_task_here("train_omni", config)
+    first, last = (_evaluated(run, step) for run, step in ((again, 0), (whole, 6)))
+    assert first == last
+    before, after = (weights_in(run / "hf_ckpt") for run in (whole, again))
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed and all("projector" in name for name in changed)
+
+
+def _evaluated(run: Path, step: int) -> dict[str, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(
+        {name: line[name] for name in line if name.startswith("eval/")} for line in lines if line["step"] == step
+    )
+
+
+def _sight(model):
+    from sfumato.models.flops import FlopCount
+
+    return FlopCount(model.module, model.vision).sight
