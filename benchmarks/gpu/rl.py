@@ -12,26 +12,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from benchmarks.diffusion_families import FAMILIES
 from benchmarks.gpu.cells import Cell, NotHereError, Setting
 from benchmarks.gpu.sft import PEAK_TFLOPS, write_yaml
 from benchmarks.gpu.watched import Steps, largest_that_fits, run_steps
 
 SD35_MEDIUM: dict[str, Any] = {
-    "pipeline": "StableDiffusion3Pipeline",
-    "transformer": {
-        "num_layers": 24,
-        "num_attention_heads": 24,
-        "attention_head_dim": 64,
-        "in_channels": 16,
-        "out_channels": 16,
-        "joint_attention_dim": 4096,
-        "caption_projection_dim": 1536,
-        "pooled_projection_dim": 2048,
-        "sample_size": 128,
-        "pos_embed_max_size": 384,
-        "dual_attention_layers": list(range(13)),
-        "qk_norm": "rms_norm",
-    },
+    **FAMILIES["sd3"].real,
     "vae": {
         "channels": [128, 256, 512, 512],
         "layers_per_block": 2,
@@ -40,11 +27,9 @@ SD35_MEDIUM: dict[str, Any] = {
         "scaling_factor": 1.5305,
         "shift_factor": 0.0609,
     },
-    "text_encoder": {"width": 1024, "num_layers": 1, "num_heads": 16},
-    "t5": {},
-    "scheduler": {"shift": 3.0},
 }
-"""Encoders have the published widths, but one layer: prompts are embedded once, before anything is measured."""
+"""Its autoencoder, too, has the published sizes. Encoders have the published widths, but one layer: prompts are embedded
+once, before anything is measured."""
 TINY: dict[str, Any] = {
     "pipeline": "StableDiffusion3Pipeline",
     "transformer": {

@@ -47,13 +47,13 @@ class Stage:
 
 STAGES = (
     Stage("ceilings", 20, 8, "what the device can do: products, copies, the attention that torch takes"),
-    Stage("kernels", 50, 30, "kernels against float64 on the CPU"),
-    Stage("tasks", 60, 35, "tiny runs of every task: the CPU's losses, asynchronous saving, resuming"),
-    Stage("syncs", 30, 25, "how often a step waits for the device, by line"),
-    Stage("text_rl", 40, 20, "RL of a language model: the embedded engine, an update"),
-    Stage("sft", 110, 30, "fine-tuning of a language model of 1.7 B"),
-    Stage("rl", 150, 35, "Flow-GRPO at the size of Stable Diffusion 3.5 medium"),
-    Stage("traces", 60, 12, "two traced steps of both"),
+    Stage("kernels", 50, 14, "kernels against float64 on the CPU"),
+    Stage("tasks", 60, 32, "tiny runs of every task: the CPU's losses, asynchronous saving, resuming"),
+    Stage("syncs", 30, 38, "how often a step waits for the device, by line"),
+    Stage("text_rl", 40, 12, "RL of a language model: the embedded engine, an update"),
+    Stage("sft", 110, 18, "fine-tuning of a language model of 1.7 B"),
+    Stage("rl", 150, 26, "Flow-GRPO at the size of Stable Diffusion 3.5 medium"),
+    Stage("traces", 60, 22, "two traced steps of both"),
     Stage("tests", 30, 10, "tests of the repository on the device"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +289,7 @@ def plan_diffusion_model(
 
     gone = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
-        build=lambda: meta_denoiser(model),
+        build=lambda: _denoiser_of(model),
         plan=model.parallel_plan,
         dtype=model.autocast_dtype,
         run=run,
@@ -301,6 +301,20 @@ def plan_diffusion_model(
         shares_samples=layout.cp,
         num_policies=num_policies,
     )
+
+
+def _denoiser_of(model: DiffusionModel) -> nn.Module:
+    """The denoiser on meta, each tensor in the dtype that the model's own has: frozen weights may be bf16."""
+    plain = meta_denoiser(model)
+    dtypes = {name: each.dtype for name, each in _named_tensors(model.denoiser)}
+    for name, each in _named_tensors(plain):
+        each.data = each.data.to(dtypes[name])
+    return plain
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) -> Planned:

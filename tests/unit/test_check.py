@@ -16,6 +16,7 @@ from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
 from sfumato.commands.check_model import smallest_number_of_ranks
 from sfumato.commands.check_tables import show_findings
 from sfumato.commands.find_task import load_for_task
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config, read_yaml
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import TrainTextConfig
@@ -23,6 +24,7 @@ from sfumato.data.sources import open_sources
 from sfumato.data.text import build_transform
 from sfumato.data.text_loader import build_text_loader
 from sfumato.errors import ConfigError
+from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language_load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
@@ -234,6 +236,18 @@ def test_diffusion_tasks(tmp_path: Path, task: str) -> None:
     parts = found.model.largest.parts
     assert parts.get("frozen reference", 0) == (0 if task == "train_dit" else parts["gradients"])
     assert parts["frozen vae"] > 0 and "SD3Transformer2DModel" in shown(found)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["whole", "adapters"])
+def test_weights_of_a_denoiser_are_counted_in_their_precision(tmp_path: Path, dtype: str, lora: Any) -> None:
+    config = tiny_rl_config(tmp_path, model={"dtype": dtype, "lora": lora}, train={"mixed_precision": "bf16"})
+    path = write_config(config, tmp_path / "run.yaml")
+    parts = check_config(path).model.largest.parts
+    denoiser = build_diffusion_model(load_config(TrajectoryRLConfig, path).model).denoiser
+    trained = sum(each.numel() for each in denoiser.parameters() if each.requires_grad)
+    assert parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
+    assert parts["gradients"] == 4 * trained
 
 
 def test_pairs_of_images(tmp_path: Path) -> None:

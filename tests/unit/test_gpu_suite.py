@@ -92,6 +92,12 @@ def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tm
     assert {line["cell"] for line in second} == {first[1]}  # the others are known
 
 
+def test_packages_are_looked_at_before_any_of_them_is_imported():
+    code = "import sys, benchmarks.gpu.run; print({'torch', 'diffusers', 'transformers', 'sfumato'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_a_process_is_ended_at_its_limit_with_all_that_it_started(tmp_path):
     with (tmp_path / "log").open("wb") as log:
         assert run.run_process(["bash", "-c", "sleep 600 & echo $!; wait"], dict(os.environ), log, 1.0) is None
