@@ -44,6 +44,16 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "window_size": 16}
         vision = qwen | vision | {"fullatt_block_indexes": [1], "initializer_range": 0.1}
         return {"model_type": kind, "text_config": text | mrope, "vision_config": vision, **IDS}
+    if kind == "qwen2_5_omni_thinker":
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "window_size": 16}
+        vision = qwen | vision | {"fullatt_block_indexes": [1], "initializer_range": 0.1}
+        audio = {"num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+        audio |= {"d_model": 16, "output_dim": 32, "n_window": 10, "initializer_range": 0.1}
+        ids = {"image_token_index": 261, "video_token_index": 262, "vision_start_token_id": 259}
+        ids |= {"vision_end_token_id": 260, "audio_start_token_id": 263, "audio_end_token_id": 264}
+        ids["audio_token_index"] = 265
+        parts = {"text_config": text | mrope | {"vocab_size": 266}, "vision_config": vision, "audio_config": audio}
+        return {"model_type": kind, **parts, **ids}
     if kind.startswith("qwen3_vl"):
         vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
         vision = (
@@ -92,6 +102,26 @@ def clip(height: int, width: int, frames: int, seed: int = 0, fps: float = 8.0) 
             writer.write(np.ascontiguousarray(colors.repeat(8, 0).repeat(8, 1)))
         writer.release()
         return path.read_bytes()
+
+
+def sound(seconds: float, seed: int = 0, rate: int = 16000, channels: int = 1, kind: str = "WAV") -> bytes:
+    """A file of noise."""
+    import soundfile
+
+    samples = np.random.default_rng(seed).uniform(-0.5, 0.5, (round(seconds * rate), channels)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=kind)
+    return file.getvalue()
+
+
+def audio_row(index: int) -> dict[str, Any]:
+    """A conversation with 0, 1 or 2 pictures; of four, one has audio before them, and one after."""
+    row = image_row(index)
+    if index % 4 in (1, 2):
+        audio = data_url(sound(0.15 + 0.1 * index, index), "audio/wav")
+        content = row["messages"][0]["content"]
+        content.insert(0 if index % 2 else len(content), {"type": "audio", "audio": audio})
+    return row
 
 
 def data_url(content: bytes, kind: str = "image/png") -> str:

@@ -197,7 +197,13 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
         images: its image processor.
         folder: with its files; None: it is described alone.
     """
-    families = {"qwen2_vl": True, "qwen2_5_vl": True, "qwen3_vl": False, "qwen3_vl_moe": False}
+    families = {
+        "qwen2_vl": True,
+        "qwen2_5_vl": True,
+        "qwen2_5_omni_thinker": True,
+        "qwen3_vl": False,
+        "qwen3_vl_moe": False,
+    }
     if kind not in families:
         return None
     by_frame, said = families[kind], _said(folder)

@@ -29,14 +29,14 @@ from sfumato.data.text import (
     read_tools,
 )
 from sfumato.data.tokenise import Asking, Tokens, ask_alone
-from sfumato.data.vision import ImageReader, Images, Medium, Span, VideoFile
+from sfumato.data.vision import AudioFile, ImageReader, Images, Medium, Span, VideoFile
 from sfumato.errors import DataError
 
-COLUMNS = {"image": ("images", "image"), "video": ("videos", "video")}
+COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
 ``<video>`` in a message's text."""
 
-NAMES = {"image": "an image", "video": "a video"}
+NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
 """As messages call them."""
 
 KEYS = ("path", "url", "bytes", "base64")
@@ -77,8 +77,8 @@ class ImageConversation(TextFormat):
 
 @dataclass(frozen=True)
 class MediaConversation(ImageConversation):
-    """Conversations with images and videos, of which the assistant's messages are in the loss; columns messages or
-    conversations, images and videos."""
+    """Conversations with images, videos and audio, of which the assistant's messages are in the loss; columns messages
+    or conversations, images, videos and audios."""
 
     type: ClassVar[str] = "media_conversation"
 
@@ -107,7 +107,7 @@ class MediaConversation(ImageConversation):
 
     def limited(self, reader: ImageReader) -> ImageReader:
         """A reader that takes videos, too. Raises ConfigError when the model's processor cannot."""
-        return reader.limited(self.min_pixels, self.max_pixels).with_videos(
+        return reader.limited(self.min_pixels, self.max_pixels).with_media(
             fps=self.fps,
             min_frames=self.min_frames,
             max_frames=self.max_frames,
@@ -192,7 +192,7 @@ class ImageConversationTransform:
                         f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
                     )
                 file = _open(waiting[kind].pop(0) if value is None else value, kind, row.folder, place)
-                files.append(VideoFile(file) if kind == "video" else file)
+                files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
                 parts.append({"type": kind})
             message["content"] = parts
         for kind, left in waiting.items():
@@ -245,7 +245,7 @@ def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str,
                 found += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
         else:
             names = ", ".join(NAMES[name] for name in given)
-            hint = " (data.data_type media_conversation reads videos)" if kind.startswith("video") else ""
+            hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""
             raise DataError(f"{place}: a part of type {kind!r} is neither a text nor {names}{hint}")
     return found
 

@@ -22,6 +22,7 @@ import torch
 
 from sfumato.data.clips import Clip, VideoProcessor
 from sfumato.data.pictures import File, read_image
+from sfumato.data.sounds import Sound, read_sound
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -48,8 +49,18 @@ class VideoFile:
     file: File
 
 
-Medium = File | VideoFile
-"""A file of an image or of a video."""
+@dataclass(frozen=True)
+class AudioFile:
+    """Likewise, of audio."""
+
+    file: File
+
+
+Medium = File | VideoFile | AudioFile
+"""A file of an image, a video or audio."""
+
+KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
+"""Kinds of media, of files and of what has been opened; any other is an image."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ class Images:
     """The images and videos of a document, in its order, which are opened when a batch is made."""
 
     shapes: np.ndarray
-    """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part."""
+    """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part. Of
+    audio: frames of its spectrogram, 0 and 0."""
     find: Callable[[], Sequence[Medium]]
     """The files, or what they hold."""
     where: str
@@ -73,7 +85,7 @@ class Beside:
     positions: Tensor | None = None
     """int64 ``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these."""
     kinds: Tensor | None = None
-    """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video."""
+    """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
 
 
 class ImageReader:
@@ -96,7 +108,7 @@ class ImageReader:
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
         self.media: tuple[str, ...] = ("image",)
-        """What documents may have: image, or image and video."""
+        """What documents may have: image, and video or audio or both."""
 
     @property
     def fingerprint(self) -> str:
@@ -109,22 +121,26 @@ class ImageReader:
         }
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
+        if "audio" in self.media:
+            settings = f"{settings} {self.processor.feature_extractor.to_json_string()}"
         return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
 
     def placeholders(self) -> dict[str, str]:
         """What the chat template writes for each kind of medium that documents may have."""
         return {kind: getattr(self.processor, f"{kind}_token") for kind in self.media}
 
-    def with_videos(self, **limits: Any) -> ImageReader:
-        """A reader that takes videos, too.
+    def with_media(self, **limits: Any) -> ImageReader:
+        """A reader that takes videos and audio, too, as far as the model does.
 
         Args:
             limits: arguments of ``VideoProcessor.limited``.
 
         Raises:
-            ConfigError: when the rules of the model's videos are not known, or limits contradict each other.
+            ConfigError: when the model takes neither in a way that is known, or limits contradict each other.
         """
-        if not isinstance(getattr(self.processor, "video_processor", None), VideoProcessor):
+        videos = getattr(self.processor, "video_processor", None)
+        takes_videos, takes_audio = isinstance(videos, VideoProcessor), hasattr(self.processor, "feature_extractor")
+        if not takes_videos and (not takes_audio or any(limit is not None for limit in limits.values())):
             raise ConfigError(
                 f"data.data_type: the videos of {type(self.processor).__name__} need torchvision in transformers, and "
                 "are not supported: take a model of the Qwen2-VL, Qwen2.5-VL or Qwen3-VL family, or data_type "
@@ -132,14 +148,18 @@ class ImageReader:
             )
         reader = copy.copy(self)
         reader.processor = copy.copy(self.processor)
-        reader.processor.video_processor = self.processor.video_processor.limited(**limits)
-        reader.media = ("image", "video")
+        if takes_videos:
+            reader.processor.video_processor = videos.limited(**limits)
+        reader.media = ("image", *["video"] * takes_videos, *["audio"] * takes_audio)
         return reader
 
-    def open(self, medium: Medium, where: str) -> Image.Image | Clip:
+    def open(self, medium: Medium, where: str) -> Image.Image | Clip | Sound:
         """What a file holds. Raises DataError when it is broken, ValueError when the processor refuses a video."""
         if isinstance(medium, VideoFile):
             return self.processor.video_processor.read(medium.file, where)
+        if isinstance(medium, AudioFile):
+            audio = self.processor.feature_extractor
+            return read_sound(medium.file, audio.sampling_rate, audio.chunk_length, where)
         return read_image(medium, where, still=True)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
@@ -170,7 +190,7 @@ class ImageReader:
         reader.processor.image_processor.size = type(self.processor.image_processor.size)(**size)
         return reader
 
-    def place(self, images: Sequence[Image.Image | Clip]) -> tuple[list[str], np.ndarray]:
+    def place(self, images: Sequence[Image.Image | Clip | Sound]) -> tuple[list[str], np.ndarray]:
         """The text that stands for each image or video, and the shapes of ``Images``.
 
         Raises:
@@ -217,7 +237,7 @@ class ImageReader:
             raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
         return self._given(found)
 
-    def of_opened(self, media: Sequence[Image.Image | Clip]) -> Tensors:
+    def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, of what has been opened."""
         return self._given(self._process(media))
 
@@ -226,12 +246,14 @@ class ImageReader:
         return {name: torch.as_tensor(np.asarray(value)) for name, value in found.items() if name != "token_type_ids"}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video."""
+        """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
         self.processor.image_processor.save_pretrained(folder)
+        if "audio" in self.media:
+            self.processor.feature_extractor.save_pretrained(folder)
         if "video" in self.media:
             said = json.dumps(self.processor.video_processor.to_dict(), indent=2)
             (folder / "video_preprocessor_config.json").write_text(f"{said}\n", encoding="utf-8")
@@ -239,9 +261,10 @@ class ImageReader:
             if path.name in PROCESSOR_FILES:
                 shutil.copyfile(path, folder / path.name)
 
-    def _process(self, media: Sequence[Image.Image | Clip]) -> Any:
+    def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> Any:
+        kinds = [KIND_OF.get(type(medium), "image") for medium in media]
         clips = [medium for medium in media if isinstance(medium, Clip)]
-        images = [medium for medium in media if not isinstance(medium, Clip)]
+        images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
         tokens = self.placeholders()
         given: dict[str, Any] = {"images": images} if images else {}
         if clips:
@@ -249,17 +272,25 @@ class ImageReader:
                 "videos": [clip.frames for clip in clips],
                 "video_metadata": [copy.copy(clip.metadata) for clip in clips],
             }
-        text = "".join(tokens["video" if isinstance(medium, Clip) else "image"] for medium in media)
-        return self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
+        if "audio" in kinds:
+            given["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
+        text = "".join(tokens[kind] for kind in kinds)
+        found = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
+        if "video_second_per_grid" in found:  # for which omni models take each video to have two frames per second
+            unit = self.processor.video_processor.temporal_patch_size
+            found["video_second_per_grid"] = np.array([unit / clip.metadata.sampled_fps for clip in clips], np.float32)
+        return found
 
     def _has_grid(self) -> bool:
         return "image_grid_thw" in self._arguments
 
-    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip]) -> np.ndarray:
+    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
         if self._has_grid():
-            grids = {name: iter(found[name]) for name in ("image_grid_thw", "video_grid_thw") if name in found}
-            names = ("video_grid_thw" if isinstance(medium, Clip) else "image_grid_thw" for medium in media)
-            return np.stack([np.asarray(next(grids[name]), np.int32) for name in names])
+            shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+            frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
+            shapes["audio"] = iter([(number, 0, 0) for number in frames])
+            kinds = (KIND_OF.get(type(medium), "image") for medium in media)
+            return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
         count = len(media)
         pixels = np.asarray(found["pixel_values"])
         if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
@@ -299,7 +330,7 @@ class Vision:
         return self._beside(input_ids, self.reader.tensors(images) if images is not None and len(images.shapes) else {})
 
     def idle(self) -> Beside:
-        """Of the small image, and video where documents may have some, the tokens of which are ``idle_ids``.
+        """Of the small image, and video and audio where documents may have some, the tokens of which are ``idle_ids``.
 
         It lets ranks whose documents have none take part in what the encoder does on the others, and gives the encoder
         gradients that are zero instead of none. An encoder runs once for images and once for videos, so a batch that
@@ -324,9 +355,11 @@ class Vision:
         from PIL import Image
 
         blank = Image.new("RGB", (32, 32), "white")
-        media: list[Image.Image | Clip] = [blank]
+        media: list[Image.Image | Clip | Sound] = [blank]
         if "video" in self.reader.media:
             media.append(self.reader.processor.video_processor.blank())
+        if "audio" in self.reader.media:
+            media.append(Sound(np.zeros(self.reader.processor.feature_extractor.sampling_rate // 10, np.float32)))
         texts, _ = self.reader.place(media)
         input_ids = np.array(self.reader.tokenizer("".join(texts), add_special_tokens=False)["input_ids"], np.int32)
         return input_ids, self._beside(input_ids, self.reader.of_opened(media))

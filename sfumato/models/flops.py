@@ -107,6 +107,9 @@ class EncoderFlops:
 
     def __init__(self, modules: Mapping[str, nn.Module], tokens_per_patch: float) -> None:
         """Args are the encoder's modules by name, and the tokens that a patch becomes."""
+        modules = dict(modules)
+        tower = modules.pop("audio_tower") if hasattr(modules.get("audio_tower"), "conv1") else None
+        self.sound = None if tower is None else SoundFlops(tower)
         self.tokens_per_patch = tokens_per_patch
         self.of_patch, self.of_token = {True: 0, False: 0}, {True: 0, False: 0}
         """Weights that a patch, and a token, is multiplied with: trained, and frozen."""
@@ -120,18 +123,25 @@ class EncoderFlops:
         """Operations of a forward pass over images of these ``Images.shapes``."""
         patches = self._patches(shapes)
         matrices = sum(self.of_patch.values()) * patches + sum(self.of_token.values()) * patches * self.tokens_per_patch
-        return round(2 * matrices) + self._attention(shapes)
+        return round(2 * matrices) + self._attention(shapes) + self._sound(shapes, False)
+
+    def _sound(self, shapes: np.ndarray, training: bool) -> int:
+        if self.sound is None:
+            return 0
+        frames = [int(frames) for frames, rows, _ in shapes if rows == 0]
+        return sum(map(self.sound.training if training else self.sound.forward, frames))
 
     def training(self, shapes: np.ndarray) -> int:
         """Operations of a forward and a backward pass; an encoder of which nothing is trained has no backward pass."""
+        heard = self._sound(shapes, True)
         if not self.is_trained:
-            return self.forward(shapes)
+            return self.forward(shapes) - self._sound(shapes, False) + heard
         patches = self._patches(shapes)
         trained = self.of_patch[True] * patches + self.of_token[True] * patches * self.tokens_per_patch
         frozen = self.of_patch[False] * patches + self.of_token[False] * patches * self.tokens_per_patch
         behind = 4 if self.of_patch[True] else 2  # nothing is sent back through a tower that is frozen as a whole
         attention = self._attention(shapes) * (3 if self.of_patch[True] else 1)
-        return round(6 * trained + behind * frozen) + attention
+        return round(6 * trained + behind * frozen) + attention + heard
 
     def _patches(self, shapes: np.ndarray) -> int:
         return int(np.prod(np.asarray(shapes, np.int64), axis=1).sum())
@@ -160,6 +170,36 @@ class EncoderFlops:
                 number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
                 edge = _window_edge(module.config, number)
                 self.windows[edge] = self.windows.get(edge, 0) + 4 * heads
+
+
+class SoundFlops:
+    """Operations of the audio encoder of omni models on a spectrogram.
+
+    Two convolutions, the second of which halves the frames; blocks in which frames of a window see each other; and a
+    projection of each pair of them. What fills the last window up is not counted.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        """Args are the module."""
+        self.first, self.second, self.projection = (
+            layer.weight.numel() for layer in (tower.conv1, tower.conv2, tower.proj)
+        )
+        self.blocks = sum(weight.numel() for weight in tower.layers.parameters() if weight.ndim == 2)
+        self.attention = 4 * tower.config.d_model * len(tower.layers)
+        self.window = 2 * tower.config.n_window
+        self.is_trained = any(weight.requires_grad for weight in tower.parameters())
+
+    def forward(self, frames: int) -> int:
+        """Operations of a forward pass over so many frames."""
+        sizes = [self.window] * (frames // self.window) + [frames % self.window] * (frames % self.window > 0)
+        halves = [(size + 1) // 2 for size in sizes]
+        matrices = self.first * frames + (self.second + self.blocks) * sum(halves)
+        pairs = sum(half**2 for half in halves)
+        return 2 * (matrices + self.projection * (sum(halves) // 2)) + self.attention * pairs
+
+    def training(self, frames: int) -> int:
+        """Operations of a forward and a backward pass; of an encoder of which parts are frozen, as if none were."""
+        return self.forward(frames) * (3 if self.is_trained else 1)
 
 
 def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -391,6 +391,8 @@ class PackedModel(ABC, Generic[Output]):
             return {}
         beside = self.vision.beside(input_ids, images)
         kinds = {name: beside.kinds[None] for name in KINDS if name in self._arguments}
+        if "feature_attention_mask" in self._arguments:  # omni models count positions with a mask alone
+            kinds["attention_mask"] = torch.ones_like(beside.kinds[None])
         return self._to_device(beside.tensors | kinds)
 
     def _sight(self, media: Sequence[Tensors]) -> Sight | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from sfumato.data.clips import build_videos
@@ -27,11 +28,26 @@ NAMED = {
 """What the processors of transformers call these."""
 
 
-def add_image_tokens(tokenizer: Any) -> None:
-    """Gives the tokenizer of bytes the tokens that processors ask for."""
+AUDIO = ("<|audio_bos|>", "<|audio_eos|>", "<|audio_pad|>")
+"""Likewise, for a model that hears."""
+
+AUDIO_NAMED = {
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+    "audio_token": "<|audio_pad|>",
+}
+"""Likewise."""
+
+
+def add_image_tokens(tokenizer: Any, described: Any) -> None:
+    """Gives the tokenizer of bytes the tokens that processors ask for; those of audio for a model that hears."""
+    hears = getattr(described, "audio_config", None) is not None
+    special, named = ((*SPECIAL, *AUDIO), NAMED | AUDIO_NAMED) if hears else (SPECIAL, NAMED)
     known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*known, *SPECIAL]})
-    for name, token in NAMED.items():
+    tokenizer.add_special_tokens({"additional_special_tokens": [*known, *special]})
+    for name, token in named.items():
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
 
@@ -95,10 +111,30 @@ def _positions_of(module: nn.Module) -> Any:
         return None
 
     accepted = inspect.signature(base.get_rope_index).parameters
+    if "audio_seqlens" in accepted:
+        return _omni_positions(base)
 
     def positions(input_ids: Tensor, kinds: Tensor, tensors: Tensors) -> Tensor:
         given = {name: tensors[name] for name in accepted if name in tensors}
         found, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, **given)
+        return found
+
+    return positions
+
+
+def _omni_positions(base: Any) -> Any:
+    """As ``_positions_of``, of omni models, which find media by the tokens before them."""
+
+    def positions(input_ids: Tensor, _kinds: Tensor, tensors: Tensors) -> Tensor:
+        mask = tensors.get("feature_attention_mask")
+        found, _ = base.get_rope_index(
+            input_ids,
+            image_grid_thw=tensors.get("image_grid_thw"),
+            attention_mask=torch.ones_like(input_ids),
+            audio_seqlens=None if mask is None else mask.sum(-1),
+            video_grid_thw=tensors.get("video_grid_thw"),
+            second_per_grids=tensors.get("video_second_per_grid"),
+        )
         return found
 
     return positions
@@ -110,7 +146,7 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     kind = described.model_type
-    name = PROCESSOR_MAPPING_NAMES.get(kind)
+    name = PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_thinker"))
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
         raise ConfigError(f"transformers has no processor for {kind}")
@@ -125,6 +161,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     parts = {"image_processor": images, "tokenizer": tokenizer}
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, images, folder)
+    if kind == "qwen2_5_omni_thinker":
+        parts["feature_extractor"] = _build_audio(described, folder)
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:
@@ -143,12 +181,25 @@ def _set_template(processor: Any, described: Any, is_made: bool) -> None:
     tokenizer = processor.tokenizer
     if is_made:
         image, video = processor.image_token, str(getattr(processor, "video_token", None))
-        if getattr(described, "vision_start_token_id", None) is not None:
+        if getattr(described, "vision_start_token_id", None) is not None or hasattr(processor, "vision_bos_token"):
             image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
         text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
-        tokenizer.chat_template = text.replace("IMAGE", image).replace("VIDEO", video)
+        tokenizer.chat_template = (
+            text.replace("IMAGE", image)
+            .replace("VIDEO", video)
+            .replace("AUDIO", "<|audio_bos|><|audio_pad|><|audio_eos|>")
+        )
     elif processor.chat_template:
         tokenizer.chat_template = processor.chat_template
+
+
+def _build_audio(described: Any, folder: Path | None) -> Any:
+    """What makes spectrograms, with the settings of the folder or of the description."""
+    from transformers import WhisperFeatureExtractor
+
+    if folder is not None:
+        return WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    return WhisperFeatureExtractor(feature_size=described.audio_config.num_mel_bins)
 
 
 def _read_image_processor(folder: Path) -> Any:
@@ -175,7 +226,9 @@ def _made_image_processor(described: Any) -> Any:
 
     kind, vision = described.model_type, described.vision_config
     names = (
-        IMAGE_PROCESSOR_MAPPING_NAMES.get(kind) or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe")) or {}
+        IMAGE_PROCESSOR_MAPPING_NAMES.get(kind)
+        or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe").removesuffix("_thinker"))
+        or {}
     )
     if "pil" not in names:
         raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")

@@ -1,0 +1,67 @@
+"""Audio that stands in text: files of any rate and number of channels as one channel of the model's rate."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sfumato.config.paths import file_problem
+from sfumato.data.pictures import File
+from sfumato.errors import DataError, MissingDependencyError
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What is heard."""
+
+    samples: np.ndarray
+    """float32 ``[N]``, one channel, of the model's rate."""
+
+
+def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
+    """A file of audio: .wav, .flac, .mp3, .ogg and what else libsndfile reads.
+
+    Args:
+        source: the file, or what it holds.
+        rate: samples per second that are wanted.
+        max_seconds: of the longest audio that the model takes.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is broken, empty, truncated, or too long.
+        MissingDependencyError: when soundfile or soxr is missing.
+    """
+    try:
+        import soundfile
+        import soxr
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{where}: audio is read by soundfile and soxr, one of which is not installed: pip install 'sfumato[audio]'"
+        ) from error
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    shown = str(source) if isinstance(source, Path) else "its bytes"
+    try:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            stated, own = file.frames, file.samplerate
+            if stated > max_seconds * own:
+                raise DataError(
+                    f"{where}: audio ({shown}) of {stated / own:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
+                )
+            samples = file.read(dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
+        raise DataError(f"{where}: broken audio ({shown}): {error}") from error
+    if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
+        raise DataError(
+            f"{where}: broken audio ({shown}): {len(content)} of {size + 8} bytes are there; it is truncated"
+        )
+    if len(samples) == 0 or len(samples) < stated:
+        raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {stated} samples can be read")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
+    mono = samples.mean(axis=1)
+    return Sound(np.ascontiguousarray(mono if own == rate else soxr.resample(mono, own, rate), np.float32))

@@ -1,0 +1,210 @@
+"""Audio beside tokens: an omni model against transformers one by one, rates and formats, broken files, operations."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextConfig
+from sfumato.data.packing import make_batch
+from sfumato.data.pictures import read_image
+from sfumato.data.row_samples import FiledRow
+from sfumato.data.sounds import read_sound
+from sfumato.data.text import build_transform
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.flops import FlopCount
+from sfumato.models.language_load import build_language_model
+from sfumato.models.packed_model import RowLayout
+from sfumato.models.plain import set_attention
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.weights import whole_weights
+from tests.tiny import run_task_here, write_config
+from tests.tiny_vision import audio_row, clip, data_url, image_row, picture, sound, tiny_vision_config, write_image_rows
+
+pytest.importorskip("soundfile", reason="audio needs soundfile and soxr (extra 'audio')")
+pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
+pytest.importorskip("soxr", reason="audio needs soundfile and soxr (extra 'audio')")
+
+KIND = "qwen2_5_omni_thinker"
+
+
+def omni_config(tmp_path, **changes):
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    config = tiny_vision_config(tmp_path, KIND, **changes)
+    config["data"]["data_type"] |= {"type": "media_conversation", "video_min_pixels": 64, "video_max_pixels": 2048}
+    config["data"]["max_seq_len"] = 512
+    for name, start in (("train_path", 0), ("eval_path", 50)):
+        config["data"][name] = str(write_image_rows(tmp_path / f"{name}.jsonl", 8, start, audio_row))
+    return config
+
+
+def build(tmp_path, **changes):
+    config = load_config(TrainTextConfig, overrides=omni_config(tmp_path, **changes))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
+
+
+def samples_of(transform, rows):
+    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
+
+
+def inputs_of(model, row):
+    """What transformers' processor makes of a conversation by itself."""
+    reader, found, messages = model.vision.reader, {"image": [], "audio": [], "video": []}, []
+    for message in row["messages"]:
+        parts = message["content"]
+        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
+        for part in parts:
+            if part["type"] != "text":
+                found[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
+        shown = [{key: part[key] for key in part if key not in found} for part in parts]
+        messages.append({"role": message["role"], "content": shown})
+    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
+    images = [read_image(content, "a test") for content in found["image"]] or None
+    audio = [read_sound(content, 16000, 30, "a test").samples for content in found["audio"]] or None
+    given, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in found["video"]]
+    if clips:
+        given = {"videos": [one.frames for one in clips], "video_metadata": [one.metadata for one in clips]}
+    inputs = reader.processor(text=[text], images=images, audio=audio, return_tensors="pt", **given)
+    if clips:
+        inputs["video_second_per_grid"] = torch.tensor([2 / one.metadata.sampled_fps for one in clips])
+    return inputs
+
+
+@pytest.mark.parametrize("rows", ["packed", pytest.param("documents", marks=pytest.mark.slow)])
+def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, rows):
+    model, transform = build(tmp_path)
+    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    given = [audio_row(index) for index in range(5)]
+    video = {"type": "video", "video": data_url(clip(32, 24, 14), "video/avi")}
+    given[3]["messages"][0]["content"].insert(0, video)
+    given[2]["messages"][0]["content"].insert(1, video)
+    samples = samples_of(transform, given)
+    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
+    assert len(batch.media) == 5 and "input_features" in batch.media[1]
+    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
+    set_attention(plain, "eager")
+
+    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    expected = torch.zeros(())
+    for row, sample, log_probs in zip(given, samples, found, strict=True):
+        inputs, document = inputs_of(model, row), sample.documents[0]
+        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
+        logits = plain(**inputs, use_cache=False).logits[0]
+        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
+        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
+        torch.testing.assert_close(log_probs[: len(alone)], alone, rtol=1e-5, atol=1e-5)
+        expected = expected - alone.sum()
+    expected.backward()
+    assert total == pytest.approx(expected.item(), rel=1e-6)
+    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    ours = {name: each.grad for name, each in trainable_parameters(model.trained).items() if each.grad is not None}
+    assert ours.keys() == theirs.keys() and any("audio_tower" in name for name in ours)
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
+
+
+def test_a_batch_without_audio_computes_its_encoder_with_gradients_of_zero(tmp_path):
+    model, transform = build(tmp_path)
+    model.take("sdpa", RowLayout("packed"))
+    batch = make_batch(samples_of(transform, [image_row(1)]), [0], [0], True, 0, 2, model.vision)
+    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    for name, weight in trainable_parameters(model.trained).items():
+        if "audio_tower" in name and "bos_eos" not in name:  # a weight that nothing uses
+            assert weight.grad is not None and not weight.grad.any(), name
+
+
+def test_operations_of_audio_are_those_that_torch_counts(tmp_path):
+    model, transform = build(tmp_path)
+    flops = FlopCount(model.plain, model.vision).encoder
+    row = {"messages": [{"role": "user", "content": "<audio>?"}, {"role": "assistant", "content": "Yes."}]}
+    row["audio"] = sound(0.2)  # 20 frames, one window
+    (sample,) = samples_of(transform, [row])
+    shapes = sample.documents[0].images.shapes
+    assert shapes.tolist() == [[20, 0, 0]]
+    tensors = model.vision.reader.tensors(sample.documents[0].images)
+    model.plain.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.plain.get_audio_features(**tensors)
+    assert flops.forward(shapes) == counter.get_total_flops() > 0
+    assert flops.training(shapes) == 3 * flops.forward(shapes)
+
+
+@pytest.fixture(scope="module")
+def transform(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("transform"))[1]
+
+
+def test_audio_of_any_rate_and_format_becomes_one_channel_of_the_rate_of_the_model(tmp_path):
+    import soundfile
+
+    times = np.arange(44100) / 44100
+    tone = np.stack([np.sin(2 * np.pi * 440 * times), np.zeros(44100)], axis=1) / 2
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000) / 4
+    for kind, near in (("wav", 1e-3), ("flac", 1e-3), ("mp3", 0.05), ("ogg", 0.05)):
+        soundfile.write(tmp_path / f"a.{kind}", tone, 44100)
+        samples = read_sound(tmp_path / f"a.{kind}", 16000, 30, "a test").samples
+        assert samples.dtype == np.float32 and abs(len(samples) - 16000) < 1200
+        np.testing.assert_allclose(samples[2000:14000], expected[2000:14000], atol=near)
+
+
+def broken_rows():
+    whole = sound(0.3)
+    ask = {"type": "text", "text": "What?"}
+
+    def audio(content):
+        return [{"type": "audio", "audio": data_url(content, "audio/wav")}, ask]
+
+    return {
+        "truncated": (audio(whole[: len(whole) // 2]), {}, "broken audio .*truncated"),
+        "truncated flac": (audio(sound(0.3, kind="FLAC")[:2000]), {}, "broken audio"),
+        "empty": (audio(b""), {}, "broken audio"),
+        "no samples": (audio(sound(0.0)), {}, "0 of 0 samples"),
+        "picture": (audio(picture(16, 16)), {}, "broken audio"),
+        "too long": (audio(sound(31.0, rate=1000)), {}, "of 31.0 s: at most 30 s"),
+        "missing": ([{"type": "audio", "path": "nowhere.wav"}, ask], {}, "audio file not found: .*nowhere.wav"),
+        "as image": ([{"type": "image", "image": data_url(whole)}, ask], {}, "broken image"),
+        "too few": ("<audio> and <audio>?", {"audios": [whole]}, "audio is missing.*'audios' has 1"),
+        "too many": ("<audio>?", {"audios": [whole] * 3}, "2 of 3 audios in its column have no place"),
+        "its own": (
+            [{"type": "text", "text": "<|audio_pad|>"}],
+            {},
+            "1 placeholders .* for 0 images and videos and audios",
+        ),
+        "speech": ([{"type": "speech", "speech": "a.wav"}], {}, "neither a text nor an image, a video, audio"),
+    }
+
+
+@pytest.mark.parametrize("name", broken_rows())
+def test_broken_audio_is_named(transform, name):
+    content, columns, message = broken_rows()[name]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}], **columns}
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 7.*({message})"):
+        transform(FiledRow(row), "rows.jsonl, line 7")
+
+
+def test_an_omni_model_is_trained_exported_and_goes_on_with_parts_frozen(tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    train = {"max_steps": 2, "global_batch_size": 2, "param_groups": [{"match": "visual", "lr_scale": 0.1}]}
+    config = omni_config(tmp_path, train=train, eval={"every_steps": 2}, model={"freeze": ["audio_tower"]})
+    folder = run_task_here("train_text", config) / "hf_ckpt"
+    assert (folder / "preprocessor_config.json").is_file()
+    _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_thinkers_of_qwen3_omni_are_refused(tmp_path):
+    description = {"model_type": "qwen3_omni_moe_thinker"}
+    config = omni_config(tmp_path)
+    config["model"]["config_path"] = str(write_config(description, tmp_path / "other.yaml"))
+    config = load_config(TrainTextConfig, overrides=config)
+    with pytest.raises(ConfigError, match="Qwen3-Omni are not supported yet"):
+        build_language_model(config.model, config.train, data_type=config.data.data_type)
