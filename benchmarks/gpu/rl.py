@@ -28,8 +28,8 @@ SD35_MEDIUM: dict[str, Any] = {
         "shift_factor": 0.0609,
     },
 }
-"""Its autoencoder, too, has the published sizes. Encoders have the published widths, but one layer: prompts are embedded
-once, before anything is measured."""
+"""Its autoencoder, too, has the published sizes. Encoders have the published widths, but one layer: prompts are
+embedded once, before anything is measured."""
 TINY: dict[str, Any] = {
     "pipeline": "StableDiffusion3Pipeline",
     "transformer": {
