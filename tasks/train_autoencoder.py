@@ -9,6 +9,7 @@ denoiser sees zero mean and unit variance. The exported pipeline is complete: it
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
-from sfumato.data.encoded import BadRows, read_pixels
+from sfumato.data.background import read_ahead
+from sfumato.data.encoded import BadRows, read_pixels, read_rows
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
@@ -54,8 +56,8 @@ def main(config: TrainAutoencoderConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
-    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
-        batches = [batch for rows in index_batches if (batch := read_pixels(dataset, rows, bad_rows)) is not None]
+    for step, read in run.steps(read_ahead(partial(read_rows, dataset), loader.steps(from_step=state.step))):
+        batches = [batch for rows in read if (batch := rows.usable(bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
         losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
         for pixels, sample_ids in batches:

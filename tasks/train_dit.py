@@ -22,6 +22,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
+from sfumato.data.background import read_ahead
 from sfumato.data.encoded import EncodedBatch, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
@@ -66,9 +67,9 @@ def main(config: TrainDitConfig) -> None:
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
 
-    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
+    for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.batch(rows) for rows in index_batches]
+            batches = [encoder.encode(rows) for rows in read]
         own_images = sum(batch.num_images for batch in batches)
         run.count(images=own_images, flops=own_images * sample_flops)
         num_images = mesh.sum(own_images)

@@ -24,6 +24,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
+from sfumato.data.background import read_ahead
 from sfumato.data.encoded import EncodedBatch, LatentCache, OnlineEncoder, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
@@ -84,9 +85,9 @@ def main(config: TrainDitDpoConfig) -> None:
             metrics = evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
         run.log(0, metrics, show={})
 
-    for step, index_batches in run.steps(loader.steps(from_step=state.step)):
+    for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.batch(rows) for rows in index_batches]
+            batches = [encoder.encode(rows) for rows in read]
         own_pairs = sum(batch.num_images for batch in batches)
         run.count(images=2 * own_pairs, flops=own_pairs * pair_flops)
         num_pairs = mesh.sum(own_pairs)

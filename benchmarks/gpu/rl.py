@@ -105,7 +105,7 @@ def rl_config(folder: Path, setting: Setting, trained: str, reward: str, replaye
     words = [f"{first}{second}" for first in "ABCDEFGH" for second in "KLMNOPQR"]
     for name, part in (("train", words[4:]), ("eval", words[:4])):
         (folder / f"{name}.txt").write_text("".join(f'a sign that reads "{word}"\n' for word in part))
-    side, num_steps = setting.size((512, 10), (16, 10))
+    side, num_steps = setting.size((512, 10), (16, 6))
     fast = trained == "2 steps"
     algorithm: dict[str, Any] = {"recipe": "flow_grpo"}
     if fast:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,40 +46,62 @@ class EncodedBatch:
     compute together."""
 
 
+@dataclass(frozen=True)
+class ReadRows:
+    """What could be read of a batch, in any thread: nothing of it is on a device."""
+
+    index_batch: IndexBatch
+    pixels: torch.Tensor | None
+    """uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``; None when none could be read."""
+    sample_ids: list[int]
+    """B."""
+    captions: list[str]
+    sources: list[np.ndarray] | None
+    """Source images, uint8 ``[H, W, 3]``; None where they were not asked for."""
+    broken: list[tuple[int, DataError]]
+
+    def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
+        """Pixels and sample ids, or None. ``bad_rows`` takes note of broken rows, or raises their DataError."""
+        for index, error in self.broken:
+            bad_rows.add(index, error)
+        return None if self.pixels is None else (self.pixels, self.sample_ids)
+
+
+def read_rows(
+    dataset: Dataset, index_batch: IndexBatch, with_captions: bool = False, with_sources: bool = False
+) -> ReadRows:
+    """Reads the images of a batch; rows that are broken are left out and named."""
+    pixels, found = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
+    for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
+        try:
+            row, caption = dataset.pixels(index), dataset.caption(index) if with_captions else ""
+            source = dataset.source(index, row) if with_sources else None
+        except DataError as error:
+            found.broken.append((index, error))
+            continue
+        pixels.append(row)
+        found.sample_ids.append(sample_id)
+        if with_captions:
+            found.captions.append(caption)
+        if source is not None:
+            found.sources.append(source)
+    return replace(found, pixels=torch.stack(pixels)) if pixels else found
+
+
 def read_pixels(
-    dataset: Dataset,
-    index_batch: IndexBatch,
-    bad_rows: BadRows,
-    captions: list[str] | None = None,
-    sources: list[np.ndarray] | None = None,
+    dataset: Dataset, index_batch: IndexBatch, bad_rows: BadRows, captions: list[str] | None = None
 ) -> tuple[torch.Tensor, list[int]] | None:
-    """Reads the images of a batch, leaving broken rows out.
+    """What is usable of a batch that is read here and now.
 
     Args:
         dataset, index_batch: which rows of what.
         bad_rows: takes note of broken rows, or raises their DataError.
         captions: if given, the captions of the rows that could be read are appended to it.
-        sources: if given, the same with their source images, uint8 ``[H, W, 3]``.
-
-    Returns:
-        uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``, and the B sample ids; None when
-        no row could be read.
     """
-    pixels, sample_ids = [], []
-    for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
-        try:
-            row, caption = dataset.pixels(index), "" if captions is None else dataset.caption(index)
-            source = None if sources is None else dataset.source(index, row)
-        except DataError as error:
-            bad_rows.add(index, error)
-            continue
-        pixels.append(row)
-        sample_ids.append(sample_id)
-        if captions is not None:
-            captions.append(caption)
-        if source is not None:
-            sources.append(source)
-    return (torch.stack(pixels), sample_ids) if pixels else None
+    found = read_rows(dataset, index_batch, with_captions=captions is not None)
+    if captions is not None:
+        captions += found.captions
+    return found.usable(bad_rows)
 
 
 def embed_nothing(model: DiffusionModel, size: Sequence[int]) -> Conditioning:
@@ -95,9 +117,15 @@ class OnlineEncoder:
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         """The encoded rows that can be read."""
-        captions: list[str] = []
-        sources: list[np.ndarray] | None = [] if self.model.takes_image else None
-        rows = read_pixels(self.dataset, index_batch, self.bad_rows, captions, sources)
+        return self.encode(self.read(index_batch))
+
+    def read(self, index_batch: IndexBatch) -> ReadRows:
+        """The first half of ``batch``: decodes pictures, in any thread."""
+        return read_rows(self.dataset, index_batch, with_captions=True, with_sources=self.model.takes_image)
+
+    def encode(self, read: ReadRows) -> EncodedBatch:
+        """The second half of ``batch``, on the model's device."""
+        index_batch, rows = read.index_batch, read.usable(self.bad_rows)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
             pair = (2,) if self.dataset.is_paired else ()
@@ -105,7 +133,7 @@ class OnlineEncoder:
             nothing = embed_nothing(self.model, self.dataset.size)
             return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], num_images=0)
         pixels, sample_ids = rows
-        conditioning = self.model.encode_prompts(captions, images=sources)
+        conditioning = self.model.encode_prompts(read.captions, images=read.sources)
         latents = encode_rows(self.dataset, self.model, pixels)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
@@ -160,6 +188,10 @@ class LatentCache:
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         """The rows that could be read when the cache was made. Raises DataError when they are not finite."""
+        return self.encode(self.read(index_batch))
+
+    def read(self, index_batch: IndexBatch) -> EncodedBatch:
+        """The first half of ``batch``: gathers rows in CPU memory, in any thread."""
         captions = self._tensors["captions"][torch.tensor(index_batch.indices)]
         kept = captions >= 0
         num_images = int(kept.sum())
@@ -179,7 +211,12 @@ class LatentCache:
         latents = self._tensors["latents"][rows]
         if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
             raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
-        return EncodedBatch(to_device(latents, self.device), conditioning.to(self.device), sample_ids, num_images)
+        return EncodedBatch(latents, conditioning, sample_ids, num_images)
+
+    def encode(self, read: EncodedBatch) -> EncodedBatch:
+        """The second half of ``batch``: brings them to the device."""
+        latents, conditioning = to_device(read.latents, self.device), read.conditioning.to(self.device)
+        return replace(read, latents=latents, conditioning=conditioning)
 
 
 def open_encoder(

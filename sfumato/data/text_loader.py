@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sfumato.checkpoint.identity import Identity
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.data.background import STEPS_AHEAD, in_background
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.identity import identify_text
 from sfumato.data.loader import refuse_repetition
@@ -30,13 +29,8 @@ from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh
 
-Item = TypeVar("Item")
-
 ATTENTION_LENGTH = 24_576
 """Tokens of a document at which attention costs as much as everything else: 12 x a hidden width of 2048."""
-
-STEPS_AHEAD = 2
-"""Steps that a thread prepares before they are asked for."""
 
 
 def default_cost(length: int) -> float:
@@ -157,46 +151,6 @@ class TextLoader:
         own = by_rank[self._mesh.data_rank]
         vision = None if self._sight is None else self._sight.vision
         return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh, vision)
-
-
-def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
-    """The items of an iterator that runs in a thread, at most ``ahead`` of them before they are asked for.
-
-    What it raises is raised here. The thread ends when the items do, or when the iterator is closed.
-    """
-    ready: queue.Queue[tuple[str, Item | BaseException | None]] = queue.Queue(ahead)
-    closed = threading.Event()
-
-    def hand_over(kind: str, item: Item | BaseException | None = None) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put((kind, item), timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                hand_over("item", item)
-                if closed.is_set():
-                    return
-            hand_over("end")
-        except BaseException as error:  # raised again where the items are consumed
-            hand_over("error", error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, item = ready.get()
-            if kind == "error":
-                raise item
-            if kind == "end":
-                return
-            yield item
-    finally:
-        closed.set()
-        thread.join()
 
 
 def build_text_loader(

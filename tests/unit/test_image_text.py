@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import struct
+import threading
+import time
 
 import datasets
 import numpy as np
@@ -16,6 +18,7 @@ from PIL import Image
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
+from sfumato.data.background import STEPS_AHEAD, read_ahead
 from sfumato.data.encoded import BadRows, LatentCache, OnlineEncoder, open_cache, read_pixels
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset, open_image_text
@@ -362,6 +365,25 @@ def test_captions_do_not_matter_where_they_are_not_asked_for(tmp_path):
     path = write_rows(tmp_path, 2, row1={"image": "1.png"})
     _, sample_ids = read_pixels(open_images(path), IndexBatch([0, 1], [0, 1]), BadRows(0, print))
     assert sample_ids == [0, 1]
+
+
+def test_pictures_of_the_next_steps_are_read_in_a_thread_and_broken_rows_count_at_their_step(tmp_path, model):
+    path = write_rows(tmp_path, 16, row1={"image": "gone.png", "text": "x"})
+    data, batches = open_images(path, height=16, width=16), [IndexBatch([row], [row]) for row in range(16)]
+    encoder, threads = OnlineEncoder(data, model, BadRows(0, print)), []
+    pixels = data.pixels
+    data.pixels = lambda row: (threads.append(threading.current_thread()), pixels(row))[1]
+    steps = read_ahead(encoder.read, ((step, [batch]) for step, batch in enumerate(batches)))
+    step, (read,) = next(steps)
+    wanted = OnlineEncoder(open_images(path, height=16, width=16), model, silent()).batch(batches[0])
+    assert step == 0 and torch.equal(encoder.encode(read).latents, wanted.latents)
+    deadline = time.monotonic() + 60
+    while len(threads) < 1 + STEPS_AHEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 1 + STEPS_AHEAD <= len(threads) <= 2 + STEPS_AHEAD and threading.main_thread() not in threads
+    step, (read,) = next(steps)
+    assert step == 1 and "line 2" in refusal(encoder.encode, read)
+    steps.close()
 
 
 def test_a_batch_of_broken_rows_alone_is_a_placeholder_that_counts_nothing(tmp_path, model):
