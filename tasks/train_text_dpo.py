@@ -40,13 +40,14 @@ def main(config: TrainTextDpoConfig) -> None:
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_text_dpo")
 
-    model = build_language_model(config.model, config.train)
+    data_type = config.data.data_type
+    model = build_language_model(config.model, config.train, data_type=data_type)
     check_length(model.module.config, config.data.max_seq_len)
     has_copy = config.dpo.has_reference and not config.model.lora
-    reference = build_language_model(config.model, config.train, frozen=True) if has_copy else None
-    flops = FlopCount(model.module)
+    reference = build_language_model(config.model, config.train, True, data_type) if has_copy else None
+    flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
-        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
     )
 
     model.parallelize(mesh, config.train)
@@ -89,8 +90,8 @@ def main(config: TrainTextDpoConfig) -> None:
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
             flops=sum(
-                flops.training(batch.lengths, num_outputs=batch.num_tokens)
-                + config.dpo.has_reference * flops.forward(batch.lengths, batch.num_tokens)
+                flops.training(batch.lengths, batch.image_shapes, batch.num_tokens)
+                + config.dpo.has_reference * flops.forward(batch.lengths, batch.num_tokens, batch.image_shapes)
                 for batch in batches
             ),
         )

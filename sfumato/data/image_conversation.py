@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.pictures import File, find_file
@@ -144,19 +146,35 @@ class ImageConversationTransform:
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """As a call. Every image and video is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
+        placed = self._place(files, where)
+        documents = yield from self._documents(messages, files, placed, read_tools(row, where), where)
+        return [TextSample((document,)) for document in documents]
+
+    def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
+        """The text that stands for each image or video, and the shapes of ``Images``."""
         try:
-            replacements, shapes = self.reader.place([self.reader.open(file, where) for file in files])
+            return self.reader.place([self.reader.open(file, where) for file in files])
         except ValueError as error:
             kinds = " or a ".join(self.reader.media)
             raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an {kinds}: {error}") from error
-        counts: list[int] = []
+
+    def _documents(
+        self,
+        messages: Messages,
+        files: list[Medium],
+        placed: tuple[list[str], np.ndarray],
+        tools: list[dict[str, Any]] | None,
+        where: str,
+    ) -> Asking[list[Document]]:
+        """What the template makes of a conversation: one document, or one for each answer."""
+        (replacements, shapes), counts = placed, []
 
         def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
             shown = [message.get("content") or [] for message in messages[:num_messages]]
             counts.append(sum(part["type"] != "text" for content in shown for part in content))
             return self.reader.expand(text, spans, replacements[: counts[-1]], where)
 
-        encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
+        encoded = yield from self.template.asks(messages, where, tools, expand)
         found = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
@@ -165,7 +183,7 @@ class ImageConversationTransform:
                     f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
                 )
             images = Images(shapes[:count], partial(_first, files, count), where) if count else None
-            found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
+            found.append(Document(document.input_ids, document.loss_mask, images=images))
         return found
 
     def _is_medium(self, input_ids: Any) -> Any:
@@ -173,9 +191,13 @@ class ImageConversationTransform:
 
     def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """Messages whose contents are lists of parts, and the images and videos that stand in them."""
-        messages = read_messages(row[find_key(row, self.keys, where)], where)
+        return self._take(read_messages(row[find_key(row, self.keys, where)], where), row, where)
+
+    def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
+        """As ``_read``, of these messages."""
         waiting = {kind: _column(row, kind, where) for kind in self.reader.media}
         given, files = {kind: len(column) for kind, column in waiting.items()}, []
+        messages = [dict(message) for message in messages]
         for index, message in enumerate(messages):
             if message.get("content") is None:
                 continue

@@ -13,6 +13,8 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.drawing import OmniConversation
 from sfumato.data.image_conversation import ImageConversation, MediaConversation
+from sfumato.data.image_preference import ImagePreference
+from sfumato.data.pairs import as_messages, read_pair
 from sfumato.data.rows import text_field
 from sfumato.data.steps import SEPARATORS, place_steps, read_label, read_list, read_number, step_ends, with_last
 from sfumato.data.text import (
@@ -30,7 +32,12 @@ from sfumato.data.text import (
 from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
 from sfumato.errors import ConfigError, DataError
 
-__all__ = ["ImageConversation", "MediaConversation", "OmniConversation"]  # formats from files of their own
+__all__ = [
+    "ImageConversation",
+    "ImagePreference",
+    "MediaConversation",
+    "OmniConversation",
+]  # formats from files of their own
 
 
 @dataclass(frozen=True)
@@ -210,7 +217,7 @@ class PreferenceTransform(ConversationTransform):
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
-        pair, tools = self._conversations(row, where), read_tools(row, where)
+        pair, tools = read_pair(row, self.keys, where), read_tools(row, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
@@ -221,32 +228,6 @@ class PreferenceTransform(ConversationTransform):
                 )
             documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
         return [TextSample(tuple(documents))]
-
-    def _conversations(self, row: dict[str, Any], where: str) -> tuple[Messages, Messages]:
-        """Both conversations from their beginning; what they share is not in the loss."""
-        *prompt_key, chosen_key, rejected_key = self.keys
-        prompt_value = row.get(prompt_key[0]) if prompt_key else None
-        answers = [row[find_key(row, [key], where)] for key in (chosen_key, rejected_key)]
-        if prompt_value is None:
-            chosen, rejected = (read_messages(answer, where) for answer in answers)
-        else:
-            prompt = _as_messages(prompt_value, "user", where)
-            chosen, rejected = (
-                _after_prompt(prompt, _as_messages(answer, "assistant", where), where) for answer in answers
-            )
-        if chosen == rejected:
-            raise DataError(f"{where}: {chosen_key} and {rejected_key} are the same")
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-            shared += 1
-        for name, messages in ((chosen_key, chosen), (rejected_key, rejected)):
-            if shared == len(messages) or messages[shared].get("role") != "assistant":
-                raise DataError(
-                    f"{where}: {chosen_key} and {rejected_key} must differ in the assistant's answer only, but "
-                    f"message {shared + 1} of {name} is {_role_at(messages, shared)}"
-                )
-        history = [{**message, "loss_mask": 0} for message in chosen[:shared]]
-        return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
 
 
 @dataclass(frozen=True)
@@ -287,14 +268,14 @@ class UnpairedTransform(ConversationTransform):
 
     def _answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
         prompt_key, answer_key, label_key = self.keys
-        prompt = _as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where)
         prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
         pairs = [(answer_key, None)]
         if row.get(answer_key) is None and row.get("chosen") is not None:
             pairs = [("chosen", 1.0), ("rejected", 0.0)]
         found = []
         for key, known in pairs:
-            answer = _as_messages(row[find_key(row, [key], where)], "assistant", where)
+            answer = as_messages(row[find_key(row, [key], where)], "assistant", where)
             if answer[0].get("role") != "assistant":
                 raise DataError(f"{where}: column {key!r} must begin with the assistant: the prompt has its own column")
             found.append(
@@ -314,7 +295,7 @@ class ProcessTransform(ConversationTransform):
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample."""
         prompt_key, *step_keys, label_key = self.keys
-        prompt = _as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where)
         steps = read_list(row[find_key(row, step_keys, where)], "the steps", where)
         labels = read_list(row[find_key(row, [label_key], where)], "the labels", where)
         if len(steps) != len(labels):
@@ -331,21 +312,3 @@ class ProcessTransform(ConversationTransform):
         document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
         numbers = numbers[: len(document.input_ids)]
         return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]
-
-
-def _as_messages(value: Any, role: str, where: str) -> Messages:
-    """A conversation as it is, a text as a message of that role."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else read_messages(value, where)
-
-
-def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:
-    """The whole conversation, whether or not the column of the answer repeats the prompt."""
-    if answer[0].get("role") == "assistant":
-        return prompt + answer
-    if not all(message in answer for message in prompt):
-        raise DataError(f"{where}: an answer that does not begin with the assistant must repeat the prompt")
-    return answer
-
-
-def _role_at(messages: Messages, index: int) -> str:
-    return "missing" if index == len(messages) else f"of role {messages[index].get('role')!r}"

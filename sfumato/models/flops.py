@@ -62,16 +62,20 @@ class FlopCount:
         """Weights of matrices that one token is multiplied with."""
         return self.trained_weights + self.frozen_weights
 
-    def forward(self, lengths: Iterable[int], num_outputs: int | None = None) -> int:
+    def forward(
+        self, lengths: Iterable[int], num_outputs: int | None = None, image_shapes: Iterable[np.ndarray] = ()
+    ) -> int:
         """Operations of a forward pass.
 
         Args:
             lengths: tokens of each document; padding does not count.
             num_outputs: tokens of which logits are needed: those in the loss mask; None is all.
+            image_shapes: ``Images.shapes`` of documents with images, of a model that sees.
         """
         lengths = list(lengths)
         matrices = 2 * self.active_weights * sum(lengths)
-        return matrices - 2 * self._output.numel * _without_output(lengths, num_outputs) + self._attention(lengths)
+        matrices -= 2 * self._output.numel * _without_output(lengths, num_outputs)
+        return matrices + self._attention(lengths) + sum(self.encoder.forward(shapes) for shapes in image_shapes)
 
     def training(
         self, lengths: Iterable[int], image_shapes: Iterable[np.ndarray] = (), num_outputs: int | None = None

@@ -1,0 +1,104 @@
+"""Pairs of answers to prompts with images: DPO of models that see, against transformers one conversation at a time."""
+
+import base64
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextDpoConfig
+from sfumato.data.packing import make_batch
+from sfumato.data.pictures import read_image
+from sfumato.data.row_samples import FiledRow
+from sfumato.data.text import build_transform
+from sfumato.errors import DataError
+from sfumato.models.language_load import build_language_model
+from sfumato.models.plain import set_attention
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from tests.tiny import merge, run_task_here
+from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config
+
+
+def pair(index):
+    """A row with 0, 1 or 2 pictures in its prompt."""
+    prompt = image_row(index)["messages"][:1]
+    return {"prompt": prompt, "chosen": f"It is {index}.", "rejected": f"I cannot see {index} there."}
+
+
+def settings(tmp_path, **overrides):
+    found = tiny_vision_config(tmp_path, "qwen3_vl")
+    for name, start, count in (("rows", 0, 12), ("held_out", 50, 5)):
+        lines = [json.dumps(pair(start + index)) for index in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found["data"]["data_type"]["type"] = "image_preference"
+    found["eval"] = {"every_steps": 0, "num_rows": 5}
+    return merge(found, overrides)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    config = load_config(TrainTextDpoConfig, overrides=settings(tmp_path_factory.mktemp("pairs")))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
+
+
+def log_prob_alone(model, plain, row, answer):
+    """What transformers' processor and model say of one answer."""
+    messages = [*copy.deepcopy(row["prompt"]), {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    pictures = [part.pop("image") for part in messages[0]["content"] if part["type"] == "image"]
+    render = model.tokenizer.apply_chat_template
+    text = render(messages, tokenize=False)
+    before = render(messages[:1], tokenize=False, add_generation_prompt=True)
+    opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures] or None
+    given = model.vision.reader.processor(text=[text], images=opened, return_tensors="pt")
+    start = model.vision.reader.processor(text=[before], images=opened, return_tensors="pt")["input_ids"].shape[1]
+    end = len(model.tokenizer(text[: text.rindex("<|im_end|>") + len("<|im_end|>")])["input_ids"]) - len(
+        model.tokenizer(text)["input_ids"]
+    )
+    ids = given["input_ids"][0]
+    with torch.no_grad():
+        scores = torch.log_softmax(plain(**given).logits[0].float(), -1)
+    stop = len(ids) + end
+    return sum(float(scores[place - 1, ids[place]]) for place in range(start, stop))
+
+
+def test_log_probs_of_pairs_are_those_of_transformers_one_by_one(built):
+    model, transform = built
+    rows = [pair(index) for index in range(3)]
+    samples = [transform(FiledRow(row), f"row {index}")[0] for index, row in enumerate(rows)]
+    batch = make_batch(samples, [0, 1, 2], [0, 0, 0], True, 0, 2, model.vision)
+    (log_probs,) = model.token_log_probs([batch])
+    mask = batch.tensors["labels"] != IGNORED
+    plain = copy.deepcopy(model.module)
+    set_attention(plain, "eager")
+    for number, row in enumerate(rows):
+        for place, answer in ((2 * number, row["chosen"]), (2 * number + 1, row["rejected"])):
+            found = float(log_probs[mask & (batch.tensors["documents"] == place)].sum())
+            assert found == pytest.approx(log_prob_alone(model, plain, row, answer), abs=2e-5), (number, answer)
+
+
+def test_both_documents_have_the_images_of_the_prompt(built):
+    (sample,) = built[1](FiledRow(pair(2)), "row 2")
+    chosen, rejected = (document.images for document in sample.documents)
+    assert len(chosen.shapes) == len(rejected.shapes) == 2
+    assert list(chosen.find()) == list(rejected.find()) == built[1].files(FiledRow(pair(2)), "row 2")
+    swapped = {
+        **pair(1),
+        "chosen": [{"role": "assistant", "content": [{"type": "image", "image": data_url(picture(16, 24))}]}],
+    }
+    with pytest.raises(DataError, match="row 1: an image stands in the answer of chosen"):
+        built[1](FiledRow(swapped), "row 1")
+
+
+def test_a_run_begins_at_the_loss_of_a_coin(tmp_path):
+    run_task_here("train_text_dpo", settings(tmp_path, train={"max_steps": 4}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[-1]["loss"] < lines[1]["loss"]
