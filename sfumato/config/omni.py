@@ -94,7 +94,7 @@ class DrawConfig(Section):
 
     prompt_dropout: float = Field(0.1, ge=0, lt=1)
     """Share of the conversations that draw whose text is hidden, for classifier-free guidance."""
-    guidance_scale: float = Field(2.0, ge=0)
+    guidance_scale: float = Field(1.0, ge=0)
     """Classifier-free guidance of the evaluation, on logits; 1 is none."""
     temperature: float = Field(1.0, ge=0)
     """Of the codes that the evaluation draws; 0 takes the likeliest."""

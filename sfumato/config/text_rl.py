@@ -230,8 +230,6 @@ class TextRLEvalConfig(EvalConfig):
 class TextRLConfig(RecipeRLConfig):
     """Reinforcement learning of language models: GRPO and its relatives."""
 
-    modality: ClassVar[str] = "text"
-
     model: LanguageModelConfig
     """Model."""
     data: TextPromptDataConfig
@@ -246,6 +244,11 @@ class TextRLConfig(RecipeRLConfig):
     """Evaluation."""
     critic: CriticConfig = CriticConfig()
     """The critic of algorithm.token_advantage gae."""
+
+    @property
+    def modality(self) -> str:  # type: ignore[override]
+        """What is generated, as rewards name it."""
+        return self.rollout.kind.modality
 
     @property
     def num_updates(self) -> int:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
+from diffusers import VQModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
-from sfumato.data.drawing import drop_prompts, is_image
+from sfumato.data.drawing import CODE, drop_prompts, is_image
 from sfumato.data.text_loader import open_text_data
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.errors import ConfigError
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.drawing import draw_images
-from tests.tiny import run_task_here, run_task_process, weights_in, write_config
+from sfumato.rollout.engines.base import Sampling
+from sfumato.rollout.kinds.drawing import Drawing
+from sfumato.rollout.turns import LengthLimits, SampleKeys
+from tests.scripted_engine import ScriptedEngine
+from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_omni import tiny_omni_config
 
 
@@ -129,6 +138,44 @@ def test_parts_of_an_export_and_its_projector_are_the_model_again(settings: dict
     before, after = (weights_in(run / "hf_ckpt") for run in (whole, again))
     changed = {name for name in before if before[name] != after[name]}
     assert changed and all("projector" in name for name in changed)
+
+
+def test_what_is_drawn_in_rl_is_rewarded_as_an_image(whole: Path, tmp_path: Path) -> None:
+    """Codes are the tokens that are learned from; an answer among which are others is a blank image."""
+    folder = whole / "hf_ckpt"
+    base = tiny_text_rl_config(tmp_path)
+    rollout = {"kind": {"type": "drawing", "image_tokenizer": str(folder / "image_tokenizer")}, "max_new_tokens": 4}
+    parts = {"rollout": rollout, "reward": {"rewards": [{"type": "brightness"}]}}
+    data = {"data": {"synthetic": {"problem": "draw"}, "chat_template": None}, "train": {"max_steps": 2}}
+    config = merge(base, parts | data)
+    config["model"] = {"model_path": str(folder / "foundation")}
+    config["data"].pop("chat_template")
+    config["data"]["synthetic"].pop("max_length")
+    lines = [json.loads(line) for line in (run_task_here("rl_text", config) / "metrics.jsonl").open()]
+    assert lines[-1]["step"] == 2 and 0 <= lines[-1]["reward/brightness"] <= 1
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "foundation")
+    first = tokenizer.convert_tokens_to_ids(CODE.format(0))
+    codes = [3, 0, 7, 5]
+    kind = Drawing(image_tokenizer=rollout["kind"]["image_tokenizer"])
+    template = SimpleNamespace(tokenizer=tokenizer)
+    kind.prepare(template)
+    prompt = TextPrompt((5, 6), "Draw it.", None)
+    texts = ["".join(CODE.format(code) for code in codes), CODE.format(0) * 2 + "a" + CODE.format(0)]
+    other = tokenizer("a")["input_ids"][0]
+    for given, is_whole in (([first + code for code in codes], True), ([first, first, other, first], False)):
+        engine, keys, limits = ScriptedEngine(tokenizer, [texts.pop(0)]), SampleKeys(0, 0, 0), LengthLimits(8, 64)
+        drawn = asyncio.run(kind.draw(engine, prompt, keys, Sampling(), template, limits))
+        (sequence,) = drawn.sequences
+        assert sequence.token_ids[sequence.drawn].tolist() == given
+        model = VQModel.from_pretrained(folder / "image_tokenizer")
+        latents = model.quantize.get_codebook_entry(torch.tensor(codes), (1, 2, 2, 4))
+        pixels = model.decode(latents, force_not_quantize=True).sample[0].permute(1, 2, 0).detach()
+        expected = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().numpy() if is_whole else 255
+        image = drawn.sample(prompt, 0).image
+        assert image.shape == (8, 8, 3) and (image == expected).all()
+    with pytest.raises(ConfigError, match="at least 4"):
+        asyncio.run(kind.draw(engine, prompt, keys, Sampling(), template, LengthLimits(3, 64)))
 
 
 def _evaluated(run: Path, step: int) -> dict[str, float]:

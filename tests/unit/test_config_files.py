@@ -235,8 +235,8 @@ def made_tiny(path, tmp_path):
         content.pop("runtime", None)  # one process, and the embedded engine
         for name in ("engine", "hybrid_engine", "async_strategy"):
             content["rollout"].pop(name, None)
-        if content["rollout"].get("kind", {}).get("type") in ("agent", "verifiers"):
-            content["rollout"].pop("kind")  # needs packages of its own: tests/e2e/test_text_rl_examples.py
+        if content["rollout"].get("kind", {}).get("type") in ("agent", "verifiers", "drawing"):
+            content["rollout"].pop("kind")  # needs packages or parts of its own: tests/e2e/test_text_rl_examples.py
         content |= {"data": {}, "reward": {"rewards": [{"type": "exact"}]}}
         data = {"synthetic": {"num_rows": 40}, "max_prompt_tokens": 64, "chat_template": "none"}
         rest = {"rollout": {"num_prompts": 1, "n": 2, "max_new_tokens": 4}, "eval": {"num_prompts": 2}}

@@ -20,6 +20,8 @@ class RolloutKind(ABC):
     """
 
     type: ClassVar[str]
+    modality: ClassVar[str] = "text"
+    """What rewards are given."""
 
     def prepare(self, template: PromptTemplate) -> None:  # noqa: B027  (most kinds need nothing)
         """Loads what ``draw`` needs, so that what is missing is found before the first step.
