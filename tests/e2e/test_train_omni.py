@@ -24,7 +24,7 @@ from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.drawing import draw_images
 from sfumato.rollout.engines.base import Sampling
-from sfumato.rollout.kinds.drawing import Drawing
+from sfumato.rollout.kinds.drawing import DrawingKind
 from sfumato.rollout.turns import LengthLimits, SampleKeys
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
@@ -157,7 +157,7 @@ def test_what_is_drawn_in_rl_is_rewarded_as_an_image(whole: Path, tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(folder / "foundation")
     first = tokenizer.convert_tokens_to_ids(CODE.format(0))
     codes = [3, 0, 7, 5]
-    kind = Drawing(image_tokenizer=rollout["kind"]["image_tokenizer"])
+    kind = DrawingKind(image_tokenizer=rollout["kind"]["image_tokenizer"])
     template = SimpleNamespace(tokenizer=tokenizer)
     kind.prepare(template)
     prompt = TextPrompt((5, 6), "Draw it.", None)

@@ -21,7 +21,7 @@ from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceI
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(RolloutKind):
+class DrawingKind(RolloutKind):
     """An image, code by code, of a language model that tasks/train_omni.py exports."""
 
     type: ClassVar[str] = "drawing"
