@@ -253,7 +253,11 @@ class ImageReader:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
         self.processor.image_processor.save_pretrained(folder)
         if "audio" in self.media:
+            file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
+            image = json.loads(file.read_text(encoding="utf-8"))
             self.processor.feature_extractor.save_pretrained(folder)
+            said = json.dumps(json.loads(file.read_text(encoding="utf-8")) | image, indent=2)
+            file.write_text(f"{said}\n", encoding="utf-8")
         if "video" in self.media:
             said = json.dumps(self.processor.video_processor.to_dict(), indent=2)
             (folder / "video_preprocessor_config.json").write_text(f"{said}\n", encoding="utf-8")

@@ -47,6 +47,10 @@ def add_image_tokens(tokenizer: Any, described: Any) -> None:
     special, named = ((*SPECIAL, *AUDIO), NAMED | AUDIO_NAMED) if hears else (SPECIAL, NAMED)
     known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
     tokenizer.add_special_tokens({"additional_special_tokens": [*known, *special]})
+    _name_tokens(tokenizer, named)
+
+
+def _name_tokens(tokenizer: Any, named: dict[str, str]) -> None:
     for name, token in named.items():
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
@@ -163,6 +167,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
         parts["video_processor"] = build_videos(kind, images, folder)
     if kind == "qwen2_5_omni_thinker":
         parts["feature_extractor"] = _build_audio(described, folder)
+        if not hasattr(tokenizer, "audio_token"):  # the tokenizer of bytes, read from a folder
+            _name_tokens(tokenizer, NAMED | AUDIO_NAMED)
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:

@@ -197,6 +197,11 @@ def test_an_omni_model_is_trained_exported_and_goes_on_with_parts_frozen(tmp_pat
     config = omni_config(tmp_path, train=train, eval={"every_steps": 2}, model={"freeze": ["audio_tower"]})
     folder = run_task_here("train_text", config) / "hf_ckpt"
     assert (folder / "preprocessor_config.json").is_file()
+    again = {"model_path": str(folder), "config_path": None, "tokenizer_path": None}
+    config = load_config(TrainTextConfig, overrides={**config, "model": again})
+    reader = build_language_model(config.model, config.train, data_type=config.data.data_type).vision.reader
+    assert reader.processor.feature_extractor.feature_size == 8 and reader.media == ("image", "video", "audio")
+    assert reader.processor.image_processor.patch_size == 4
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
