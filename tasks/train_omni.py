@@ -20,8 +20,8 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_config
 from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, TrainOmniConfig
-from sfumato.data.drawing import drop_prompts, is_image
 from sfumato.data.packing import TextBatch
+from sfumato.data.prompt_dropout import drop_prompts, is_image
 from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import Tensors

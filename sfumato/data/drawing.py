@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
-from sfumato.data.packing import TextBatch
 from sfumato.data.pictures import File, read_image
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import Document, TextSample, TextTransform, fingerprint_of, fit, read_tools
 from sfumato.data.tokenise import Asking
 from sfumato.data.vision import ImageReader, Images, Span
 from sfumato.errors import ConfigError, DataError
-from sfumato.parallel.loss import IGNORED
 
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
 """Tokens of an image that is seen, around one that is drawn, and of its codes."""
@@ -117,36 +111,3 @@ class OmniTransform(ImageConversationTransform):
 
 def _chosen(files: list[File], indices: list[int]) -> list[File]:
     return [files[index] for index in indices]
-
-
-def is_image(labels: Tensor, codes: range) -> Tensor:
-    """Which labels are codes of images: bool of the same shape."""
-    return (labels >= codes.start) & (labels < codes.stop)
-
-
-def drop_prompts(batch: TextBatch, codes: range, share: float, seed: int, step: int, pad_token_id: int) -> TextBatch:
-    """A micro-batch in which some documents that draw have padding in the place of their prompt's text.
-
-    They teach the model to draw without a prompt, which classifier-free guidance compares with. Images that are seen
-    stay. Which ones is keyed by (seed, step, sample), not by the batch.
-
-    Args:
-        batch: one document a sample.
-        codes: tokens of the codes of images.
-        share: of the documents that draw.
-        seed, step: of the run.
-        pad_token_id: what stands in the place of the text.
-    """
-    if share == 0:
-        return batch
-    tensors = dict(batch.tensors)
-    input_ids, labels = tensors["input_ids"].clone(), tensors["labels"]
-    for number, sample_id in enumerate(batch.sample_ids):
-        own = (tensors["documents"] == number).flatten()
-        targets = (own & (labels.flatten() != IGNORED)).nonzero()
-        draws = bool((own & is_image(labels, codes).flatten()).any())
-        dropped = float(torch.rand((), generator=keyed_generator(seed, "prompt dropout", step, sample_id))) < share
-        if draws and dropped:
-            prompt = own & (torch.arange(own.numel()) <= targets[0]) & (tensors["kinds"].flatten() == 0)
-            input_ids.view(-1)[prompt] = pad_token_id
-    return replace(batch, tensors=tensors | {"input_ids": input_ids})

@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaFo
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
-from sfumato.data.drawing import CODE, drop_prompts, is_image
+from sfumato.data.drawing import CODE
+from sfumato.data.prompt_dropout import drop_prompts, is_image
 from sfumato.data.text_loader import open_text_data
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError
