@@ -138,6 +138,15 @@ def build(content, tmp_path):
     return path, lambda: build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7))
 
 
+def test_text_is_read_beside_the_process_that_launches_kernels():
+    files = [path for path in FILES if path.parent.name == "rl" and "type: ocr" in path.read_text(encoding="utf-8")]
+    assert len(files) >= 9
+    for path in files:
+        reward = read_yaml(path)["reward"]
+        assert reward["num_workers"] > 1, path.name
+        assert all(each["process"] for each in reward["rewards"] if each["type"] == "ocr"), path.name
+
+
 @pytest.mark.parametrize("path", DESCRIPTIONS, ids=relative)
 def test_shipped_model_descriptions_build(path):
     model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7))
