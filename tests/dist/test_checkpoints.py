@@ -201,7 +201,6 @@ QUICK = [
     ("dense", False, "fsdp1", "fsdp2 x tp"),
     ("dense", False, ALONE, "pp, interleaved 1f1b"),
     ("moe", False, "fsdp2 x ep", ALONE),
-    ("flux", False, "fsdp2 x tp", "fsdp1"),  # matrices and biases of fused layers, cut in blocks
 ]
 """Kind of model, adapters, the mode that saves and the mode that loads."""
 
@@ -216,6 +215,7 @@ FURTHER = [
         ("moe", False, ALONE, "fsdp2 x ulysses x ep"),
         ("moe", False, "fsdp2 x ep", "fsdp2 x tp"),
         ("flux", False, "fsdp1", "fsdp2 x tp"),
+        ("flux", False, "fsdp2 x tp", "fsdp1"),  # matrices and biases of fused layers, cut in blocks
     )
 ]
 

@@ -17,21 +17,33 @@ def truth(kind: str, lora: bool = False, dtype: torch.dtype | None = None) -> Ou
     return train(kind, lora, dtype)
 
 
-LATER = ("qwen_image", "z_image")
+LATER = ("flux", "wan", "qwen_image", "z_image")
 """Kinds whose cells are nearly all left to the slow tests."""
-FURTHER = ("fsdp1, hybrid", "tp 4", "ring 4", "fsdp2 x tp + sequence parallel", "fsdp2 x ulysses x ep")
+FURTHER = (
+    "fsdp1, hybrid",
+    "tp 4",
+    "ring 4",
+    "fsdp2 x tp + sequence parallel",
+    "fsdp2 x ulysses x ep",
+    "fsdp2, reduced every micro-batch",
+    "ulysses x ring",
+    "fsdp2 x ring",
+    "tp x pp",
+    "hsdp",
+)
+"""Modes in which only the dense language model is tested always."""
 BASIC = ("fsdp2", "tp", "ulysses", "fsdp2 x tp")
-"""Modes in which adapters, and the further diffusion transformers, are tested always."""
-COMMON = ("ddp", "fsdp2", "tp", "ulysses", "ring", "pp, 1f1b", "fsdp2 x tp", "fsdp2 x ulysses")
+"""Modes in which adapters are tested always."""
+COMMON = ("ddp", "fsdp2", "tp", "ulysses", "ring", "pp, 1f1b")
 """Modes in which the first diffusion transformer is tested always."""
 
 
 def is_slow(mode: str, kind: str, lora: bool) -> bool:
     """Whether a cell is left to the slow tests, since others of its row and column are close to it."""
     if kind in LATER:
-        return lora or mode not in ("tp", "ulysses x ring")
-    if lora or kind in ("flux", "wan"):
-        return mode not in BASIC or (lora and kind != "dense")
+        return lora or mode not in ("fsdp2" if kind in ("flux", "wan") else "ulysses x ring", "tp")
+    if lora:
+        return mode not in BASIC or kind != "dense"
     if kind == "sd3":
         return mode not in COMMON
     return mode in FURTHER and kind != "dense"

@@ -138,6 +138,11 @@ CLOSE_TO_OTHERS = {
     "meta with adapters",
     "fsdp2 with adapters",
     "fsdp2 with adapters and a reference",
+    "fsdp2 x ring",
+    "meta from rank 0",
+    "fsdp1",
+    "ulysses",
+    "fsdp2 with an old policy",
 }
 """Left to the slow tests."""
 

@@ -60,7 +60,7 @@ def test_several_ranks_are_one_process_with_audio_on_some(ranks, tmp_path):
 VIDEOS = {"fsdp2": (2, "qwen3_vl", {}), "ddp": (2, "qwen2_5_vl", {"data_parallel_mode": "ddp"})}
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(VIDEOS, ("fsdp2",)))
+@pytest.mark.parametrize("mode", quick_or_slow(VIDEOS, ()))
 def test_several_ranks_are_one_process_with_videos_on_some(mode, ranks, tmp_path):
     pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
     num_ranks, kind, train = VIDEOS[mode]

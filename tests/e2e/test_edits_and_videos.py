@@ -104,7 +104,7 @@ def dit_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> d
     return merge(config, overrides)
 
 
-@pytest.mark.parametrize("recipe", ["flow_grpo_fast", "diffusion_nft"])
+@pytest.mark.parametrize("recipe", ["flow_grpo_fast", pytest.param("diffusion_nft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_rl(name: str, recipe: str, pipelines: Callable[[str], Path], tmp_path: Path) -> None:
     pipeline = pipelines(name)

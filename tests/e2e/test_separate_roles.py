@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     "overrides",
     [
         pytest.param(APART, id="apart"),
-        pytest.param(merge(APART, {"runtime": {"offload_idle": True}}), id="apart in turns"),
+        pytest.param(merge(APART, {"runtime": {"offload_idle": True}}), id="apart in turns", marks=pytest.mark.slow),
         pytest.param({"runtime": {"offload_idle": True}}, id="hybrid offloaded", marks=pytest.mark.slow),
     ],
 )

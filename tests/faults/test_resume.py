@@ -207,7 +207,7 @@ def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
 
 OLD = {"type": "linear", "slope": 0.1, "limit": 0.7}
 SAMPLED = [
-    pytest.param({"recipe": "diffusion_nft", "old": OLD}, {"old_policy"}, id="nft"),
+    pytest.param({"recipe": "diffusion_nft", "old": OLD}, {"old_policy"}, id="nft", marks=pytest.mark.slow),
     pytest.param(
         {"recipe": "awm", "old": OLD, "ema": OLD}, {"old_policy", "ema_policy"}, id="awm", marks=pytest.mark.slow
     ),

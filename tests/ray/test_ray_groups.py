@@ -29,6 +29,7 @@ def score(state: Any, seen: list[int]) -> Scores:
     return scores_of(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_more_groups_are_drawn_by_the_version_of_their_iteration(cluster: Cluster, staleness: int) -> None:
     actor = cluster.group("actor", fused_engine.Actor, None, TRAIN, PoolConfig(processes=1, cpus=0.5))

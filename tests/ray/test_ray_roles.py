@@ -322,6 +322,7 @@ def test_a_long_wait_says_what_for(cluster: Cluster, group: RayGroup, monkeypatc
     assert re.search(r"waiting for sampler sleep_in_rank since \d s: ranks 1 have run it for 1 s", said)
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_built(cluster: Cluster, group: RayGroup) -> None:
     role = cluster.group("reader", functions.build_badly, "that", TRAIN, PoolConfig(cpus=0.5))
     with pytest.raises(UserError, match="cannot build that"):

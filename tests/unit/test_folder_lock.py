@@ -223,8 +223,15 @@ def test_a_folder_that_is_moved_leaves_a_held_one(tmp_path: Path) -> None:
     lock.check()
 
 
-@pytest.mark.parametrize("without_links", [False, True], ids=["links", "no links"])
-@pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
+@pytest.mark.parametrize(
+    ("stale", "without_links"),
+    [
+        pytest.param(False, False, id="free, links", marks=pytest.mark.slow),
+        pytest.param(False, True, id="free, no links", marks=pytest.mark.slow),
+        pytest.param(True, False, id="stale, links"),
+        pytest.param(True, True, id="stale, no links", marks=pytest.mark.slow),
+    ],
+)
 def test_of_those_that_start_at_once_exactly_one_wins(tmp_path: Path, stale: bool, without_links: bool) -> None:
     context = multiprocessing.get_context("fork")  # starts at once, since nothing has to be imported
     for number in range(10):

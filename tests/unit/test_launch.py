@@ -267,6 +267,7 @@ def test_a_pipeline_of_an_unknown_class_exits_with_2(folder):
     assert_refused(done, folder / "pipeline", "'SomeOtherPipeline' is not known; known: ")
 
 
+@pytest.mark.slow
 def test_a_missing_pipeline_folder_exits_with_2(folder):
     overrides = ["--model.config_path", "null", "--model.model_path", folder / "nowhere"]
     done = launch(ROOT / "tasks/train_dit.py", folder / "dit.yaml", *overrides)

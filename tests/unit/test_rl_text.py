@@ -147,6 +147,7 @@ def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> Non
     assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
 
 
+@pytest.mark.slow
 def test_a_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     settings = {"algorithm": {"recipe": "ppo"}, "critic": {"lr": 1e-3, "head": "random"}}
     settings["train"] = {"save_steps": 2, "max_steps": 4}

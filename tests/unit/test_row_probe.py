@@ -120,6 +120,7 @@ def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) ->
     assert found["cpu_kernels"]["MKL_CBWR"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the setting is that of MKL")
 def test_on_a_cpu_without_avx2_a_run_says_that_its_rows_depend_on_the_batch(tmp_path: Path) -> None:
     config = write_config(tiny_rl_config(tmp_path, train={"max_steps": 1}), tmp_path / "run.yaml")

@@ -173,7 +173,7 @@ def test_a_source_without_a_usable_row(tmp_path):
         build(tmp_path, weighted([[5], ["bad"]], [1, 1]), max_bad_rows=5)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_errors_are_not_taken_for_bad_rows(tmp_path, num_workers):
     with pytest.raises(KeyError, match="programming error"):
         build(tmp_path, one_source([5] * 600), Broken(), num_workers, max_bad_rows=9)

@@ -151,7 +151,7 @@ def test_the_next_samples_may_be_drawn_during_the_update(tmp_path: Path) -> None
     assert values(folder, "reward/total")[-1] > values(folder, "reward/total")[0] + 0.2
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("mode", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp1")), "fsdp2"])
 def test_two_ranks_train_alike(whole: Path, tmp_path: Path, mode: str) -> None:
     """Ranks add up gradients in another order: after 24 optimiser steps metrics differ by 1e-5, weights by 5e-7."""
     config = write_config(toy_config(tmp_path, train={"data_parallel_mode": mode}), tmp_path / "toy.yaml")
@@ -188,6 +188,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_it_runs_on_ray_where_roles_are_given_the_prompts(whole: Path, tmp_path: Path) -> None:
     """The file of the prompts is gone before the processes of the roles are started."""
     (tmp_path / "without_prompts.py").write_text(WITHOUT_PROMPTS, encoding="utf-8")
