@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,12 @@ CPU_ENVIRONMENT = {
 
 def vllm_program() -> str:
     return str(Path(os.environ[PYTHON_VARIABLE]).parent / "vllm")
+
+
+def tokens_drawn(engine: Any) -> float:
+    """How many a vLLM server has drawn since it was started."""
+    text = engine.calls.http.ask("GET", "/metrics")
+    return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 def tiny_config(tied: bool = False) -> Any:

@@ -1,48 +1,183 @@
-"""``tasks/rl_text.py`` with vLLM as its engine, for real: weights reach it, and its log-probs are the actor's."""
+"""``tasks/rl_text.py`` with vLLM as its engine, for real: what reaches it and what it draws, and runs that lose it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
+import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sfumato.errors import RoleLostError, WeightSyncError
 from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.rollout.engines.base import Completion, EngineError
+from sfumato.rollout.engines.vllm import VllmEngine
+from sfumato.rollout.engines.weight_files import WeightFiles
+from sfumato.tracking.ending import ending_of
 from sfumato.tracking.trackers import read_jsonl
-from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE
-from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config
+from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program
+from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config, weights_in
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         PYTHON_VARIABLE not in os.environ,
         reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM",
     ),
 ]
 
+SAMPLES = 16
+"""That an iteration draws."""
 
-def test_a_run_draws_with_vllm(tmp_path: Path) -> None:
-    from transformers import CONFIG_MAPPING
 
-    described = {**tiny_language_description("qwen3"), "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
-    config = CONFIG_MAPPING["qwen3"](**{name: value for name, value in described.items() if name != "model_type"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    build_byte_tokenizer().save_pretrained(tmp_path / "model")
-    engine = {
+def config_of(folder: Path, model: Path, name: str, **engine: Any) -> dict[str, Any]:
+    """A run whose answers are long enough to be interrupted."""
+    vllm = {
         "type": "vllm",
-        "program": str(Path(os.environ[PYTHON_VARIABLE]).with_name("vllm")),
+        "program": vllm_program(),
         "arguments": ["--enforce-eager"],
         "environment": CPU_ENVIRONMENT,
         "dtype": "float32",
-        "max_model_len": 128,
+        "max_model_len": 256,
+        **engine,
     }
     settings = {
-        "model": {"config_path": None, "tokenizer_path": None, "model_path": str(tmp_path / "model")},
-        "rollout": {"hybrid_engine": False, "engine": engine, "tolerance": 1e-3, "temperature": 0.8},
-        "train": {"max_steps": 3, "lr": 1e-2},
+        "model": {"config_path": None, "tokenizer_path": None, "model_path": str(model)},
+        "rollout": {
+            "hybrid_engine": False,
+            "engine": vllm,
+            "tolerance": 1e-3,
+            "temperature": 0.8,
+            "max_new_tokens": 150,
+        },
+        "train": {"max_steps": 3, "lr": 1e-2, "output_dir": str(folder / name)},
     }
-    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
-    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "mismatch/log_ratio_max" in line]
+    return tiny_text_rl_config(folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in files."""
+    from transformers import CONFIG_MAPPING
+
+    folder = tmp_path_factory.mktemp("model")
+    described = {**tiny_language_description("qwen3"), "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["qwen3"](**{name: value for name, value in described.items() if name != "model_type"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return run_task_here("rl_text", config_of(folder, model, "run"))
+
+
+def test_a_run_draws_with_vllm(undisturbed: Path) -> None:
+    lines = [line for line in read_jsonl(undisturbed / "metrics.jsonl") if "mismatch/log_ratio_max" in line]
     assert len(lines) == 3 and all(0 < line["mismatch/log_ratio_max"] < 3e-5 for line in lines)
     assert [line["staleness/max"] for line in lines] == [0.0, 0.0, 0.0]
+
+
+class InTheMiddle:
+    """Signals all processes of vLLM while it draws, some tokens after a request that ``at`` chooses by its number."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, what: signal.Signals, at: Callable[[int], bool]) -> None:
+        self.what, self.at, self.num_requests, self.hit, self.lost = what, at, 0, 0, 0
+        generate = VllmEngine.generate
+
+        async def counted(engine: VllmEngine, *arguments: Any) -> Completion:
+            self.num_requests += 1
+            if self.at(self.num_requests):
+                Thread(target=self._strike, args=(engine, tokens_drawn(engine)), daemon=True).start()
+            try:
+                return await generate(engine, *arguments)
+            except EngineError:
+                self.lost += 1
+                raise
+
+        patch.setattr(VllmEngine, "generate", counted)
+
+    def _strike(self, engine: VllmEngine, before: float) -> None:
+        while tokens_drawn(engine) < before + 20:
+            time.sleep(0.005)
+        for process in psutil.Process(engine.calls._process._process.pid).children(recursive=True):
+            process.send_signal(self.what)
+        self.hit += 1
+
+
+def left_over() -> list[str]:
+    """Processes of vLLM that are still there."""
+    return [
+        " ".join(each.cmdline())
+        for each in psutil.Process().children(recursive=True)
+        if each.status() != psutil.STATUS_ZOMBIE and "vllm" in " ".join(each.cmdline()).lower()
+    ]
+
+
+@pytest.mark.parametrize("fault", ["killed", "hangs"])
+def test_vllm_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
+    fault: str,
+    model: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = InTheMiddle(
+        monkeypatch,
+        signal.SIGKILL if fault == "killed" else signal.SIGSTOP,
+        at=lambda number: number == SAMPLES + SAMPLES // 2,  # in the second iteration
+    )
+    more = {"timeout_s": 60.0} if fault == "hangs" else {}
+    folder = run_task_here("rl_text", config_of(tmp_path, model, "run", **more))
+    assert found.hit == 1 and 0 < found.lost <= SAMPLES
+    assert "it is started anew, 1 of 3 times" in caplog.text
+    assert left_over() == []
+    assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
+    assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+
+
+def test_vllm_that_is_lost_in_every_batch_ends_the_run_with_what_was_done_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = InTheMiddle(monkeypatch, signal.SIGKILL, at=lambda number: number % SAMPLES == SAMPLES // 2)
+    config = config_of(tmp_path, model, "run")
+    config["runtime"] = {"max_restarts": 1}
+    with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code.*1 times already") as caught:
+        run_task_here("rl_text", config)
+    assert ending_of(caught.value).code == 8 and found.hit == 2
+    assert (tmp_path / "run/checkpoints/global_step_0/manifest.json").is_file()
+    assert left_over() == []
+
+
+def test_vllm_with_other_weights_than_were_sent_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = WeightFiles.write
+
+    def write_others(files: WeightFiles, tensors: Any, version: int) -> Path:
+        folder = write(files, tensors, version)
+        if version == 2:
+            path = folder / "model-00001.safetensors"
+            weights = load_file(path)
+            weights["model.layers.1.mlp.down_proj.weight"] *= -1
+            save_file(weights, path, metadata={"format": "pt"})
+        return folder
+
+    monkeypatch.setattr(WeightFiles, "write", write_others)
+    with pytest.raises(WeightSyncError, match="version 2: the log-probs of fixed tokens") as caught:
+        run_task_here("rl_text", config_of(tmp_path, model, "run"))
+    assert ending_of(caught.value).code == 7
+    assert (tmp_path / "run/checkpoints/global_step_2/manifest.json").is_file()
+    assert left_over() == []

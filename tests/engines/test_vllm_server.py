@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from tests.engines.served_model import (
     make_model,
     moved,
     parts,
+    tokens_drawn,
     vllm_program,
     write_model,
 )
@@ -108,7 +108,7 @@ def differences(requests, completions, module, temperature):
 
 def begin(engine, requests):
     """Requests in a thread of their own, of which some tokens are drawn."""
-    before = num_drawn(engine)
+    before = tokens_drawn(engine)
     loop = asyncio.new_event_loop()
 
     async def all_of_them():
@@ -116,15 +116,10 @@ def begin(engine, requests):
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     future = ThreadPoolExecutor(1).submit(loop.run_until_complete, all_of_them())
-    while num_drawn(engine) < before + 20 * len(requests):
+    while tokens_drawn(engine) < before + 20 * len(requests):
         time.sleep(0.02)
     assert not future.done()
     return future
-
-
-def num_drawn(engine):
-    text = engine.calls.http.ask("GET", "/metrics")
-    return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 def sync_of(engine, actor=None, tolerance=1e-3):
@@ -232,10 +227,10 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(engine):
     expected = drawn(engine, requests)
     waiting = begin(engine, requests)
     engine.pause("keep")
-    paused = num_drawn(engine)
+    paused = tokens_drawn(engine)
     engine.flush()
     time.sleep(0.5)
-    assert num_drawn(engine) == paused and not waiting.done(), "nothing is drawn while it pauses"
+    assert tokens_drawn(engine) == paused and not waiting.done(), "nothing is drawn while it pauses"
     engine.resume()
     found = waiting.result()
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
