@@ -65,7 +65,7 @@ class Runs:
         return run_task_here(self.task, self.at(output_dir, load_checkpoint_path="auto", **train))
 
 
-@pytest.fixture(scope="module", params=["train_dit", "rl_diffusion"])
+@pytest.fixture(scope="module", params=[pytest.param("train_dit", marks=pytest.mark.slow), "rl_diffusion"])
 def runs(request, tmp_path_factory):
     return Runs(tmp_path_factory.mktemp(request.param), request.param)
 
