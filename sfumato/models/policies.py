@@ -80,6 +80,11 @@ class Policies(Generic[Model]):
         return self._copy if self._is_own_copy else None
 
     @property
+    def other_model(self) -> Model | None:
+        """The reference, where it is a model of its own."""
+        return None if self._is_own_copy else self._copy
+
+    @property
     def frozen_weights(self) -> nn.Module | None:
         """The weights of the frozen copy, if there is one, which a checkpoint must keep."""
         return None if self.frozen_copy is None else self.frozen_copy.trained

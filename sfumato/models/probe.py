@@ -92,6 +92,7 @@ def probe(
     train: TextTrainConfig,
     max_seq_len: int,
     say: Callable[..., None],
+    trains: bool = True,
 ) -> None:
     """Compares a model with transformers' own module, and finds how packed rows have to reach it.
 
@@ -104,13 +105,14 @@ def probe(
         train: the precision, the layout of the data, ``train.probe``.
         max_seq_len: longest document of the run.
         say: logs a line.
+        trains: whether the model is trained; of one that is frozen, log-probs alone are compared.
 
     Raises:
         ConfigError: when no way that the configuration allows gives what transformers gives; it says what differs and
             which setting is right. With ``train.probe: warn`` that is logged instead.
     """
     documents = make_documents(model, train, max_seq_len)
-    checks = Checks(model, documents, train, _copies(train))
+    checks = Checks(model, documents, train, _copies(train), trains)
     with _generators_kept(), model.probed():
         expected = checks.reference()
         problems: dict[Way, str] = {}
@@ -131,10 +133,15 @@ class Checks:
     """The documents of a probe, and what must hold of them."""
 
     def __init__(
-        self, model: PackedModel, documents: list[list[TextSample]], train: TextTrainConfig, copies: int
+        self,
+        model: PackedModel,
+        documents: list[list[TextSample]],
+        train: TextTrainConfig,
+        copies: int,
+        trains: bool = True,
     ) -> None:
         """``documents`` of each micro-batch; ``copies`` of one are computed at a time, as pipelines need."""
-        self.model, self.documents, self.train, self.copies = model, documents, train, copies
+        self.model, self.documents, self.train, self.copies, self.trains = model, documents, train, copies, trains
         self.tolerance = FLOAT32
         half = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
         if half & {torch.bfloat16, torch.float16}:
@@ -197,7 +204,9 @@ class Checks:
         return Measured(log_probs, loss, grad_norm, random)
 
     def _train(self) -> tuple[float, float]:
-        """Loss and gradient norm of the mean over all ranks, which compute the same documents."""
+        """Loss and gradient norm of the mean over all ranks, which compute the same documents; 0 of a frozen model."""
+        if not self.trains:
+            return 0.0, 0.0
         model, mesh = self.model, self.model.mesh
         count = self.batches[0].num_tokens * self.copies * mesh.data_size
 
@@ -250,7 +259,7 @@ class Checks:
         return None
 
     def _training_difference(self, found: Measured, expected: Measured | None) -> str | None:
-        if expected is None or self.model.drops_out:
+        if expected is None or self.model.drops_out or not self.trains:
             return None
         pairs = {"loss": (found.loss, expected.loss), "gradient norm": (found.grad_norm, expected.grad_norm)}
         for name, (ours, theirs) in pairs.items():
@@ -332,7 +341,8 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
             part.backward()
         loss += float(part.detach())
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-    grad_norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+    grad_norm = float(torch.linalg.vector_norm(torch.stack(norms).double()))
     with torch.no_grad():
         plain.eval()
         alone = [numbers_of(tokens) for tokens in short]

@@ -52,16 +52,18 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
 
 
 def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
-    """Finds how packed rows have to reach the policy and a frozen copy of it, and whether samples can share prompts.
+    """Finds how packed rows have to reach the policy, a frozen copy of it or a teacher, and whether samples can share
+    prompts.
 
     Raises:
         ConfigError: as ``probe``.
     """
-    model = policies.model
-    probe(model, config.model, config.train, config.max_seq_len, say)
+    model, teacher = policies.model, policies.other_model
     wanted = config.train.share_prompts and config.rollout.n > 1
-    if wanted and not config.algorithm.token_advantage.needs_values:  # a critic gets the policy's rows
-        model.shares_prompts = can_share_prompts(model, config.max_seq_len)
+    wanted = wanted and not config.algorithm.token_advantage.needs_values  # a critic gets the policy's rows
+    for each in (model,) if teacher is None else (model, teacher):
+        probe(each, config.model, config.train, config.max_seq_len, say, trains=each is model)
+        each.shares_prompts = wanted and can_share_prompts(each, config.max_seq_len)
     if policies.frozen_copy is not None:
         policies.frozen_copy.take(model.attention, model.rows)
         policies.frozen_copy.shares_prompts = model.shares_prompts
