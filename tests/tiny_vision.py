@@ -54,6 +54,19 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         ids["audio_token_index"] = 265
         parts = {"text_config": text | mrope | {"vocab_size": 266}, "vision_config": vision, "audio_config": audio}
         return {"model_type": kind, **parts, **ids}
+    if kind == "qwen3_omni_moe_thinker":
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        vision = qwen | vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        audio = {"num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+        audio |= {"d_model": 16, "output_dim": 32, "n_window_infer": 200, "downsample_hidden_size": 8}
+        for part in (vision, audio):
+            part["initializer_range"] = 0.1
+        mrope["rope_parameters"]["mrope_interleaved"] = True
+        text |= mrope | {"vocab_size": 266, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
+        ids = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
+        ids |= {"audio_start_token_id": 263, "audio_end_token_id": 264, "audio_token_id": 265}
+        parts = {"text_config": text, "vision_config": vision, "audio_config": audio}
+        return {"model_type": kind, **parts, **ids, "position_id_per_seconds": 13}
     if kind.startswith("qwen3_vl"):
         vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
         vision = (
@@ -114,11 +127,11 @@ def sound(seconds: float, seed: int = 0, rate: int = 16000, channels: int = 1, k
     return file.getvalue()
 
 
-def audio_row(index: int) -> dict[str, Any]:
-    """A conversation with 0, 1 or 2 pictures; of four, one has audio before them, and one after."""
+def audio_row(index: int, least: float = 0.15) -> dict[str, Any]:
+    """A conversation with 0, 1 or 2 pictures; of four, one has audio before them, and one after: seconds, at least."""
     row = image_row(index)
     if index % 4 in (1, 2):
-        audio = data_url(sound(0.15 + 0.1 * index, index), "audio/wav")
+        audio = data_url(sound(least + 0.1 * index, index), "audio/wav")
         content = row["messages"][0]["content"]
         content.insert(0 if index % 2 else len(content), {"type": "audio", "audio": audio})
     return row

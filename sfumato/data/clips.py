@@ -201,6 +201,7 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
         "qwen2_vl": True,
         "qwen2_5_vl": True,
         "qwen2_5_omni_thinker": True,
+        "qwen3_omni_moe_thinker": True,
         "qwen3_vl": False,
         "qwen3_vl_moe": False,
     }
@@ -208,9 +209,10 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
         return None
     by_frame, said = families[kind], _said(folder)
     edge = (images.patch_size * images.merge_size) ** 2
-    size = {"shortest_edge": 128 * edge, "longest_edge": 768 * edge} | dict(said.get("size") or {})
-    older = {"shortest_edge": said.get("min_pixels"), "longest_edge": said.get("max_pixels")}
-    size |= {name: value for name, value in older.items() if value is not None}
+    size = {"shortest_edge": 128 * edge, "longest_edge": 768 * edge}
+    if not kind.endswith("_thinker"):  # processors of omni models put these above what the folder says
+        older = {"shortest_edge": said.get("min_pixels"), "longest_edge": said.get("max_pixels")}
+        size |= dict(said.get("size") or {}) | {name: value for name, value in older.items() if value is not None}
     if said.get("cap_pixels_per_frame"):
         raise ConfigError(f"model.model_path {folder}: cap_pixels_per_frame of videos is not supported")
     return VideoProcessor(

@@ -238,7 +238,7 @@ def _beside(beside: Sequence[Beside], rows: Sequence[Sequence[int]], position_id
         return {}
     found = {"kinds": torch.zeros_like(position_ids)}
     if beside[0].positions is not None:
-        found["positions"] = position_ids[..., None].repeat(1, 1, 3)
+        found["positions"] = position_ids[..., None].repeat(1, 1, 3).to(beside[0].positions.dtype)
     for index, row in enumerate(rows):
         end = 0
         for number in row:

@@ -83,7 +83,8 @@ class Beside:
     tensors: Tensors = field(default_factory=dict)
     """Arguments of its ``forward`` that images give; empty without images. Documents follow each other in dim 0."""
     positions: Tensor | None = None
-    """int64 ``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these."""
+    """``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these: int64, or float32
+    where frames lie between whole positions, as those of Qwen3-Omni do."""
     kinds: Tensor | None = None
     """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
 
@@ -159,7 +160,15 @@ class ImageReader:
             return self.processor.video_processor.read(medium.file, where)
         if isinstance(medium, AudioFile):
             audio = self.processor.feature_extractor
-            return read_sound(medium.file, audio.sampling_rate, audio.chunk_length, where)
+            sound = read_sound(medium.file, audio.sampling_rate, audio.chunk_length, where)
+            window = 2 * getattr(self.processor, "n_window", 0) * audio.hop_length
+            if len(sound.samples) < window:  # filled up to one where a longer is beside it, and as it is alone
+                raise DataError(
+                    f"{where}: audio of {len(sound.samples) / audio.sampling_rate:.2f} s: this model is trained on "
+                    f"{window / audio.sampling_rate:g} s or more; transformers computes a shorter one otherwise beside "
+                    "a longer: fill it up with silence"
+                )
+            return sound
         return read_image(medium, where, still=True)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
@@ -314,8 +323,8 @@ class Vision:
 
         Args:
             reader: of the images.
-            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to int64 ``[3, 1, L]``;
-                None where the model counts tokens.
+            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to ``[3, 1, L]``; None
+                where the model counts tokens.
         """
         self.reader, self._positions = reader, positions
         self.idle_ids, self._idle = self._make_idle()
@@ -351,7 +360,8 @@ class Vision:
         if self._positions is None:
             return Beside(tensors, None, kinds)
         if not tensors:
-            return Beside({}, torch.arange(len(input_ids))[:, None].expand(-1, 3), kinds)
+            dtype = self._idle.positions.dtype
+            return Beside({}, torch.arange(len(input_ids), dtype=dtype)[:, None].expand(-1, 3), kinds)
         ids = torch.from_numpy(input_ids.astype(np.int64))
         return Beside(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
 

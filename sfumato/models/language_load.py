@@ -31,7 +31,7 @@ from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
-OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id"}
+OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
 """Keys of config.json files that some configurations' classes have no field for."""
 
 
@@ -176,8 +176,6 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
             f"data.data_type image_conversation: a model of type {described.model_type} sees no images: take one that "
             "does, or data.data_type conversation"
         )
-    if sees and described.model_type.startswith("qwen3_omni"):
-        raise ConfigError("models of Qwen3-Omni are not supported yet; of those that hear, Qwen2.5-Omni's thinker is")
     return described
 
 
@@ -204,6 +202,8 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
+        if sees and hasattr(found, "thinker_config"):  # a whole omni model: what speaks is left behind
+            found = found.thinker_config
         if (
             not sees
             and found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

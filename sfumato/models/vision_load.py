@@ -165,8 +165,14 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     parts = {"image_processor": images, "tokenizer": tokenizer}
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, images, folder)
-    if kind == "qwen2_5_omni_thinker":
+    if "feature_extractor" in parameters:
         parts["feature_extractor"] = _build_audio(described, folder)
+        processor_window = getattr(cls, "n_window", None)
+        if processor_window not in (None, described.audio_config.n_window):
+            raise ConfigError(
+                f"audio_config.n_window of {kind} is {described.audio_config.n_window}, but its processor counts "
+                f"tokens for {processor_window}: correct it"
+            )
         if not hasattr(tokenizer, "audio_token"):  # the tokenizer of bytes, read from a folder
             _name_tokens(tokenizer, NAMED | AUDIO_NAMED)
     processor = cls.__new__(cls)

@@ -53,7 +53,7 @@ def matcher(pattern: str) -> Callable[[str], object]:
 
 
 def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
-    """The repeated blocks by name, in order.
+    """The repeated blocks by name, in order; what contains others, as an encoder its layers, is none.
 
     Raises:
         ConfigError: when there are none.
@@ -61,7 +61,8 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     found = {name: submodule for name, submodule in module.named_modules() if type(submodule).__name__ in plan.blocks}
     if not found:
         raise ConfigError(f"{type(module).__name__} has no block of class {' or '.join(plan.blocks) or '(none given)'}")
-    return found
+    outer = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+    return {name: block for name, block in found.items() if name not in outer}
 
 
 def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:

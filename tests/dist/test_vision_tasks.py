@@ -42,17 +42,28 @@ def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
 
 
+AUDIO: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "fsdp2": (2, "qwen2_5_omni_thinker", {}),
+    "fsdp2, recompute": (2, "qwen2_5_omni_thinker", {"activation_checkpointing": "full"}),
+    "fsdp2, Qwen3": (2, "qwen3_omni_moe_thinker", {}),
+    "fsdp2 x ep, Qwen3": (2, "qwen3_omni_moe_thinker", {"expert_parallel_size": 2}),
+    "ddp": (2, "qwen2_5_omni_thinker", {"data_parallel_mode": "ddp"}),
+}
+
+
 @pytest.mark.slow
-def test_several_ranks_are_one_process_with_audio_on_some(ranks, tmp_path):
+@pytest.mark.parametrize("mode", AUDIO)
+def test_several_ranks_are_one_process_with_audio_on_some(mode, ranks, tmp_path):
     pytest.importorskip("soundfile", reason="audio needs soundfile and soxr (extra 'audio')")
-    train = {"max_steps": STEPS, "eps": 1.0e-4, "data_parallel_mode": "ddp"}
-    config = tiny_vision_config(tmp_path, "qwen2_5_omni_thinker", train=train, eval={"every_steps": 2})
+    num_ranks, kind, train = AUDIO[mode]
+    train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
+    config = tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2})
     config["data"]["data_type"] |= {"type": "media_conversation", "video_max_pixels": 2048, "video_min_pixels": 64}
     config["data"]["max_seq_len"] = 256
-    rows = [audio_row(index) if index % 3 == 1 else image_row(index) for index in range(12)]
+    rows = [audio_row(index, 1.0) if index % 3 == 1 else image_row(index) for index in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
-    ranks.run(2, functools.partial(run_rank, "train_text"), merge(config, many))
+    ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
 

@@ -1,6 +1,7 @@
 """Audio beside tokens: an omni model against transformers one by one, rates and formats, broken files, operations."""
 
 import base64
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from sfumato.data.pictures import read_image
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.sounds import read_sound
 from sfumato.data.text import build_transform
-from sfumato.errors import ConfigError, DataError
+from sfumato.errors import DataError
 from sfumato.models.flops import FlopCount
 from sfumato.models.language_load import build_language_model
 from sfumato.models.packed_model import RowLayout
@@ -23,28 +24,42 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
-from tests.tiny import run_task_here, write_config
-from tests.tiny_vision import audio_row, clip, data_url, image_row, picture, sound, tiny_vision_config, write_image_rows
+from tests.tiny import run_task_here
+from tests.tiny_vision import (
+    audio_row,
+    clip,
+    data_url,
+    image_row,
+    picture,
+    sound,
+    tiny_vision_config,
+    tiny_vision_description,
+    write_image_rows,
+)
 
 pytest.importorskip("soundfile", reason="audio needs soundfile and soxr (extra 'audio')")
 pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
 pytest.importorskip("soxr", reason="audio needs soundfile and soxr (extra 'audio')")
 
 KIND = "qwen2_5_omni_thinker"
+QWEN3 = "qwen3_omni_moe_thinker"
+LEAST = {KIND: 0.15, QWEN3: 1.0}
+"""Seconds of the shortest audio."""
 
 
-def omni_config(tmp_path, **changes):
+def omni_config(tmp_path, kind=KIND, **changes):
     tmp_path.mkdir(parents=True, exist_ok=True)
-    config = tiny_vision_config(tmp_path, KIND, **changes)
+    config = tiny_vision_config(tmp_path, kind, **changes)
     config["data"]["data_type"] |= {"type": "media_conversation", "video_min_pixels": 64, "video_max_pixels": 2048}
     config["data"]["max_seq_len"] = 512
     for name, start in (("train_path", 0), ("eval_path", 50)):
-        config["data"][name] = str(write_image_rows(tmp_path / f"{name}.jsonl", 8, start, audio_row))
+        row = partial(audio_row, least=LEAST[kind])
+        config["data"][name] = str(write_image_rows(tmp_path / f"{name}.jsonl", 8, start, row))
     return config
 
 
-def build(tmp_path, **changes):
-    config = load_config(TrainTextConfig, overrides=omni_config(tmp_path, **changes))
+def build(tmp_path, kind=KIND, **changes):
+    config = load_config(TrainTextConfig, overrides=omni_config(tmp_path, kind, **changes))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
     return model, build_transform(config.data, model.tokenizer, model.vision.reader)
@@ -78,10 +93,15 @@ def inputs_of(model, row):
 
 
 @pytest.mark.parametrize("rows", ["packed", pytest.param("documents", marks=pytest.mark.slow)])
-def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, rows):
-    model, transform = build(tmp_path)
+@pytest.mark.parametrize("kind", [KIND, pytest.param(QWEN3, marks=pytest.mark.slow)])
+def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
+    model, transform = build(tmp_path, kind)
+    with torch.no_grad():  # biases that are zero would hide what audio of other lengths does to it
+        for name, weight in trainable_parameters(model.trained).items():
+            if weight.ndim == 1 and "audio_tower" in name:
+                weight.add_(0.1 * torch.randn_like(weight))
     model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    given = [audio_row(index) for index in range(5)]
+    given = [audio_row(index, LEAST[kind]) for index in range(5)]
     video = {"type": "video", "video": data_url(clip(32, 24, 14), "video/avi")}
     given[3]["messages"][0]["content"].insert(0, video)
     given[2]["messages"][0]["content"].insert(1, video)
@@ -121,14 +141,18 @@ def test_a_batch_without_audio_computes_its_encoder_with_gradients_of_zero(tmp_p
             assert weight.grad is not None and not weight.grad.any(), name
 
 
-def test_operations_of_audio_are_those_that_torch_counts(tmp_path):
-    model, transform = build(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "seconds", "frames"),
+    [(KIND, 0.2, 20), *(pytest.param(QWEN3, each, round(100 * each), marks=pytest.mark.slow) for each in (1.0, 3.0))],
+)
+def test_operations_of_audio_are_those_that_torch_counts(tmp_path, kind, seconds, frames):
+    model, transform = build(tmp_path, kind)
     flops = FlopCount(model.plain, model.vision).encoder
     row = {"messages": [{"role": "user", "content": "<audio>?"}, {"role": "assistant", "content": "Yes."}]}
-    row["audio"] = sound(0.2)  # 20 frames, one window
+    row["audio"] = sound(seconds)  # of Qwen2.5-Omni one window
     (sample,) = samples_of(transform, [row])
     shapes = sample.documents[0].images.shapes
-    assert shapes.tolist() == [[20, 0, 0]]
+    assert shapes.tolist() == [[frames, 0, 0]]
     tensors = model.vision.reader.tensors(sample.documents[0].images)
     model.plain.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -190,11 +214,12 @@ def test_broken_audio_is_named(transform, name):
         transform(FiledRow(row), "rows.jsonl, line 7")
 
 
-def test_an_omni_model_is_trained_exported_and_goes_on_with_parts_frozen(tmp_path):
+@pytest.mark.parametrize("kind", [KIND, pytest.param(QWEN3, marks=pytest.mark.slow)])
+def test_an_omni_model_is_trained_exported_and_goes_on_with_parts_frozen(tmp_path, kind):
     from transformers import AutoModelForImageTextToText
 
     train = {"max_steps": 2, "global_batch_size": 2, "param_groups": [{"match": "visual", "lr_scale": 0.1}]}
-    config = omni_config(tmp_path, train=train, eval={"every_steps": 2}, model={"freeze": ["audio_tower"]})
+    config = omni_config(tmp_path, kind, train=train, eval={"every_steps": 2}, model={"freeze": ["audio_tower"]})
     folder = run_task_here("train_text", config) / "hf_ckpt"
     assert (folder / "preprocessor_config.json").is_file()
     again = {"model_path": str(folder), "config_path": None, "tokenizer_path": None}
@@ -206,10 +231,41 @@ def test_an_omni_model_is_trained_exported_and_goes_on_with_parts_frozen(tmp_pat
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_thinkers_of_qwen3_omni_are_refused(tmp_path):
-    description = {"model_type": "qwen3_omni_moe_thinker"}
-    config = omni_config(tmp_path)
-    config["model"]["config_path"] = str(write_config(description, tmp_path / "other.yaml"))
-    config = load_config(TrainTextConfig, overrides=config)
-    with pytest.raises(ConfigError, match="Qwen3-Omni are not supported yet"):
-        build_language_model(config.model, config.train, data_type=config.data.data_type)
+@pytest.mark.slow
+def test_audio_that_is_computed_otherwise_beside_a_longer_one_is_refused(tmp_path):
+    _, transform = build(tmp_path, QWEN3)
+    with pytest.raises(DataError, match=r"a test: audio of 0.35 s: this model is trained on 1 s or more"):
+        transform(FiledRow(audio_row(2)), "a test")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KIND, QWEN3])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_thinker_of_a_whole_omni_model_is_trained_and_exported_alone(tmp_path, kind, device):
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    described = tiny_vision_description(kind)
+    described.pop("model_type")
+    model, _ = build(tmp_path / "processor", kind)
+    name = "Qwen2_5Omni" if kind == KIND else "Qwen3OmniMoe"
+    whole = getattr(transformers, f"{name}Config")(thinker_config=described, enable_audio_output=False)
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(whole)
+    folder = tmp_path / "whole"
+    whole.save_pretrained(folder)
+    speaks = {"talker.lm_head.weight": torch.ones(4, 4), "token2wav.a": torch.ones(4), "code2wav.a": torch.ones(4)}
+    stored = load_file(folder / "model.safetensors") | {
+        each: tensor for each, tensor in speaks.items() if not each.startswith("token2wav" if kind == QWEN3 else "code")
+    }
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    model.tokenizer.save_pretrained(folder)
+    model.vision.reader.save(folder, None)
+    config = omni_config(tmp_path, kind, train={"max_steps": 1, "init_device": device, "lr": 1.0e-9})
+    config["model"] = {"model_path": str(folder)}
+    exported = run_task_here("train_text", config) / "hf_ckpt"
+    cls = getattr(transformers, f"{name}ThinkerForConditionalGeneration")
+    again, info = cls.from_pretrained(exported, output_loading_info=True)
+    assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    trained = again.state_dict()
+    for each, weight in whole.thinker.state_dict().items():
+        torch.testing.assert_close(trained[each], weight, rtol=0, atol=1e-7)
