@@ -79,7 +79,9 @@ REWARD: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "ulysses": (2, "qwen3", {"ulysses_parallel_size": 2}, {}),
     "fsdp2 x ring": (4, "qwen3", {"context_parallel_size": 2}, {}),
     "tp + sequence parallel": (2, "qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
-    "fsdp2 x ep": (2, "qwen3_moe", {"expert_parallel_size": 2}, {}),
+    # with seed 42 a token stands between two experts: in one process, too, weights that are noised by one rounding send
+    # it to the other in 5 of 8 runs, by which the loss of its pair moves by 2.4e-5
+    "fsdp2 x ep": (2, "qwen3_moe", {"expert_parallel_size": 2, "seed": 1}, {}),
     "adapters": (2, "qwen3", {}, {"model": {"lora": LORA}}),
     "padded rows": (2, "qwen3", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
 }
@@ -157,8 +159,6 @@ def test_kto(mode, ranks, tmp_path):
 @pytest.mark.parametrize("objective", ["bradley_terry", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", quick_or_slow(REWARD, ("ulysses",)))
 def test_reward(mode, objective, ranks, tmp_path):
-    if mode == "fsdp2 x ep" and objective == "bradley_terry":
-        pytest.skip("differences of rewards near 0 show which expert a rounded token went to")
     data: dict[str, Any] = {"data_type": "preference"}
     if objective == "process":
         rows = [
