@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
+from sfumato.rollout.dumps import dump_path
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.test_rl_text_ranks import config_with_maker
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
@@ -51,6 +52,15 @@ def test_fully_asynchronous_within_the_bound(tmp_path: Path) -> None:
     folder = on_ray(tmp_path, "ray", RAY, {"rollout": rollout, "train": {"max_steps": 6}})
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "staleness/max" in line]
     assert len(lines) == 6 and max(line["staleness/max"] for line in lines) <= 2
+
+
+def test_what_is_drawn_without_learning_is_that_of_one_process(tmp_path: Path) -> None:
+    only = {"rollout": {"rollout_only": True}, "train": {"max_steps": 2}}
+    ray = on_ray(tmp_path, "ray", APART, only)
+    one = run_task_here("rl_text", merge(tiny_text_rl_config(tmp_path), only))
+    assert (ray / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    for step in (1, 2):
+        assert dump_path(ray, step).read_bytes() == dump_path(one, step).read_bytes()
 
 
 def test_the_driver_makes_a_model_that_is_missing(tmp_path: Path) -> None:
