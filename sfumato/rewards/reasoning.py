@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import json
 import math
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,11 +15,15 @@ from typing import Any, ClassVar
 from sfumato.errors import DataError, MissingDependencyError
 from sfumato.rewards.answers import Extraction, column_of, extract_answer, text_of
 from sfumato.rewards.base import Failure, Reward, Sample
+from sfumato.sandbox.kept import KeptProgram
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
 _FIELDS = {"task": str, "size": int, "seed": int, "index": int, "parameters": dict}
 _START_S = 300.0
+_LIFE_S = 30 * 24 * 3600.0
+_MOST_BYTES = 2048
+"""Of an answer of the verifier for each that it is asked for, and once more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +43,14 @@ class ReasoningGym(Reward):
     """Seconds that the verifier may take for one answer; then it has no reward."""
 
     def prepare(self) -> None:
-        """Looks for the package and starts a verifier in the sandbox.
+        """Looks for the package and starts the verifier in the sandbox, which stays.
 
         Raises:
             MissingDependencyError: reasoning-gym is not installed.
             SandboxError: programs cannot be contained here.
         """
-        self._sandbox(1).check()
-        self._verify([])
+        Sandbox(readable=_folders()).check()
+        verifier.ask([], _START_S)
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row does not say which problem it is."""
@@ -52,7 +58,7 @@ class ReasoningGym(Reward):
 
     def call_timeout_s(self, num_samples: int) -> float:
         """The start of the verifier, and what all answers may take."""
-        return self.timeout_s + self._wall_s(num_samples)
+        return self.timeout_s + self._limit_s(num_samples)
 
     def score(self, samples: list[Sample]) -> list[float | Failure]:
         """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
@@ -81,22 +87,63 @@ class ReasoningGym(Reward):
             )
         return {**{name: value[name] for name in _FIELDS}, "answer": column_of(metadata, "answer", self.label, prompt)}
 
-    def _wall_s(self, count: int) -> float:
+    def _limit_s(self, count: int) -> float:
         return _START_S + count * self.run_timeout_s
-
-    def _sandbox(self, count: int) -> Sandbox:
-        limits = ProgramLimits(wall_s=self._wall_s(count), memory_mib=4096)
-        return Sandbox(limits, readable=_folders())
 
     def _verify(self, asked: list[dict[str, Any]]) -> list[float | str]:
         """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
-        request = json.dumps({"paths": _folders(), "asked": asked}).encode()
-        files = {"verifier.py": _VERIFIER.read_bytes()}
-        finished = self._sandbox(len(asked)).run([PYTHON, "-I", "-S", "/tmp/verifier.py"], files=files, stdin=request)
-        if not finished.is_success:
-            raise SandboxError(f"the verifier of reasoning-gym gave no scores: {finished.describe()}")
-        found = json.loads(finished.stdout)
+        found = verifier.ask(asked, self._limit_s(len(asked)))
         return [each if isinstance(each, str) else _checked(each) for each in found]
+
+
+def sandbox() -> Sandbox:
+    """Where verifiers run. Raises MissingDependencyError without reasoning-gym."""
+    return Sandbox(ProgramLimits(wall_s=_LIFE_S, memory_mib=4096), readable=_folders())
+
+
+class Verifier:
+    """The program in the sandbox that scores for all rewards of this process.
+
+    It is started when it is first needed, and again when it was lost.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._program: KeptProgram | None = None
+
+    def ask(self, asked: list[dict[str, Any]], timeout_s: float) -> list[Any]:
+        """What it says of each. Raises SandboxError when it ended without a word."""
+        with self._lock:
+            try:
+                if self._program is None:
+                    self._program = self._start()
+                said = self._program.ask(json.dumps(asked).encode(), timeout_s, _MOST_BYTES * (1 + len(asked)))
+            except SandboxError as error:
+                self._program = None
+                raise SandboxError(f"the verifier of reasoning-gym gave no scores: {error}") from error
+            except BaseException:
+                self._program = None
+                raise
+        found = json.loads(said)
+        if not isinstance(found, list) or len(found) != len(asked):
+            raise SandboxError(f"the verifier of reasoning-gym gave {len(found)} scores of {len(asked)} answers")
+        return found
+
+    def _start(self) -> KeptProgram:
+        files = {"verifier.py": _VERIFIER.read_bytes()}
+        program = KeptProgram(sandbox(), [PYTHON, "-I", "-S", "/tmp/verifier.py"], files)
+        program.ask(json.dumps({"paths": _folders()}).encode(), _START_S, _MOST_BYTES)
+        return program
+
+    def forget(self) -> None:
+        """In a process that was forked: the program is the parent's."""
+        if self._program is not None:
+            self._program.close()
+        self._lock, self._program = threading.Lock(), None
+
+
+verifier = Verifier()
+os.register_at_fork(after_in_child=verifier.forget)
 
 
 def _checked(value: Any) -> float | str:

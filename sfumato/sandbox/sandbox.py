@@ -92,11 +92,16 @@ class Finished:
 
     def describe(self) -> str:
         """How it ended, in words, with the last line of its standard error."""
-        if self.why:
-            return f"it was ended for {'its ' if self.why != 'asked' else 'being '}{self.why}"
-        how = f"exit code {self.exit_code}" if (self.exit_code or 0) >= 0 else f"signal {-(self.exit_code or 0)}"
-        lines = self.stderr.decode("utf-8", "replace").strip().splitlines()
-        return f"it ended with {how}{f': {lines[-1][:300]}' if lines else ''}"
+        return describe_end(self.why, self.exit_code or 0, self.stderr)
+
+
+def describe_end(why: str, exit_code: int, stderr: bytes) -> str:
+    """How a program ended, in words: which limit it exceeded, or its exit code and the last line that it wrote."""
+    if why:
+        return f"it was ended for {'its ' if why != 'asked' else 'being '}{why}"
+    how = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    return f"it ended with {how}{f': {lines[-1][:300]}' if lines else ''}"
 
 
 class Running:

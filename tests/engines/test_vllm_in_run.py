@@ -153,10 +153,9 @@ def test_vllm_that_is_lost_in_every_batch_ends_the_run_with_what_was_done_saved(
 ) -> None:
     found = InTheMiddle(monkeypatch, signal.SIGKILL, at=lambda number: number % SAMPLES == SAMPLES // 2)
     config = config_of(tmp_path, model, "run")
-    config["runtime"] = {"max_restarts": 1}
-    with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code.*1 times already") as caught:
+    with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code.*3 times already") as caught:
         run_task_here("rl_text", config)
-    assert ending_of(caught.value).code == 8 and found.hit == 2
+    assert ending_of(caught.value).code == 8 and found.hit == 4
     assert (tmp_path / "run/checkpoints/global_step_0/manifest.json").is_file()
     assert left_over() == []
 

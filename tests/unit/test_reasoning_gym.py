@@ -15,7 +15,7 @@ from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.rewards.base import Sample
-from sfumato.rewards.reasoning import ReasoningGym, _folders
+from sfumato.rewards.reasoning import ReasoningGym, _folders, verifier
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.sandbox.sandbox import SandboxError
 
@@ -90,6 +90,39 @@ def test_an_answer_that_a_verifier_evaluates_reaches_nothing(reward, tmp_path):
     )
     assert not (tmp_path / "escaped").exists() and not Path("/tmp/left").exists()
     assert scores.total[1] == 1.0
+
+
+def test_the_verifier_stays_and_answers_leave_no_processes(reward):
+    """spiral_matrix evaluates what looks like a list; what it begins ends with it, whatever it tries."""
+    row, scorer = load("spiral_matrix", 1, 3)[0], Scorer([reward])
+    assert scorer.score([sample(row, f"<answer>{row['answer']}</answer>")]).total.tolist() == [1.0]
+    kept = verifier._program
+
+    def answer(condition):  # a list that is right has 0.1
+        return sample(row, f"<answer>{row['answer']!r}.split() if {condition} else []</answer>")
+
+    system, parent = "__import__('os').system", "/proc/%d' % __import__('os').getppid()"
+    alone = "len([each for each in __import__('os').listdir('/proc') if each.isdigit()]) == 3"
+    attacks = [
+        f"{system}('setsid sleep 1000 > /dev/null 2>&1 &') == 0",
+        f"open('{parent} + '/fd/1', 'w').write('[1.0, 1.0, 1.0, 1.0, 1.0]\\n')",
+        f"open('{parent} + '/mem', 'r+b')",
+    ]
+    scores = scorer.score([*map(answer, (*attacks, alone)), sample(row, f"<answer>{row['answer']}</answer>")])
+    assert scores.total.tolist() == [0.1, 0.0, 0.0, 0.1, 1.0]
+    again = scorer.score([answer(alone), answer("1 / 0"), sample(row, f"<answer>{row['answer']}</answer>")])
+    assert again.total.tolist() == [0.1, 0.0, 1.0]
+    assert verifier._program is kept
+
+
+def test_a_verifier_that_is_lost_costs_a_batch_and_is_started_again(reward):
+    row, scorer = load("basic_arithmetic", 1, 3)[0], Scorer([reward])
+    asked = [sample(row, f"<answer>{row['answer']}</answer>")]
+    assert scorer.score(asked).total.tolist() == [1.0]
+    verifier._program._running.end()
+    lost = scorer.score(asked)
+    assert math.isnan(lost.total[0]) and "the verifier of reasoning-gym gave no scores" in next(iter(lost.failed))
+    assert scorer.score(asked).total.tolist() == [1.0]
 
 
 def test_what_cannot_be_scored_has_no_value(reward):

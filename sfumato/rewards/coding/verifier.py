@@ -1,18 +1,23 @@
 """What runs inside the sandbox for reasoning-gym: makes problems again, and scores answers with their own verifiers.
 
-Standard input is JSON, ``{"paths": [...], "asked": [{task, size, seed, index, parameters, answer, given, limit_s}]}``;
-the standard output a list with a number for each, or a text that says why there is none. Verifiers may evaluate what
-they are given, so each runs in a process of its own; files that it leaves in /tmp stay for those after it.
+The first line of the standard input is JSON, ``{"paths": [...]}``, each further one a list of ``{task, size, seed,
+index, parameters, answer, given, limit_s}``, which it answers with a line: a list with a number for each, or a text
+that says why there is none. Verifiers may evaluate what they are given, so each runs in a process of its own, which can
+neither look into this one nor leave processes; files that it leaves in /tmp stay for those after it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
 import signal
 import sys
 from typing import Any
+
+PR_SET_DUMPABLE = 4
 
 
 def make_problems(task: str, size: int, seed: int, parameters: dict[str, Any]) -> Any:
@@ -35,9 +40,8 @@ def score(asked: dict[str, Any], problems: Any) -> float | str:
     return float(problems.score_answer(asked["given"], entry))
 
 
-def score_all(requests: list[dict[str, Any]]) -> list[float | str]:
+def score_all(requests: list[dict[str, Any]], made: dict[str, Any]) -> list[float | str]:
     """A score, or why there is none, for each. The problems of a task, which may take a while, are made once."""
-    made: dict[str, Any] = {}
     scores = []
     for asked in requests:
         which = [asked[name] for name in ("task", "size", "seed", "parameters")]
@@ -69,6 +73,8 @@ def in_own_process(asked: dict[str, Any], problems: Any) -> float | str:
     os.close(reading)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):  # there mostly are none
+        os.kill(-1, signal.SIGKILL)  # what it has started: all within the sandbox but this process and the first
     if not content:
         return "its verifier ended without a score" if ready else f"its verifier took more than {asked['limit_s']:g} s"
     try:
@@ -78,8 +84,11 @@ def in_own_process(asked: dict[str, Any], problems: Any) -> float | str:
 
 
 if __name__ == "__main__":
-    request = json.load(sys.stdin)
-    sys.path.extend(request["paths"])
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # its processes have the same user
+    sys.path.extend(json.loads(sys.stdin.readline())["paths"])
     import reasoning_gym  # noqa: F401  (once, before the processes that use it)
 
-    print(json.dumps(score_all(request["asked"])))
+    print(json.dumps("ready"), flush=True)
+    of_tasks: dict[str, Any] = {}
+    for line in sys.stdin:
+        print(json.dumps(score_all(json.loads(line), of_tasks)), flush=True)
