@@ -163,7 +163,9 @@ class LanguageModel(PackedModel[TokenScores]):
             masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
             if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
                 kept = to_device(masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64), self.mesh.device)
-        output = self._logits(row, media, **({} if kept is None else {"logits_to_keep": kept}))
+        is_cut_within = self.vision is not None and self.mesh.layout.cp > 1
+        given = self._to_device(tensors) if is_cut_within else row
+        output = self._logits(given, media, **({} if kept is None else {"logits_to_keep": kept}))
         return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
 
     def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
@@ -174,15 +176,11 @@ class LanguageModel(PackedModel[TokenScores]):
 
 def check_sighted(mesh: Mesh) -> None:
     """Raises ConfigError for meshes that a model that sees cannot be put on."""
-    layout = mesh.layout
-    sizes = {
-        "train.tensor_parallel_size": layout.tp,
-        "train.pipeline_parallel_size": layout.pp,
-        "train.ulysses_parallel_size and train.context_parallel_size": layout.cp,
-    }
-    for field, size in sizes.items():
-        if size > 1:
-            raise ConfigError(f"a model that sees images cannot be cut so yet: set {field} to 1")
+    if mesh.layout.pp > 1:
+        raise ConfigError(
+            "train.pipeline_parallel_size: the stages of a pipeline are those of a language model, and a model that "
+            "sees images has an encoder beside it: set it to 1"
+        )
 
 
 def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:

@@ -45,6 +45,9 @@ class ParallelPlan:
     sequence is cut."""
     parts: tuple[str, ...] = ()
     """Submodules that are models of their own, called one without the other; patterns are names inside of each."""
+    decoder: str = ""
+    """The language model in a model that sees, which puts embeddings of images among those of tokens; it is called with
+    whole rows, and they are cut where its language model begins."""
 
 
 def matcher(pattern: str) -> Callable[[str], object]:
@@ -73,19 +76,42 @@ def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:
     return bool(owners) and owners <= whole
 
 
+STYLES_OF = {"qwen3_vl_text": "qwen3"}
+"""Language models whose configuration in transformers has no tensor-parallel styles, and the one with the same layers
+that has."""
+
+
+QUERIES = "layers.*.self_attn.q_proj"
+NORMS_OF_HEADS = dict.fromkeys(
+    ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce"
+)
+"""Whole norms of heads that are cut, which some configurations in transformers leave out (Qwen3-VL-MoE, Qwen3-Omni):
+without them each rank would learn from its own heads alone."""
+
+
 def language_plan(module: nn.Module) -> ParallelPlan:
     """The plan that a transformers language model carries itself.
 
     Its tensor-parallel styles stand in ``_tp_plan`` of the model and ``base_model_tp_plan`` of its configuration; its
-    blocks in ``_no_split_modules``, or else they are the members of its largest list of modules.
+    blocks in ``_no_split_modules``, or else they are the members of its largest list of modules. Of a model that sees
+    they are those of its language model: encoders stay whole.
     """
-    prefix = module.base_model_prefix
-    tensor = {f"{prefix}.{name}": style for name, style in (module.config.base_model_tp_plan or {}).items()}
+    config, decoder = module.config.get_text_config(), ""
+    if config is not module.config:
+        decoder = next(name for name, submodule in module.named_modules() if submodule is module.get_decoder())
+    prefix, kind = decoder or module.base_model_prefix, type(config)
+    if decoder and not config.base_model_tp_plan and config.model_type in STYLES_OF:
+        from transformers import CONFIG_MAPPING
+
+        kind = CONFIG_MAPPING[STYLES_OF[config.model_type]]
+    own = dict(kind.base_model_tp_plan or {})
+    own = {name: style for name, style in NORMS_OF_HEADS.items() if own.get(QUERIES) == "colwise"} | own
+    tensor = {f"{prefix}.{name}": style for name, style in own.items()}
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
     blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
-    return ParallelPlan(blocks=blocks, tensor=styles)
+    return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)
 
 
 def _largest_list(module: nn.Module) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from sfumato.parallel.attention import (
     full_schedule,
     head_tail_chunks,
     sequence_attention,
+    shard_sequence,
 )
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.mesh import Mesh, range_of_rank
@@ -46,8 +47,9 @@ ATTENTION = "sfumato_sequence_parallel"
 def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     """Makes a model compute on this rank's part of each sequence; changes it in place.
 
-    A transformers model is called with parts from ``shard_sequence``. A diffusers model is called with whole inputs
-    and returns whole outputs; gradients are then sums over the ranks that share the sequence, as everywhere.
+    A transformers model is called with parts from ``shard_sequence``; one that sees with whole rows, of which each rank
+    returns the logits of its part. A diffusers model is called with whole inputs and returns whole outputs; gradients
+    are then sums over the ranks that share the sequence, as everywhere.
 
     Args:
         module: an unmodified transformers or diffusers model, after tensor parallelism.
@@ -61,7 +63,7 @@ def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -
     if plan.sequence:
         shared = _DiffusionSequence(module, mesh, plan)
     elif hasattr(module, "set_attn_implementation"):
-        shared = _LanguageSequence(module, mesh, plan)
+        shared = _LanguageSequence(module.get_submodule(plan.decoder), mesh, plan)
     else:
         raise ConfigError(f"{type(module).__name__} is no transformers model: give its plan a sequence, or {OFF}")
     shared.plug_in()
@@ -118,6 +120,8 @@ class _LanguageSequence(_Sequence):
         self._signature = inspect.signature(module.forward)
         self.of_rows: RowAttention | None = None
         """What the model has in one process; None where no rank has whole rows."""
+        self._whole: Tensor | None = None
+        """Position ids [B or 1, S] of the whole rows of a model that sees."""
 
     def plug_in(self) -> None:
         """Registers the attention, switches the model to it and refuses what it cannot do."""
@@ -136,6 +140,8 @@ class _LanguageSequence(_Sequence):
         for block in self.blocks.values():
             for submodule in block.modules():
                 setattr(submodule, ATTENTION, self)
+        if self.plan.decoder:
+            self.module.register_forward_pre_hook(self._cut, with_kwargs=True)
         self.module.register_forward_pre_hook(self._start, with_kwargs=True)
         self.module.register_forward_hook(self._finish)
 
@@ -157,6 +163,29 @@ class _LanguageSequence(_Sequence):
                 "set it to 0 in the model's config.json"
             )
 
+    def _cut(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's part of what a language model is given by the model around it, which has put images among the
+        tokens."""
+        if args or kwargs.get("inputs_embeds") is None or kwargs.get("position_ids") is None:
+            raise ConfigError(f"{self.name} is not given inputs_embeds and position_ids by name: {OFF}")
+        if kwargs.get("attention_mask") is not None:
+            raise ConfigError(f"{self.name} is given a mask by the model around it, unknown to {UNKNOWN_TO}: {OFF}")
+        positions = kwargs["position_ids"]  # [B, S], or [axes, B, S] where those within documents come first
+        self._whole = positions if positions.ndim == 2 else positions[0]
+        whole = {"inputs_embeds": kwargs["inputs_embeds"], "position_ids": positions.movedim(-1, 1)}
+        seen = kwargs.get("visual_pos_masks")
+        if seen is not None:
+            whole |= {"seen": seen, "number": seen.flatten().cumsum(0).view_as(seen) - 1}
+        part = shard_sequence(whole, self.mesh)
+        given = {"inputs_embeds": part["inputs_embeds"], "position_ids": part["position_ids"].movedim(1, -1)}
+        if seen is not None:
+            own = part["number"][part["seen"]]  # of the images' tokens, whose embeddings later layers add
+            given["visual_pos_masks"] = part["seen"]
+            given["deepstack_visual_embeds"] = [layer[own] for layer in kwargs["deepstack_visual_embeds"]]
+        return args, kwargs | given
+
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (self._signature.bind_partial(*args, **kwargs).arguments | kwargs).get("position_ids") is None:
             raise ConfigError(f"{self.name} was called without position_ids: cut the batch with shard_sequence")
@@ -170,7 +199,7 @@ class _LanguageSequence(_Sequence):
         layers."""
         found = self._schedules.get(position_ids)
         if found is None:
-            whole = whole_positions(position_ids)
+            whole = whole_positions(position_ids) if self._whole is None else self._whole
             whole = self._joined(position_ids) if whole is None else whole
             found = causal_schedule(self.groups, _documents(whole)), whole
             self._schedules[position_ids] = found

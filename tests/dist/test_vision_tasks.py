@@ -19,6 +19,34 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "fsdp1": (2, "qwen2_vl", {"data_parallel_mode": "fsdp1"}, {}),
     "hsdp, chunked loss": (4, "qwen2_5_vl", {"data_parallel_replicate_size": 2, "chunked_loss": True}, {}),
     "fsdp2 x ep": (2, "qwen3_vl_moe", {"expert_parallel_size": 2}, {}),
+    "tp": (2, "qwen3_vl", {"tensor_parallel_size": 2}, {}),
+    "tp of experts": (2, "qwen3_vl_moe", {"tensor_parallel_size": 2}, {}),
+    "tp, a row for each document": (2, "gemma3", {"tensor_parallel_size": 2}, {}),
+    "tp, tiles": (2, "internvl", {"tensor_parallel_size": 2}, {}),
+    "tp, tiles of an image": (2, "llava_onevision", {"tensor_parallel_size": 2}, {"data": {"max_seq_len": 256}}),
+    "tp, older positions": (2, "qwen2_vl", {"tensor_parallel_size": 2}, {}),
+    "fsdp2 x tp": (4, "qwen2_5_vl", {"tensor_parallel_size": 2}, {}),
+    "ulysses": (2, "qwen3_vl", {"ulysses_parallel_size": 2}, {}),
+    "ulysses, experts": (2, "qwen3_vl_moe", {"ulysses_parallel_size": 2}, {}),
+    "ulysses, positions of one axis": (2, "internvl", {"ulysses_parallel_size": 2}, {}),
+    "ring": (2, "qwen3_vl", {"context_parallel_size": 2}, {}),
+    "ring, experts": (2, "qwen3_vl_moe", {"context_parallel_size": 2}, {}),
+    "ulysses x ring": (4, "qwen2_5_vl", {"ulysses_parallel_size": 2, "context_parallel_size": 2}, {}),
+    "fsdp2 x ulysses": (4, "qwen3_vl", {"ulysses_parallel_size": 2}, {}),
+    "tp x ulysses": (4, "qwen3_vl", {"tensor_parallel_size": 2, "ulysses_parallel_size": 2}, {}),
+    "fsdp2 x ulysses x ep": (4, "qwen3_vl_moe", {"ulysses_parallel_size": 2, "expert_parallel_size": 2}, {}),
+    "ring, recompute": (
+        2,
+        "qwen3_vl",
+        {"context_parallel_size": 2, "activation_checkpointing": "full", "chunked_loss": True},
+        {},
+    ),
+    "tp, adapters": (
+        2,
+        "qwen2_5_vl",
+        {"tensor_parallel_size": 2},
+        {"model": {"lora": {"rank": 4, "alpha": 8, "init_weights": "default"}}},
+    ),
     "fsdp2, a row for each document": (2, "gemma3", {}, {}),
     "fsdp2, padded rows": (2, "qwen2_5_vl", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
     "fsdp2, tiles": (2, "internvl", {}, {}),
@@ -29,7 +57,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2",)))
+@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses")))
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     num_ranks, kind, train, settings = MODES[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
@@ -48,6 +76,11 @@ AUDIO: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp2, Qwen3": (2, "qwen3_omni_moe_thinker", {}),
     "fsdp2 x ep, Qwen3": (2, "qwen3_omni_moe_thinker", {"expert_parallel_size": 2}),
     "ddp": (2, "qwen2_5_omni_thinker", {"data_parallel_mode": "ddp"}),
+    "tp": (2, "qwen2_5_omni_thinker", {"tensor_parallel_size": 2}),
+    "ulysses": (2, "qwen2_5_omni_thinker", {"ulysses_parallel_size": 2}),
+    "tp, Qwen3": (2, "qwen3_omni_moe_thinker", {"tensor_parallel_size": 2}),
+    "ulysses, Qwen3": (2, "qwen3_omni_moe_thinker", {"ulysses_parallel_size": 2}),
+    "ring, Qwen3": (2, "qwen3_omni_moe_thinker", {"context_parallel_size": 2}),
 }
 
 
@@ -68,7 +101,13 @@ def test_several_ranks_are_one_process_with_audio_on_some(mode, ranks, tmp_path)
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
 
 
-VIDEOS = {"fsdp2": (2, "qwen3_vl", {}), "ddp": (2, "qwen2_5_vl", {"data_parallel_mode": "ddp"})}
+VIDEOS = {
+    "fsdp2": (2, "qwen3_vl", {}),
+    "ddp": (2, "qwen2_5_vl", {"data_parallel_mode": "ddp"}),
+    "tp": (2, "qwen2_5_vl", {"tensor_parallel_size": 2}),
+    "ulysses": (2, "qwen3_vl", {"ulysses_parallel_size": 2}),
+    "ring": (2, "qwen3_vl", {"context_parallel_size": 2}),
+}
 
 
 @pytest.mark.parametrize("mode", quick_or_slow(VIDEOS, ()))

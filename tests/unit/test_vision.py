@@ -272,9 +272,7 @@ def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"ulysses_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
-        ({"train": {"tensor_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
-        ({"train": {"pipeline_parallel_size": 2}}, "model that sees images cannot be cut so yet"),
+        ({"train": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size: .* has an encoder beside it: set it to 1"),
         ({"model": {"freeze": ["vizual"]}}, "'vizual' takes no trained weight"),
         ({"model": {"freeze": ["."]}}, "leaves nothing to train"),
         ({"data": {"data_type": {"min_pixels": 4096}}}, "min_pixels must not be above max_pixels"),
@@ -282,8 +280,7 @@ def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, message):
     config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, **changes))
-    size = config.train
-    layout = Layout(ulysses=size.ulysses_parallel_size, tp=size.tensor_parallel_size, pp=size.pipeline_parallel_size)
+    layout = Layout(pp=config.train.pipeline_parallel_size)
 
     def put() -> None:
         model = build_language_model(config.model, config.train, data_type=config.data.data_type)
