@@ -191,6 +191,28 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     }
 
 
+def shard_embeddings(given: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """As ``shard_sequence``, of what the language model in a model that sees is given.
+
+    Args:
+        given: ``inputs_embeds`` [B, S, C]; ``position_ids`` [B, S] or [axes, B, S]; perhaps ``visual_pos_masks`` [B, S],
+            the tokens of images, and ``deepstack_visual_embeds``, whose members [N, C] later layers add to these N.
+        mesh: the ranks.
+    """
+    whole = {"inputs_embeds": given["inputs_embeds"], "position_ids": given["position_ids"].movedim(-1, 1)}
+    seen = given.get("visual_pos_masks")
+    if seen is not None:
+        whole |= {"seen": seen, "number": seen.flatten().cumsum(0).view_as(seen) - 1}
+    part = shard_sequence(whole, mesh)
+    found: dict[str, Any] = {"inputs_embeds": part["inputs_embeds"]}
+    found["position_ids"] = part["position_ids"].movedim(1, -1)
+    if seen is not None:
+        own = part["number"][part["seen"]]
+        found["visual_pos_masks"] = part["seen"]
+        found["deepstack_visual_embeds"] = [layer[own] for layer in given["deepstack_visual_embeds"]]
+    return found
+
+
 def _ranges(lengths: Sequence[int]) -> list[range]:
     return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 

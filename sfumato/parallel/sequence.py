@@ -32,7 +32,7 @@ from sfumato.parallel.attention import (
     full_schedule,
     head_tail_chunks,
     sequence_attention,
-    shard_sequence,
+    shard_embeddings,
 )
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.mesh import Mesh, range_of_rank
@@ -172,19 +172,9 @@ class _LanguageSequence(_Sequence):
             raise ConfigError(f"{self.name} is not given inputs_embeds and position_ids by name: {OFF}")
         if kwargs.get("attention_mask") is not None:
             raise ConfigError(f"{self.name} is given a mask by the model around it, unknown to {UNKNOWN_TO}: {OFF}")
-        positions = kwargs["position_ids"]  # [B, S], or [axes, B, S] where those within documents come first
+        positions = kwargs["position_ids"]
         self._whole = positions if positions.ndim == 2 else positions[0]
-        whole = {"inputs_embeds": kwargs["inputs_embeds"], "position_ids": positions.movedim(-1, 1)}
-        seen = kwargs.get("visual_pos_masks")
-        if seen is not None:
-            whole |= {"seen": seen, "number": seen.flatten().cumsum(0).view_as(seen) - 1}
-        part = shard_sequence(whole, self.mesh)
-        given = {"inputs_embeds": part["inputs_embeds"], "position_ids": part["position_ids"].movedim(1, -1)}
-        if seen is not None:
-            own = part["number"][part["seen"]]  # of the images' tokens, whose embeddings later layers add
-            given["visual_pos_masks"] = part["seen"]
-            given["deepstack_visual_embeds"] = [layer[own] for layer in kwargs["deepstack_visual_embeds"]]
-        return args, kwargs | given
+        return args, kwargs | shard_embeddings(kwargs, self.mesh)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (self._signature.bind_partial(*args, **kwargs).arguments | kwargs).get("position_ids") is None:
