@@ -3,8 +3,10 @@
     bash train.sh tasks/train_omni.py configs/omni/numbers.yaml
 
 A vision encoder shows images to a language model, which answers in text and in images: those are the codes of an image
-tokenizer, tokens like others. The loss is the mean over the text tokens of the whole step that its loss mask holds,
-plus that over the codes, each with its weight, on any mesh. Steps and samples are those of ``tasks/train_text.py``.
+tokenizer, tokens like others, or latents that a small transformer denoises, told the language model's hidden states
+(``model.head``). The loss is the mean over the text tokens of the whole step that its loss mask holds, plus that over
+the codes, or flow matching's over the latents, each with its weight, on any mesh. Steps and samples are those of
+``tasks/train_text.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+from sfumato.algorithms.device import to_device
+from sfumato.algorithms.flow_matching import add_noise, draw_sigma, flow_matching_loss
+from sfumato.algorithms.noise import keyed_normal, keyed_uniform
 from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
@@ -25,6 +30,7 @@ from sfumato.data.prompt_dropout import drop_prompts, is_image
 from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import Tensors
+from sfumato.models.omni.flow_head import predict_velocity
 from sfumato.models.omni.load import OmniModel, build_omni_model
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
@@ -47,7 +53,7 @@ def main(config: TrainOmniConfig) -> None:
 
     model = build_omni_model(config)
     check_length(model.module.config, config.data.max_seq_len)
-    flops = FlopCount(model.module, model.vision)
+    flops, flops_of_image = FlopCount(model.module, model.vision), model.flops_of_image()
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
     )
@@ -93,7 +99,8 @@ def main(config: TrainOmniConfig) -> None:
             run.save_samples(state.step, samples)
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches),
+            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches)
+            + flops_of_image * sum(model.num_drawn(batch) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "text": "loss/text", "image": "loss/image"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -125,17 +132,43 @@ def forward_backward(
     model: OmniModel, batches: list[TextBatch], counts: dict[str, float], config: TrainOmniConfig, step: int
 ) -> tuple[Numbers, Numbers]:
     """Forward and backward passes of a step's micro-batches; their losses, and the sums over tokens of each kind."""
-    seen = Numbers()
+    seen, losses_of = Numbers(), flow_losses if model.has_head else code_losses
 
-    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> torch.Tensor:
+    def loss_of(scores: TokenScores, row: Tensors, batch: TextBatch) -> torch.Tensor:
         """This micro-batch's part of the weighted sum of two means over the step's loss mask."""
-        losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
-        drawn = is_image(row["labels"], model.codes)
-        text, image = losses[~drawn].sum(), losses[drawn].sum()
+        text, image = losses_of(model, scores, row, batch, config.train.seed, step)
         seen.add_all(text=text.detach().double(), image=image.detach().double())
         return config.text_coef * text / max(counts["text"], 1) + config.image_coef * image / max(counts["image"], 1)
 
     return model.forward_backward(batches, loss_of, step), seen
+
+
+def code_losses(
+    model: OmniModel, scores: TokenScores, row: Tensors, _batch: TextBatch, _seed: int, _step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of ``-log p`` over the text tokens of a micro-batch's loss mask, and over the codes of its images."""
+    losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
+    drawn = is_image(row["labels"], model.codes)
+    return losses[~drawn].sum(), losses[drawn].sum()
+
+
+def flow_losses(
+    model: OmniModel, scores: TokenScores, row: Tensors, batch: TextBatch, seed: int, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of ``-log p`` over the text tokens, and the flow-matching losses of images, each times its K tokens.
+
+    Noise and noise levels, sigmoids of a normal variable, belong to the sample.
+    """
+    drawn = is_image(row["labels"], model.codes)
+    text = -scores.log_probs(row["labels"].masked_fill(drawn, IGNORED)).sum()
+    hidden, latents, keys = model.drawn(scores, drawn, batch)  # [N, K, H], [N, C, h, w]
+    uniform = keyed_uniform(seed, "sigma", step, keys)
+    sigma = to_device(draw_sigma(uniform, "logit_normal", 0.0, 1.0, 1.0), latents.device)
+    noise = keyed_normal(latents.shape[1:], seed, "noise", step, keys, latents.device)
+    with model.head() as head:
+        velocity = predict_velocity(head, add_noise(latents, noise, sigma), sigma, hidden)
+    losses = flow_matching_loss(velocity, latents, noise)  # [N], the last of a blank image
+    return text, losses[:-1].sum() * model.image_tokenizer.num_codes + 0.0 * losses[-1]
 
 
 @torch.no_grad()
@@ -148,17 +181,20 @@ def evaluate(
     are drawn.
     """
     names = ("loss/text", "loss/image", "text", "image")
-    sums = dict.fromkeys(names, 0.0)
-    for _, scores, row in model.score(validation.batches):
-        losses, drawn = -scores.log_probs(row["labels"]).double(), is_image(row["labels"], model.codes)
-        written = (row["labels"] != IGNORED) & ~drawn
-        found = losses[written].sum(), losses[drawn].sum(), written.sum(), drawn.sum()
+    sums, losses_of = dict.fromkeys(names, 0.0), flow_losses if model.has_head else code_losses
+    for index, scores, row in model.score(validation.batches):
+        drawn = is_image(row["labels"], model.codes)
+        losses = losses_of(model, scores, row, validation.batches[index], config.train.seed, 0)  # always the same noise
+        found = *losses, ((row["labels"] != IGNORED) & ~drawn).sum(), drawn.sum()
         sums = {name: sums[name] + float(each) for name, each in zip(names, found, strict=True)}
     totals = mesh.sum_dict(sums, over="loss")
     metrics = {f"eval/loss/{kind}": totals[f"loss/{kind}"] / totals[kind] for kind in ("text", "image") if totals[kind]}
 
-    drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
-    reading = [prompt for prompt in validation.prompts if prompt not in drawing]
+    draws = [any(token in model.codes for token in prompt.answer) for prompt in validation.prompts]
+    drawing, reading = (
+        [prompt for prompt, is_drawn in zip(validation.prompts, draws, strict=True) if is_drawn == kind]
+        for kind in (True, False)
+    )
     drawn = draw_prompts(model, drawing[: config.draw.num_prompts], config.draw, config.train.seed, step)
     read = read_prompts(model, reading, config.eval.max_new_tokens, config.train.seed, step)
     for name, records in (("read", read), ("draw", drawn)):

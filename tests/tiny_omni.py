@@ -87,3 +87,19 @@ def tiny_omni_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 6, "max_new_tokens": 4},
     }
     return merge(base, overrides)
+
+
+def tiny_flow_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """The same with images as latents, which a flow head draws: four patches of 2 x 2 latents of 8 x 8 pixels."""
+    from sfumato.models.diffusion.scratch import build_autoencoder
+
+    config = tiny_omni_config(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = build_autoencoder((8, 8, 8), 4, norm_groups=2, sample_size=8)
+    vae.save_pretrained(tmp_path / "vae")
+    head = {"sample_size": 2, "patch_size": 1, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+    head |= {"caption_projection_dim": 16, "pos_embed_max_size": 2}
+    path = str(write_config(head, tmp_path / "head.yaml"))
+    config["model"] |= {"image_tokenizer": str(tmp_path / "vae"), "head": {"config_path": path}}
+    return merge(config, overrides)

@@ -69,7 +69,10 @@ class OmniModelConfig(Section):
     projector: FilePath | None = None
     """Folder `hf_ckpt` of a run of this task, whose projector is taken; null draws its weights."""
     image_tokenizer: FilePath
-    """Folder of diffusers' VQModel, the codes of which are tokens that are drawn; it is not trained."""
+    """Folder of diffusers' VQModel, the codes of which are tokens that are drawn, or with head of its AutoencoderKL,
+    whose latents are; it is not trained."""
+    head: PartConfig | None = None
+    """diffusers' SD3Transformer2DModel, which draws latents by flow matching, told hidden states of the foundation."""
     image_tokenizer_made_by: FilePath | None = None
     """YAML file of tasks/train_image_tokenizer.py that makes image_tokenizer; it is run first when that is missing."""
     tokenizer_path: FilePath | None = None
@@ -86,6 +89,11 @@ class OmniModelConfig(Section):
     def _has_tokenizer(self) -> OmniModelConfig:
         if self.foundation.model_path is None and self.tokenizer_path is None:
             raise ValueError("model.foundation.config_path needs model.tokenizer_path, the folder of the tokenizer")
+        if self.head is not None and self.image_tokenizer_made_by is not None:
+            raise ValueError(
+                "model.image_tokenizer_made_by makes codes, which model.head does not draw: remove it, and make an "
+                "autoencoder with tasks/train_autoencoder.py first"
+            )
         return self
 
 
@@ -136,6 +144,10 @@ class TrainOmniConfig(Section):
             raise ValueError("data.data_type must be omni_conversation; tasks/train_text.py trains on the others")
         if self.train.init_device == "meta":
             raise ValueError("train.init_device meta is not for models that are put together here: take cpu")
+        if self.model.head is not None and self.train.data_parallel_mode == "fsdp1":
+            raise ValueError("train.data_parallel_mode fsdp1 cannot gather model.head apart: take fsdp2 or ddp")
+        if self.model.head is not None and self.draw.temperature != 1:
+            raise ValueError("draw.temperature is of codes; model.head draws latents: remove it")
         if self.text_coef == self.image_coef == 0:
             raise ValueError("text_coef and image_coef are both 0, so nothing would be learned")
         layout = ("tensor", "pipeline", "ulysses", "context")

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
 from sfumato.data.pictures import File, read_image
 from sfumato.data.row_samples import FiledRow
-from sfumato.data.text import Document, TextSample, TextTransform, fingerprint_of, fit, read_tools
+from sfumato.data.text import Document, Messages, TextSample, TextTransform, fingerprint_of, fit, read_tools
 from sfumato.data.tokenise import Asking
-from sfumato.data.vision import ImageReader, Images, Span
+from sfumato.data.vision import DrawnFile, ImageReader, Images, Medium, Span, Tensors
 from sfumato.errors import ConfigError, DataError
 
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
 """Tokens of an image that is seen, around one that is drawn, and of its codes."""
+
+
+DRAWN = "drawn_latents"
+"""What latents of a document's images that are drawn are called beside its tokens."""
 
 
 def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
@@ -48,6 +54,23 @@ class DrawingReader(ImageReader):
         """The text whose tokens are those of an image that is drawn."""
         return START + "".join(CODE.format(code) for code in self.image_tokenizer.encode(image)) + END
 
+    @property
+    def keeps_drawn(self) -> bool:
+        """Whether images that are drawn are read again when a batch is made: tokens do not hold them."""
+        return hasattr(self.image_tokenizer, "latents")
+
+    def tensors(self, images: Images) -> Tensors:
+        """As ``ImageReader.tensors``; latents of images that are drawn are ``DRAWN``, float32 ``[n, C, h, w]``."""
+        files = images.find()
+        drawn = [each.file for each in files if isinstance(each, DrawnFile)]
+        if not drawn:
+            return super().tensors(images)
+        seen = [each for each in files if not isinstance(each, DrawnFile)]
+        own = Images(images.shapes[: len(seen)], lambda: seen, images.where)
+        found = super().tensors(own) if seen else {}
+        pictures = [read_image(file, images.where, still=True) for file in drawn]
+        return found | {DRAWN: self.image_tokenizer.latents(pictures)}
+
 
 @dataclass(frozen=True)
 class OmniConversation(ImageConversation):
@@ -73,12 +96,17 @@ class OmniTransform(ImageConversationTransform):
 
     reader: DrawingReader
 
+    def files(self, row: FiledRow, where: str) -> list[Medium]:
+        """The images of a row that are seen, then those that are drawn and read again."""
+        messages, files = self._read(row, where)
+        drawn = _are_drawn(messages)
+        return _chosen(files, *_parted(drawn, len(drawn), self.reader.keeps_drawn))
+
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """As a call. Every image is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
         opened = [read_image(file, where, still=True) for file in files]
-        parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
-        drawn = [role == "assistant" for role, part in parts if part["type"] == "image"]
+        drawn = _are_drawn(messages)
         try:
             seen, shapes = self.reader.place(
                 [image for image, is_drawn in zip(opened, drawn, strict=True) if not is_drawn]
@@ -103,11 +131,25 @@ class OmniTransform(ImageConversationTransform):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and files:
                 raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
-            own = [index for index in range(count) if not drawn[index]]
-            images = Images(shapes[: len(own)], partial(_chosen, files, own), where) if own else None
+            own, also = _parted(drawn, count, self.reader.keeps_drawn)
+            unseen = np.zeros((len(also), 3), shapes.dtype)  # the encoder does not see them
+            beside = np.concatenate([shapes[: len(own)], unseen])
+            images = Images(beside, partial(_chosen, files, own, also), where) if own or also else None
             found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
         return found
 
 
-def _chosen(files: list[File], indices: list[int]) -> list[File]:
-    return [files[index] for index in indices]
+def _are_drawn(messages: Messages) -> list[bool]:
+    """Of each image of a conversation whether the assistant draws it."""
+    parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
+    return [role == "assistant" for role, part in parts if part["type"] == "image"]
+
+
+def _parted(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
+    """Of the first ``count`` images those that are seen, and those that are drawn and read again."""
+    seen = [index for index in range(count) if not drawn[index]]
+    return seen, [index for index in range(count) if drawn[index] and keeps_drawn]
+
+
+def _chosen(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
+    return [*(files[index] for index in seen), *(DrawnFile(files[index]) for index in drawn)]

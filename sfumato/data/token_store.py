@@ -27,7 +27,7 @@ from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
-from sfumato.data.vision import Images, Medium
+from sfumato.data.vision import DrawnFile, Images, Medium
 from sfumato.errors import DataError
 
 CHUNK_ROWS = 256
@@ -113,13 +113,16 @@ class TokenStore:
         if not len(shapes):
             return None
         rows, row = self._rows[int(self.source_of[index])], int(self._row_of[index])
-        find = partial(_find_images, rows, row, self._transform, len(shapes))
+        find = partial(_find_images, rows, row, self._transform, shapes)
         return Images(shapes, find, rows.describe(row))
 
 
-def _find_images(rows: RowTable, index: int, transform: Any, count: int) -> Sequence[Medium]:
-    """The first images of a row."""
-    return transform.files(filed_row(rows, index), rows.describe(index))[:count]
+def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray) -> Sequence[Medium]:
+    """The first images of a row, and the first that are drawn, as many as there are shapes of each kind."""
+    media = transform.files(filed_row(rows, index), rows.describe(index))
+    drawn = [medium for medium in media if isinstance(medium, DrawnFile)]
+    seen, count = [medium for medium in media if not isinstance(medium, DrawnFile)], int((shapes.sum(1) == 0).sum())
+    return [*seen[: len(shapes) - count], *drawn[:count]]
 
 
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:

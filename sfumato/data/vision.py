@@ -56,7 +56,14 @@ class AudioFile:
     file: File
 
 
-Medium = File | VideoFile | AudioFile
+@dataclass(frozen=True)
+class DrawnFile:
+    """Likewise, of an image that is drawn, which stands after all that are seen; its shape is 0, 0, 0."""
+
+    file: File
+
+
+Medium = File | VideoFile | AudioFile | DrawnFile
 """A file of an image, a video or audio."""
 
 KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}

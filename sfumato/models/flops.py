@@ -45,9 +45,10 @@ class FlopCount:
             ConfigError: when it has experts, but does not say how many a token goes to.
         """
         encoder = {} if vision is None else encoder_modules(model)
-        self.trained_weights, self.frozen_weights = _matrix_weights(model, encoder.values())
+        draws = [module for name, module in model.named_children() if name == "flow_head"]  # counted by image
+        self.trained_weights, self.frozen_weights = _matrix_weights(model, [*encoder.values(), *draws])
         self._output = _output_weights(model)
-        self.attention = _attention_by_window(model, encoder.values())
+        self.attention = _attention_by_window(model, [*encoder.values(), *draws])
         """Operations for a pair of tokens in all layers together that have the same window."""
         self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader.tokens_per_patch)
         self.sight = None if vision is None else SightedCost(vision, self.encoder.training)

@@ -125,6 +125,12 @@ class TokenScores:
         assert self._head is None, "use whole_output"
         return self._output[self._pick(wanted)].float()
 
+    def hidden(self, wanted: Tensor) -> Tensor:
+        """Last hidden states of the tokens for which ``wanted``, bool ``[B, T]``, holds, row by row: ``[N, H]``. Only
+        with a layer that makes logits for some tokens at a time."""
+        assert self._head is not None, "build the model with chunked_loss"
+        return self._output[self._pick(wanted)]
+
     def _pick(self, labels: Tensor) -> Tensor:
         return labels if self._kept is None else labels[:, self._kept]
 

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sfumato.algorithms.noise import keyed_generator
+from sfumato.algorithms.noise import keyed_generator, keyed_normal
 from sfumato.config.omni import DrawConfig
 from sfumato.data.drawing import START
-from sfumato.data.packing import make_batch, placeholder_tokens
+from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_loader import AnsweredPrompt
+from sfumato.models.omni.flow_head import denoise
 from sfumato.models.omni.load import OmniModel
+from sfumato.parallel.loss import IGNORED
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rollout.text import answer_greedily
 from sfumato.tracking.samples import SampleRecord
@@ -46,6 +48,8 @@ def draw_images(
     rows = [(list(prompt.input_ids), prompt.images) for prompt in prompts]
     if guidance_scale != 1:
         rows += [(row.tolist(), prompt.images) for row, prompt in zip(hidden, prompts, strict=True)]
+    if model.has_head:
+        return _denoised(model, [([*ids, start], images) for ids, images in rows], len(prompts), guidance_scale, seed)
     generators = [keyed_generator(seed, "drawn codes", index) for index in range(len(prompts))]
     drawn: list[list[int]] = [[] for _ in prompts]
     for _ in range(model.image_tokenizer.num_codes):
@@ -63,21 +67,45 @@ def draw_images(
     return model.image_tokenizer.decode([[token - model.codes.start for token in row] for row in drawn])
 
 
+def _denoised(
+    model: OmniModel, rows: Sequence[tuple[Sequence[int], object]], count: int, scale: float, seed: int
+) -> np.ndarray:
+    """Images by the flow head, told the hidden states of texts that end where each image begins; the texts without a
+    prompt follow the ``count`` others, where ``scale`` guides."""
+    codes, shape = list(model.codes)[:-1], model.image_tokenizer.latent_shape
+    batch = _batch_of(model, [[*ids, *codes] for ids, _ in rows], [images for _, images in rows])
+    labels, ends = torch.full_like(batch.tensors["labels"], IGNORED), np.cumsum(batch.lengths)
+    for end in ends[: len(rows)]:
+        labels[0, end - len(model.codes) : end] = 0
+    batch = replace(batch, tensors=batch.tensors | {"labels": labels})
+    ((_, scores, row),) = model.score([batch])
+    hidden = scores.hidden(row["labels"] == 0).unflatten(0, (len(rows), -1))
+    noise = keyed_normal(shape, seed, "drawn latents", 0, list(range(count)), hidden.device)
+    with model.head() as head:
+        latents = denoise(head, noise, hidden[:count], hidden[count:] if scale != 1 else None, scale)
+    return model.image_tokenizer.decode(latents.cpu())
+
+
 def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> torch.Tensor:
     """Logits of the token after each text, float32 ``[N, V]`` on the CPU."""
-    documents = [
-        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=own)
-        for tokens, own in zip(texts, images, strict=True)
-    ]
-    samples, ids = [TextSample((each,)) for each in documents], list(range(len(documents)))
-    settings = (model.tokenizer.pad_token_id, placeholder_tokens(model.mesh), model.vision)
-    batch = make_batch(samples, ids, [0] * len(ids), True, *settings)
+    batch = _batch_of(model, texts, images)
     labels = batch.tensors["labels"].clone()
     labels[0, np.cumsum(batch.lengths) - 1] = 0  # the output of these tokens alone is asked for
     batch = replace(batch, tensors=batch.tensors | {"labels": labels})
     with model.whole_output():
         ((_, scores, row),) = model.score([batch])
         return scores.logits(row["labels"] == 0).cpu()
+
+
+def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> TextBatch:
+    """Texts with the images that they hold, one after the other in a packed row."""
+    documents = [
+        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=own)
+        for tokens, own in zip(texts, images, strict=True)
+    ]
+    samples, ids = [TextSample((each,)) for each in documents], list(range(len(documents)))
+    settings = (model.tokenizer.pad_token_id, placeholder_tokens(model.mesh), model.vision)
+    return make_batch(samples, ids, [0] * len(ids), True, *settings)
 
 
 def draw_prompts(

@@ -8,12 +8,14 @@ from sfumato.config.load import merge
 from tests.dist.test_tasks import STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
 from tests.tiny import run_task_here
-from tests.tiny_omni import tiny_omni_config, write_omni_rows
+from tests.tiny_omni import tiny_flow_config, tiny_omni_config, write_omni_rows
 
 MODES = {
     "fsdp2": {},
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2, chunked loss": {"chunked_loss": True},
+    "fsdp2, flow head": {},
+    "ddp, flow head": {"data_parallel_mode": "ddp"},
 }
 
 
@@ -21,7 +23,8 @@ MODES = {
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     train = {"max_steps": STEPS, "eps": 1.0e-4, **MODES[mode]}
     coefs = {"text_coef": 0.7, "image_coef": 1.5}  # sums of ranks alone would not show means that are mixed up
-    config = merge(tiny_omni_config(tmp_path, train=train, eval={"every_steps": 2}), coefs)
+    tiny = tiny_flow_config if "flow" in mode else tiny_omni_config
+    config = merge(tiny(tmp_path, train=train, eval={"every_steps": 2}), coefs)
     rows = [4 * index if index % 4 else index // 4 for index in range(24)]  # three of four are text alone
     write_omni_rows(tmp_path / "rows.jsonl", rows)
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))

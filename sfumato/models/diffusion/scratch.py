@@ -141,8 +141,10 @@ def build_autoencoder(
     norm_groups: int = 8,
     scaling_factor: float = 1.0,
     shift_factor: float = 0.0,
+    sample_size: int | Sequence[int] = 32,
 ) -> torch.nn.Module:
-    """An AutoencoderKL without attention; each entry of ``channels`` but the last halves the size."""
+    """An AutoencoderKL without attention; each entry of ``channels`` but the last halves the size, ``sample_size``
+    pixels, which is noted alone."""
     from diffusers import AutoencoderKL
 
     channels = tuple(channels)
@@ -157,6 +159,7 @@ def build_autoencoder(
         norm_num_groups=norm_groups,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
+        sample_size=sample_size,
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,

@@ -8,31 +8,44 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from sfumato.algorithms.device import to_device
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data.drawing import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
-from sfumato.data.vision import Vision
+from sfumato.data.drawing import DRAWN, IMAGE_TOKEN, DrawingReader, add_drawing_tokens
+from sfumato.data.packing import TextBatch
+from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError
 from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import DTYPES, build_tokenizer, check_keys, freeze
+from sfumato.models.omni.flow_head import NAME, LatentTokenizer, build_head, head_flops, patch_of
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
+from sfumato.models.omni.pipeline import save_drawing
 from sfumato.models.packed_attention import register_packed_attention
+from sfumato.models.packed_model import Tensors
 from sfumato.models.plain import attention_by_part, give_weights
+from sfumato.models.scores import TokenScores
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 PARTS = ("foundation", "encoder", "image_tokenizer")
 """Folders of an export, beside the whole model: what each part's own library loads."""
+
+MAX_DRAWN = 1024
+"""More than the images that a conversation draws: distance of the keys of samples."""
 
 PROJECTOR = "multi_modal_projector."
 """What names of the projector's weights hold."""
@@ -41,14 +54,80 @@ PROJECTOR = "multi_modal_projector."
 class OmniModel(LanguageModel):
     """A language model that sees and draws images."""
 
-    image_tokenizer: ImageTokenizer
+    image_tokenizer: ImageTokenizer | LatentTokenizer
     codes: range
     """Tokens of the codes of images."""
+    head_class: type[nn.Module] | None = None
+    """The class of the flow head, which fsdp2 gives another name."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether images are latents, which a flow head draws."""
+        return hasattr(self.plain, NAME)
+
+    @contextmanager
+    def head(self) -> Iterator[nn.Module]:
+        """Inside, the flow head with whole weights; where gradients are wanted, right after the forward pass."""
+        head, sharded = getattr(self.plain, NAME), isinstance(self.module, FSDPModule)
+        gathered = sharded and not torch.is_grad_enabled()
+        if gathered:
+            self.module.unshard()
+        try:
+            with self.autocast():
+                yield head
+        finally:
+            if gathered:
+                self.module.reshard()
+
+    def drawn(self, scores: TokenScores, wanted: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor, list[int]]:
+        """What the head learns from, of the N - 1 images that a micro-batch draws and a blank one in no loss, so that
+        ranks compute it equally often.
+
+        Args:
+            scores: of the micro-batch.
+            wanted: bool ``[B, T]``, tokens whose labels are those of images.
+            batch: the micro-batch.
+
+        Returns:
+            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers that key their noise: each belongs to
+            its sample.
+        """
+        hidden = scores.hidden(wanted).unflatten(0, (-1, self.image_tokenizer.num_codes))
+        found, keys = [], []
+        for sample_id, media in zip(batch.sample_ids, batch.media, strict=False):  # padding has none
+            for index, latents in enumerate(media.get(DRAWN, ())):
+                found.append(latents)
+                keys.append(sample_id * MAX_DRAWN + index)
+        latents = torch.stack([*found, torch.zeros(self.image_tokenizer.latent_shape)])
+        blank = hidden.new_zeros(1, *hidden.shape[1:])
+        return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
+
+    def num_drawn(self, batch: TextBatch) -> int:
+        """Images that a micro-batch draws as latents."""
+        return sum(len(media[DRAWN]) for media in batch.media if DRAWN in media)
+
+    def flops_of_image(self) -> int:
+        """Operations of the flow head for an image, forward and backward; 0 without one. Before ``parallelize``."""
+        if not self.has_head:
+            return 0
+        tokenizer = self.image_tokenizer
+        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)
+
+    def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+        """As ``PackedModel.alone``; transformers' module takes no latents."""
+        return {name: each for name, each in super().alone(input_ids, images).items() if name != DRAWN}
+
+    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
+        media = [{name: each for name, each in one.items() if name != DRAWN} for one in media]
+        return super()._score(tensors, media)
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``)."""
+        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``); one with a
+        flow head writes what draws as a pipeline, ``drawing``."""
+        heads = {name: weights.pop(name) for name in [*weights] if name.startswith(f"{NAME}.")}
         whole = dict(weights)
-        super().save_export(folder, weights, merge)
+        with self._without_head():
+            super().save_export(folder, weights, merge)
         config, dtype = self.plain.config, self.autocast_dtype or torch.float32
         encoder, foundation = _empty(config.vision_config, False), _empty(config.text_config, True)
         names = foundation_names(foundation)
@@ -62,6 +141,21 @@ class OmniModel(LanguageModel):
             module.save_pretrained(folder / part)
         self.tokenizer.save_pretrained(folder / "foundation")
         self.image_tokenizer.save(folder / "image_tokenizer")
+        if heads:
+            with torch.device("meta"):
+                head = self.head_class.from_config(getattr(self.plain, NAME).config)
+            head.load_state_dict({name.removeprefix(f"{NAME}."): each for name, each in heads.items()}, assign=True)
+            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """Inside, a module that is built has no head."""
+        build = self._build
+        self._build = getattr(build, "without_head", build)
+        try:
+            yield
+        finally:
+            self._build = build
 
 
 def build_omni_model(config: TrainOmniConfig) -> OmniModel:
@@ -71,7 +165,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
         ConfigError: when a part is missing or broken, or the parts do not fit together.
     """
     tokenizer = build_tokenizer(_tokenizer_config(config.model))
-    image_tokenizer = ImageTokenizer.from_folder(Path(config.model.image_tokenizer))
+    image_tokenizer, head = _read_drawing(config.model), config.model.head
     first = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)
     text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
     tokenizer.chat_template = text.replace("IMAGE", IMAGE_TOKEN)
@@ -84,15 +178,44 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
         encoder = load_part(config.model.encoder, "model.encoder", causal=False)
         image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         module, make = compose(encoder, foundation, image_token_id, config.model.attention)
+        if head is not None:
+            width = foundation.get_output_embeddings().in_features
+            module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
     reader = _reader(module, tokenizer, image_tokenizer)
     vision = Vision(config.data.data_type.limited(reader), None)
-    settings = (DTYPES[config.train.mixed_precision], make, None, config.train.chunked_loss, vision)
+    chunked = config.train.chunked_loss or head is not None  # a head is told hidden states
+    settings = (DTYPES[config.train.mixed_precision], make, None, chunked, vision)
     model = OmniModel(module, tokenizer, *settings)
     model.image_tokenizer, model.codes = image_tokenizer, range(first, first + image_tokenizer.codebook_size)
+    model.head_class = type(getattr(module, NAME)) if head is not None else None
     model.frozen_names = freeze(module, config.model.freeze)
     return model
+
+
+def _read_drawing(model: OmniModelConfig) -> ImageTokenizer | LatentTokenizer:
+    folder = Path(model.image_tokenizer)
+    return (
+        ImageTokenizer.from_folder(folder)
+        if model.head is None
+        else LatentTokenizer.from_folder(folder, patch_of(model.head))
+    )
+
+
+def with_head(
+    module: nn.Module, make: Callable[[], nn.Module], head: nn.Module
+) -> tuple[nn.Module, Callable[[], nn.Module]]:
+    """A model with a flow head beside it, which its ``forward`` does not know, and what makes one like it."""
+    module.add_module(NAME, head.train())
+
+    def make_both() -> nn.Module:
+        both = make()
+        both.add_module(NAME, type(head).from_config(head.config))
+        return both
+
+    make_both.without_head = make
+    return module, make_both
 
 
 def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:

@@ -1,0 +1,203 @@
+"""Images as latents of an autoencoder, which a small transformer denoises: what it is told are hidden states.
+
+An image that is drawn takes K tokens of the language model, one for each patch of its latent. The hidden states from
+which they would be predicted are what the head attends to; their mean is its pooled input.
+
+Shapes: N images, C h w of a latent, K tokens, H features of the language model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfumato.algorithms.solvers import Euler
+from sfumato.config.load import read_yaml
+from sfumato.config.omni import PartConfig
+from sfumato.config.paths import check_weights
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.scratch import section_of, start_at_zero
+from sfumato.parallel.weights import refuse_not_finite
+
+NAME = "flow_head"
+"""What the names of its weights begin with."""
+
+NUM_STEPS = 20
+"""Of the solver that draws in the evaluation."""
+
+
+class LatentTokenizer:
+    """A frozen autoencoder with the size of its images. Every image has the same tokens; latents stand beside them."""
+
+    def __init__(self, vae: Any, source: Path, patch: int) -> None:
+        """Args are diffusers' AutoencoderKL, its folder, and the edge of the head's patches in latents."""
+        self.vae, self.source = vae.requires_grad_(False).eval().float(), source
+        size = vae.config.sample_size
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+        self.factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        unit = self.factor * patch
+        if self.height % unit or self.width % unit:
+            raise ConfigError(
+                f"model.image_tokenizer {source}: its images of {self.width}x{self.height} pixels (sample_size) are no "
+                f"multiples of {unit}, the patches of model.head: correct patch_size"
+            )
+        self.shape = (self.height // unit, self.width // unit)
+        """Rows and columns of the tokens of an image."""
+        self.num_codes = self.codebook_size = self.shape[0] * self.shape[1]
+        self.latent_shape = (vae.config.latent_channels, self.height // self.factor, self.width // self.factor)
+        self._shift, self._scale = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
+
+    @classmethod
+    def from_folder(cls, folder: Path, patch: int) -> LatentTokenizer:
+        """Reads it. Raises ConfigError when the folder holds no AutoencoderKL."""
+        from diffusers import AutoencoderKL
+
+        check_weights(folder, "model.image_tokenizer")
+        try:
+            vae = AutoencoderKL.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"model.image_tokenizer {folder}: model.head draws latents of diffusers' AutoencoderKL, which it finds "
+                f"none of there: {error}"
+            ) from error
+        refuse_not_finite(vae, folder)
+        return cls(vae, folder, patch)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies how images become latents."""
+        digest = hashlib.blake2b(repr(sorted(self.vae.config.items())).encode(), digest_size=16)
+        for name, tensor in sorted(self.vae.state_dict().items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def encode(self, image: Image.Image) -> list[int]:
+        """The tokens of an image, which are those of every image."""
+        del image
+        return list(range(self.num_codes))
+
+    @torch.no_grad()
+    def latents(self, images: Sequence[Image.Image]) -> Tensor:
+        """The mode of the posterior, scaled: float32 ``[N, C, h, w]``; images of another size are scaled."""
+        size = (self.width, self.height)
+        resized = [image if image.size == size else image.resize(size, Image.Resampling.BICUBIC) for image in images]
+        pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1 for image in resized]
+        found = [self.vae.encode(each[None]).latent_dist.mode()[0] for each in pixels]  # bits know no batch
+        return (torch.stack(found) - self._shift) * self._scale
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """uint8 ``[N, H, W, 3]`` of latents on the CPU."""
+        pixels = self.vae.decode(latents.float() / self._scale + self._shift).sample
+        return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+    def save(self, folder: Path) -> None:
+        """Writes the autoencoder as diffusers loads it by itself."""
+        self.vae.save_pretrained(folder)
+
+
+def patch_of(config: PartConfig) -> int:
+    """Edge of the patches of a head in latents. Raises ConfigError."""
+    if config.config_path is not None:
+        return int(read_yaml(config.config_path).get("patch_size", 2))
+    file = Path(str(config.model_path)) / "config.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["patch_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.head.model_path: {file} is not of a SD3Transformer2DModel: {error!r}") from error
+
+
+def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> nn.Module:
+    """diffusers' SD3Transformer2DModel of a folder or a description, told hidden states of ``width``, in float32.
+
+    Raises:
+        ConfigError: when it is none, or is for other latents or hidden states.
+    """
+    from diffusers import SD3Transformer2DModel
+
+    source = config.model_path or config.config_path
+    needed = {"joint_attention_dim": width, "pooled_projection_dim": width}
+    needed |= {"in_channels": latent_shape[0], "out_channels": latent_shape[0]}
+    try:
+        if config.config_path is not None:
+            fields = read_yaml(config.config_path)
+            section_of({"head": fields}, "head", SD3Transformer2DModel)
+            head = SD3Transformer2DModel(**{**needed, **fields})
+            modulations = [
+                module
+                for name, module in head.named_modules()
+                if isinstance(module, nn.Linear) and ".norm" in f".{name}" and name.endswith("linear")
+            ]
+            start_at_zero(head.proj_out, *modulations)  # as models of images alone begin
+        else:
+            check_weights(Path(str(config.model_path)), "model.head.model_path")
+            head = SD3Transformer2DModel.from_pretrained(source, local_files_only=True, use_safetensors=True).float()
+            refuse_not_finite(head, Path(str(source)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model.head {source}: diffusers' SD3Transformer2DModel refuses it: {error}") from error
+    for name, value in needed.items():
+        if head.config[name] != value:
+            raise ConfigError(f"model.head {source}: its {name} is {head.config[name]}, but must be {value} here")
+    longest = max(latent_shape[1:]) // head.config.patch_size
+    if head.config.pos_embed_max_size < longest:
+        raise ConfigError(
+            f"model.head {source}: pos_embed_max_size {head.config.pos_embed_max_size}: latents have {longest} patches "
+            "along a side"
+        )
+    return head
+
+
+def predict_velocity(head: nn.Module, latents: Tensor, sigma: Tensor, hidden: Tensor) -> Tensor:
+    """The velocity of noised latents ``[N, C, h, w]`` at ``sigma`` ``[N]``, told hidden states ``[N, K, H]``."""
+    return head(
+        hidden_states=latents,
+        timestep=sigma * 1000,
+        encoder_hidden_states=hidden,
+        pooled_projections=hidden.mean(dim=1),
+        return_dict=False,
+    )[0]
+
+
+@torch.no_grad()
+def denoise(head: nn.Module, noise: Tensor, hidden: Tensor, unconditional: Tensor | None, scale: float) -> Tensor:
+    """Latents of standard normal ``noise`` ``[N, C, h, w]``, in ``NUM_STEPS`` Euler steps of equal size.
+
+    Args:
+        head: on the device of the rest.
+        noise: the first latents.
+        hidden: ``[N, K, H]``.
+        unconditional: those without a prompt, for a guidance ``scale`` that is not 1.
+        scale: of classifier-free guidance.
+    """
+    sigmas, latents = torch.linspace(1, 0, NUM_STEPS + 1), noise
+    for index in range(NUM_STEPS):
+        sigma = sigmas[index].to(latents.device).expand(len(latents))
+        velocity = predict_velocity(head, latents, sigma, hidden).float()
+        if unconditional is not None:
+            free = predict_velocity(head, latents, sigma, unconditional).float()
+            velocity = free + scale * (velocity - free)
+        latents, _ = Euler().step(velocity, latents, sigmas, index)
+    return latents
+
+
+def head_flops(head: nn.Module, latent_shape: Sequence[int], num_tokens: int) -> int:
+    """Operations of a forward and a backward pass for an image, counted by torch on meta tensors."""
+    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+    with torch.device("meta"):
+        shadow = type(head).from_config(head.config)
+        hidden = torch.empty(1, num_tokens, head.config.joint_attention_dim, requires_grad=True)
+        latents, sigma = torch.empty(1, *latent_shape), torch.empty(1)
+    for name, parameter in shadow.named_parameters():
+        parameter.requires_grad_(name in trained)
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        predict_velocity(shadow, latents, sigma, hidden).sum().backward()
+    return counter.get_total_flops()
