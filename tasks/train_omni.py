@@ -45,6 +45,9 @@ from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
 
+NUM_NOISES = 4
+"""Noise levels at which an image of a step is trained."""
+
 
 def main(config: TrainOmniConfig) -> None:
     make_image_tokenizer(config.model)
@@ -100,7 +103,7 @@ def main(config: TrainOmniConfig) -> None:
         run.count(
             tokens=sum(sum(batch.lengths) for batch in batches),
             flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches)
-            + flops_of_image * sum(model.num_drawn(batch) for batch in batches),
+            + NUM_NOISES * flops_of_image * sum(model.num_drawn(batch) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "text": "loss/text", "image": "loss/image"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -157,17 +160,20 @@ def flow_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of ``-log p`` over the text tokens, and the flow-matching losses of images, each times its K tokens.
 
-    Noise and noise levels, sigmoids of a normal variable, belong to the sample.
+    Each image is noised ``NUM_NOISES`` times, since the head costs less than the language model (arXiv 2406.11838,
+    section 4.1). Noise and noise levels, sigmoids of a normal variable, belong to the sample.
     """
     drawn = is_image(row["labels"], model.codes)
     text = -scores.log_probs(row["labels"].masked_fill(drawn, IGNORED)).sum()
     hidden, latents, keys = model.drawn(scores, drawn, batch)  # [N, K, H], [N, C, h, w]
+    hidden, latents = (each.repeat_interleave(NUM_NOISES, dim=0) for each in (hidden, latents))
+    keys = [NUM_NOISES * key + index for key in keys for index in range(NUM_NOISES)]
     uniform = keyed_uniform(seed, "sigma", step, keys)
     sigma = to_device(draw_sigma(uniform, "logit_normal", 0.0, 1.0, 1.0), latents.device)
     noise = keyed_normal(latents.shape[1:], seed, "noise", step, keys, latents.device)
     with model.head() as head:
         velocity = predict_velocity(head, add_noise(latents, noise, sigma), sigma, hidden)
-    losses = flow_matching_loss(velocity, latents, noise)  # [N], the last of a blank image
+    losses = flow_matching_loss(velocity, latents, noise).view(-1, NUM_NOISES).mean(1)  # [N], the last of a blank image
     return text, losses[:-1].sum() * model.image_tokenizer.num_codes + 0.0 * losses[-1]
 
 
