@@ -195,8 +195,9 @@ def shard_embeddings(given: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     """As ``shard_sequence``, of what the language model in a model that sees is given.
 
     Args:
-        given: ``inputs_embeds`` [B, S, C]; ``position_ids`` [B, S] or [axes, B, S]; perhaps ``visual_pos_masks`` [B, S],
-            the tokens of images, and ``deepstack_visual_embeds``, whose members [N, C] later layers add to these N.
+        given: ``inputs_embeds`` [B, S, C]; ``position_ids`` [B, S] or [axes, B, S]; perhaps ``visual_pos_masks``
+            [B, S], the tokens of images, and ``deepstack_visual_embeds``, whose members [N, C] later layers add to
+            these N.
         mesh: the ranks.
     """
     whole = {"inputs_embeds": given["inputs_embeds"], "position_ids": given["position_ids"].movedim(-1, 1)}
