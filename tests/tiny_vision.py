@@ -20,7 +20,8 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
     """A model of width 32 with two layers and an encoder of width 16, for the tokenizer of bytes with 4 tokens more.
 
     Args:
-        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl or llava_onevision.
+        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl, janus or llava_onevision, or the thinker
+            of an omni model.
     """
     text = {
         "vocab_size": 263,
@@ -84,6 +85,19 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         vision = siglip | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
         ids = {"boi_token_index": 259, "eoi_token_index": 260, "image_token_index": 261, "mm_tokens_per_image": 4}
         return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
+    if kind == "janus":
+        text["model_type"] = "llama"
+        vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+        vision |= {"patch_size": 8, "mlp_ratio": 2.0, "projection_dim": 32, "initializer_range": 0.1}
+        codes = {"embed_dim": 8, "num_embeddings": 16, "base_channels": 32, "channel_multiplier": [1, 1]}
+        codes |= {"num_res_blocks": 1, "projection_dim": 32, "num_patches": 4}
+        return {
+            "model_type": kind,
+            "text_config": text,
+            "vision_config": vision,
+            "vq_config": codes,
+            "image_token_id": 261,
+        }
     text["model_type"] = "qwen2"
     if kind == "internvl":
         vision = siglip | {"image_size": [16, 16], "patch_size": [4, 4]}

@@ -26,6 +26,10 @@ TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Names of the number of experts that a token goes to, in configurations."""
 
 
+DRAWS = ("flow_head", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
+"""Names of parts that draw, of models put together here and of Janus, which no token passes, and no image seen."""
+
+
 class FlopCount:
     """Operations of a causal transformers model on documents of given lengths.
 
@@ -45,7 +49,7 @@ class FlopCount:
             ConfigError: when it has experts, but does not say how many a token goes to.
         """
         encoder = {} if vision is None else encoder_modules(model)
-        draws = [module for name, module in model.named_children() if name == "flow_head"]  # counted by image
+        draws = [module for name, module in model.named_modules() if name.rpartition(".")[2] in DRAWS]
         self.trained_weights, self.frozen_weights = _matrix_weights(model, [*encoder.values(), *draws])
         self._output = _output_weights(model)
         self.attention = _attention_by_window(model, [*encoder.values(), *draws])
@@ -244,7 +248,7 @@ def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The parts of a transformers model beside its decoder and its output layer, by name."""
     decoder, base = model.get_decoder(), model.base_model
     kept = {id(decoder), id(model.get_output_embeddings())}
-    found = {name: module for name, module in base.named_children() if id(module) not in kept}
+    found = {name: module for name, module in base.named_children() if id(module) not in kept and name not in DRAWS}
     return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
 
 

@@ -171,6 +171,11 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
+    if sees and described.model_type in ("emu3", "chameleon"):
+        raise ConfigError(
+            f"models of type {described.model_type} see images as codes of a tokenizer that is a part of them, which "
+            "is not supported: take a model with a vision encoder, or put one together with tasks/train_omni.py"
+        )
     if sees and getattr(described, "vision_config", None) is None:
         raise ConfigError(
             f"data.data_type image_conversation: a model of type {described.model_type} sees no images: take one that "

@@ -160,6 +160,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     settings = {key: value for key, value in settings.items() if key in parameters and not key.endswith("processor")}
     if folder is None and "image_seq_length" in parameters:
         settings["image_seq_length"] = _tokens_per_tile(described)
+    if folder is None and kind == "janus":
+        settings["num_image_tokens"] = _tokens_per_tile(described)
     if folder is None and kind.startswith("llava"):
         settings |= _llava_settings(described)
     parts = {"image_processor": images, "tokenizer": tokenizer}
@@ -182,6 +184,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"the processor {name} of {kind} cannot be made: {error}") from error
     del processor.check_argument_for_proper_class
+    if not hasattr(processor, "image_token_id"):  # Janus
+        processor.image_token_id = tokenizer.convert_tokens_to_ids(getattr(processor, "image_token", None))
     if not isinstance(getattr(processor, "image_token", None), str):
         raise ConfigError(f"model.model_path: images of {kind} are not known: {name} names no image_token")
     _set_template(processor, described, folder is None)

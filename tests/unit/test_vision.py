@@ -31,7 +31,7 @@ from sfumato.parallel.weights import whole_weights
 from tests.tiny import run_task_here, tiny_language_description, write_config
 from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config
 
-PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision")
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "janus", "llava_onevision")
 APART = ("gemma3", "qwen2_5_vl")
 """Whose documents have rows of their own."""
 
