@@ -24,7 +24,7 @@ from tests.tiny import (
     tiny_text_config,
     write_tiny_pipeline,
 )
-from tests.tiny_omni import tiny_omni_config
+from tests.tiny_omni import tiny_flow_config, tiny_omni_config
 from tests.tiny_vision import tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def made_tiny(path, tmp_path):
     task, content = task_of(path), read_yaml(path)
     train = ONE_PROCESS | {"output_dir": str(tmp_path / "run")}
     if task == "train_omni":
-        tiny = tiny_omni_config(tmp_path)
+        tiny = (tiny_flow_config if "head" in content["model"] else tiny_omni_config)(tmp_path)
         model = content["model"] | tiny["model"] | {"image_tokenizer_made_by": None}
         data = {"synthetic": {"num_rows": 8}, "max_seq_len": 96}
         return task, merge(content | {"model": model}, {"data": data, "train": train, "eval": {"num_rows": 2}})
@@ -263,6 +263,7 @@ def made_tiny(path, tmp_path):
 def tiny_rl_parts(content, tmp_path):
     """A tiny model of the family that the file names, glyphs and brightness; steps and guidance stay the file's."""
     named = str(content["model"]["model_path"])
+    content["model"].pop("family", None)  # of a folder that another task makes: tests/e2e/test_train_omni_flow.py
     describe, size, tokens, needs = next((each for name, each in TINY_FAMILIES.items() if name in named), TINY_SD3)
     if needs:
         pytest.importorskip(needs)
