@@ -11,9 +11,11 @@ from sfumato.commands.check import check_config
 from sfumato.commands.find_task import TASKS as KNOWN_TASKS
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.load import load_config, merge, read_yaml
+from sfumato.config.omni import PartConfig
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.omni.flow_head import build_head
 from sfumato.tracking.run import Run
 from tests import tiny_families
 from tests.tiny import (
@@ -39,6 +41,7 @@ TASKS = [path for path in FILES if is_task(path)]
 DESCRIPTIONS = [path for path in FILES if "pipeline" in read_yaml(path)]
 LANGUAGE_MODELS = [path for path in FILES if "model_type" in read_yaml(path)]
 IMAGE_TOKENIZERS = [path for path in FILES if "num_vq_embeddings" in read_yaml(path)]
+FLOW_HEADS = [path for path in FILES if "caption_projection_dim" in read_yaml(path)]
 
 
 def relative(path):
@@ -100,7 +103,7 @@ def task_of(path):
 def test_there_are_files_for_every_task():
     assert {task_of(path) for path in TASKS} == set(KNOWN_TASKS)
     assert DESCRIPTIONS and len(LANGUAGE_MODELS) >= 10
-    assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS, *IMAGE_TOKENIZERS}
+    assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS, *IMAGE_TOKENIZERS, *FLOW_HEADS}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=relative)
@@ -165,6 +168,18 @@ def test_no_typo_in_a_model_description_goes_unnoticed(path, tmp_path):
             assert "pipeline" in message
             continue
         assert f"{dotted((*place[:-1], typo))}: unknown key; did you mean {place[-1]!r}?" in message, message
+
+
+@pytest.mark.parametrize("path", FLOW_HEADS, ids=relative)
+def test_no_typo_in_a_flow_head_goes_unnoticed(path, tmp_path):
+    copied = tmp_path / "head.yaml"
+    assert build_head(PartConfig(config_path=str(path)), 32, (4, 6, 6)).config.joint_attention_dim == 32
+    for content, place, typo in mutations(path):
+        copied.write_text(yaml.safe_dump(renamed(content, place, typo)))
+        with pytest.raises(ConfigError) as caught:
+            build_head(PartConfig(config_path=str(copied)), 32, (4, 6, 6))
+        message = str(caught.value)
+        assert str(copied) in message and f"{typo}: unknown key; did you mean {place[-1]!r}?" in message, message
 
 
 @pytest.mark.parametrize(
