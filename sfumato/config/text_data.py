@@ -10,13 +10,17 @@ from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import EpochTrainConfig
 
+SHOWN_PROBLEMS = ("read", "digits")
+"""Synthetic problems whose question is a picture."""
+
 
 class SyntheticTextConfig(Section):
     """Problems with one correct answer, made in code: nothing is downloaded."""
 
-    problem: Literal["reverse", "sort", "add", "multiply", "read", "draw", "read_or_draw"] = "reverse"
-    """reverse and sort the letters of a word, add or multiply two numbers, read a number from a picture, which needs
-    data_type image_conversation, draw one, or either of both, which need omni_conversation."""
+    problem: Literal["reverse", "sort", "add", "multiply", "read", "digits", "draw", "read_or_draw"] = "reverse"
+    """reverse and sort the letters of a word, add or multiply two numbers, read a number from a picture (digits: from
+    scikit-learn's handwritten digits), which needs data_type image_conversation, or image_prompts of RL, draw one, or
+    either of both, which need omni_conversation."""
     min_length: int = Field(2, ge=1)
     """Fewest letters of a word, or digits of a number."""
     max_length: int = Field(6, ge=1, le=32)
@@ -90,8 +94,11 @@ class TextDataConfig(Section):
                 "data.eval_path has no meaning with data.synthetic, which has held-out problems of its own"
             )
         problem = None if self.synthetic is None else self.synthetic.problem
-        if problem is not None and (problem in ("read", "draw", "read_or_draw")) != self.data_type.has_images:
-            raise ValueError("data.synthetic.problem read and data.data_type image_conversation need each other")
+        if problem is not None and (problem in (*SHOWN_PROBLEMS, "draw", "read_or_draw")) != self.data_type.has_images:
+            raise ValueError(
+                f"data.synthetic.problem {' and '.join(SHOWN_PROBLEMS)} and data.data_type image_conversation need "
+                "each other"
+            )
         if problem in ("draw", "read_or_draw") and not self.data_type.draws:
             raise ValueError(f"data.synthetic.problem {problem} needs data.data_type omni_conversation")
         if self.synthetic is not None and self.data_type.documents_per_sample == 2 and self.synthetic.turns > 1:

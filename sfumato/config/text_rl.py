@@ -318,6 +318,22 @@ class TextRLConfig(RecipeRLConfig):
                 "rollout.rollout_only learns nothing, so there is nothing to go on from: give the weights as "
                 "model.model_path, and leave train.load_checkpoint_path out"
             )
+        if self.data.data_type.has_images:
+            self._take_images()
         if self.train.pipeline_parallel_size > 1:
             raise ValueError("train.pipeline_parallel_size: RL of language models takes all other meshes; set it to 1")
         return self
+
+    def _take_images(self) -> None:
+        """Raises ValueError for parts that do not know prompts with images."""
+        parts = {"rollout.kind": self.rollout.kind, "rollout.engine": self.rollout.engine}
+        parts["algorithm.token_advantage"] = self.algorithm.token_advantage
+        fitting = {"rollout.kind": "single_turn", "rollout.engine": "embedded", "algorithm.token_advantage": "sample"}
+        sees = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
+        sees["algorithm.token_advantage"] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
+        for name, part in parts.items():
+            if not sees[name]:
+                raise ValueError(
+                    f"{name} {part.type} takes no images in prompts, which data.data_type {self.data.data_type.type} "
+                    f"has: take one that does, such as {fitting[name]}"
+                )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
-from sfumato.config.text_data import SyntheticTextConfig
+from sfumato.config.text_data import SHOWN_PROBLEMS, SyntheticTextConfig
 
 PLAIN = "none"
 """What ``chat_template`` says where there is to be none."""
@@ -18,8 +18,9 @@ class TextPromptDataConfig(Section):
     """Prompts to train and to evaluate on, as text or as messages, with what rewards need to know of them."""
 
     data_type: Annotated[Any, Variant("sfumato.data.text_prompt_formats", short=True)] = "prompts"
-    """What rows hold: prompts (a column of texts or messages), gsm8k (question and answer), verl (verl's and DAPO's
-    parquet files), sharegpt, reasoning_gym, verifiers; or a format of your own by import path, `my_module:MyFormat`."""
+    """What rows hold: prompts (a column of texts or messages), image_prompts (the same with images), gsm8k (question
+    and answer), verl (verl's and DAPO's parquet files), sharegpt, reasoning_gym, verifiers; or a format of your own by
+    import path, `my_module:MyFormat`."""
     train_path: FilePaths | None = None
     """Prompts: a .jsonl, .json, .parquet, .arrow, .csv or .txt file (one a line), a folder of them, or several of these
     with commas between; columns that the format does not read are metadata."""
@@ -47,7 +48,13 @@ class TextPromptDataConfig(Section):
         if self.synthetic is not None:
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
-            if self.data_type.type != "prompts":
+            shows = self.synthetic.problem in SHOWN_PROBLEMS
+            if shows != self.data_type.has_images:
+                raise ValueError(
+                    f"data.synthetic.problem {' and '.join(SHOWN_PROBLEMS)} and data.data_type image_prompts need each "
+                    "other"
+                )
+            if self.data_type.type != ("image_prompts" if shows else "prompts"):
                 raise ValueError(
                     "data.data_type has no effect with data.synthetic, whose problems are no rows of a file: remove "
                     "one of them"

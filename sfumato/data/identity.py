@@ -15,6 +15,7 @@ from sfumato.data.rows import FileRows, JoinedRows
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform, source_of
 from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.vision import Images
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
@@ -45,11 +46,20 @@ def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: 
     """The identity of a task of RL of language models; see ``identify``. Prompts count with their tokens."""
 
     def content(some: list[TextPrompt]) -> str:
-        return _digest([[prompt.token_ids, prompt.metadata] for prompt in some])
+        return _digest([[prompt.token_ids, prompt.metadata, *_media(prompt.images)] for prompt in some])
 
     names = {"data.train_path": content(prompts), "data.eval_path": content(eval_prompts)}
     sizes = ("num_prompts", "n", "over_sampling_batch_size", "partial_rollout")
     return identify(config, names, {f"rollout.{name}": getattr(config.rollout, name) for name in sizes})
+
+
+def _media(images: Images | None) -> list[Any]:
+    """Of images what they hold, or the names and sizes of their files."""
+    files = [] if images is None else images.find()
+    return [
+        [str(file), file.stat().st_size] if isinstance(file, Path) else hashlib.blake2b(file).hexdigest()
+        for file in files
+    ]
 
 
 def content_of_sources(sources: Sources | None) -> str:

@@ -152,11 +152,7 @@ class ImageConversationTransform:
 
     def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
         """The text that stands for each image or video, and the shapes of ``Images``."""
-        try:
-            return self.reader.place([self.reader.open(file, where) for file in files])
-        except ValueError as error:
-            kinds = " or a ".join(self.reader.media)
-            raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an {kinds}: {error}") from error
+        return self.reader.place_files(files, where)
 
     def _documents(
         self,
@@ -195,35 +191,63 @@ class ImageConversationTransform:
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """As ``_read``, of these messages."""
-        waiting = {kind: _column(row, kind, where) for kind in self.reader.media}
-        given, files = {kind: len(column) for kind, column in waiting.items()}, []
-        messages = [dict(message) for message in messages]
-        for index, message in enumerate(messages):
-            if message.get("content") is None:
+        return take_media(messages, row, where, self.reader.media)
+
+
+def take_media(
+    messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",)
+) -> tuple[Messages, list[Medium]]:
+    """Messages whose contents are lists of parts, and the files of the images and other media that stand in them.
+
+    Args:
+        messages: of a row, in whose columns some of the files may be.
+        row: knows the folder that paths are relative to.
+        where: file and row.
+        media: kinds that there may be.
+
+    Raises:
+        DataError: when a file is missing or no file, or has no place in a message.
+    """
+    waiting = {kind: _column(row, kind, where) for kind in media}
+    given, files = {kind: len(column) for kind, column in waiting.items()}, []
+    messages = [dict(message) for message in messages]
+    for index, message in enumerate(messages):
+        if message.get("content") is None:
+            continue
+        place = f"{where}: message {index + 1}"
+        parts = []
+        for part in _parts(message["content"], place, given):
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": part["text"]})
                 continue
-            place = f"{where}: message {index + 1}"
-            parts = []
-            for part in _parts(message["content"], place, given):
-                if part["type"] == "text":
-                    parts.append({"type": "text", "text": part["text"]})
-                    continue
-                kind = part["type"]
-                value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
-                if value is None and not waiting[kind]:
-                    raise DataError(
-                        f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
-                    )
-                file = _open(waiting[kind].pop(0) if value is None else value, kind, row.folder, place)
-                files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
-                parts.append({"type": kind})
-            message["content"] = parts
-        for kind, left in waiting.items():
-            if left:
+            kind = part["type"]
+            value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
+            if value is None and not waiting[kind]:
                 raise DataError(
-                    f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
-                    f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
+                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
                 )
-        return messages, files
+            file = _open(waiting[kind].pop(0) if value is None else value, kind, row.folder, place)
+            files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
+            parts.append({"type": kind})
+        message["content"] = parts
+    for kind, left in waiting.items():
+        if left:
+            raise DataError(
+                f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
+                f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
+            )
+    return messages, files
+
+
+def as_text(content: Any) -> str:
+    """The content of a message as people read it, with ``<image>`` where an image stands."""
+    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+
+
+def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
+    """The images of a document by their files, the shapes that ``ImageReader.place`` gave, and file and row."""
+    return Images(shapes, partial(_first, list(files), len(files)), where) if len(files) else None
 
 
 def _first(files: list[Medium], count: int) -> Sequence[Medium]:

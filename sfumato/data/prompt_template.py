@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast
 from sfumato.data.tokenise import Encoder, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.vision import ImageReader
 
 Tools = list[dict[str, Any]]
 
@@ -27,6 +30,14 @@ class PromptTemplate:
     """Variables of the chat template."""
     system_prompt: str | None = None
     """First message of conversations that do not begin with one of role system."""
+    reader: ImageReader | None = None
+    """Of a model that sees: then contents may be lists of parts."""
+
+    @property
+    def media_tokens(self) -> set[int]:
+        """Tokens that stand for images. One that is drawn ends an answer, since there is no image of which it says
+        something."""
+        return set() if self.reader is None else self.reader.media_tokens()
 
     def messages_of(self, content: str | list[Message], where: str) -> list[Message] | None:
         """The conversation that a prompt begins, checked; None where the prompt is a text and remains one.
@@ -41,7 +52,7 @@ class PromptTemplate:
                 "template"
             )
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        check_prompt(messages, where)
+        check_prompt(messages, where, has_parts=self.reader is not None)
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
@@ -84,8 +95,13 @@ class PromptTemplate:
         return self.encode([str(text)])[0]
 
 
-def build_prompt_template(config: TextPromptDataConfig, tokenizer: Any) -> PromptTemplate:
-    """The template of a configuration. Raises ConfigError when it does not fit the tokenizer."""
+def build_prompt_template(
+    config: TextPromptDataConfig, tokenizer: Any, reader: ImageReader | None = None
+) -> PromptTemplate:
+    """The template of a configuration; ``reader`` is that of a model that sees.
+
+    Raises ConfigError when it does not fit the tokenizer.
+    """
     stay_in_one_thread()
     if config.chat_template == PLAIN:
         check_fast(tokenizer)
@@ -96,7 +112,7 @@ def build_prompt_template(config: TextPromptDataConfig, tokenizer: Any) -> Promp
             "which leaves prompts as they are"
         )
     chat = build_chat_template(config.chat_template, tokenizer)
-    return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt)
+    return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt, reader)
 
 
 def begins_texts(tokenizer: Any) -> bool:
@@ -105,15 +121,17 @@ def begins_texts(tokenizer: Any) -> bool:
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
 
-def check_prompt(messages: list[Message], where: str) -> None:
-    """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends."""
+def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -> None:
+    """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends. Contents that
+    are lists of parts, where there may be some, were checked when they were read."""
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
         calls = role == "assistant" and message.get("tool_calls")
-        if not (isinstance(content, str) and content.strip()) and not (calls and content in (None, "")):
+        is_said = (isinstance(content, str) and content.strip()) or (has_parts and isinstance(content, list))
+        if not is_said and not (calls and content in (None, "")):
             raise DataError(f"{place} ({role}): content must be a non-empty text, not {content!r}")
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         last = repr(messages[-1]["role"]) if messages else "nothing"

@@ -6,7 +6,7 @@ import copy
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import torch
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.own_functions import import_function
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.image_conversation import as_text, images_of
 from sfumato.data.prompt_template import PromptTemplate, Tools
 from sfumato.data.prompts import PromptLoader
+from sfumato.data.row_samples import FiledRow, filed_row
 from sfumato.data.rows import RowTable
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.data.text import Messages
 from sfumato.data.text_prompt_formats.base import PromptRow
+from sfumato.data.vision import Images
 from sfumato.errors import ConfigError, DataError
 
 Curriculum = Callable[[int, list[dict[str, Any]], int], Any]
@@ -42,6 +45,8 @@ class TextPrompt:
     """File and row, for messages."""
     tools: Tools | None = None
     """JSON schemas of the tools that the chat template has shown."""
+    images: Images | None = None
+    """Those that stand in it."""
 
 
 def load_text_prompts(
@@ -97,9 +102,13 @@ def _open(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable
     """The rows, and what reads them."""
     if config.synthetic is None:
         return config.data_type.open(config, split, seed), config.data_type.read
-    problem = config.synthetic.problem
-    rows = SyntheticRows(config.synthetic, seed, held_out=split == "eval")
-    return rows, lambda row, where: PromptRow(row["prompt"], {"answer": row["answer"], "problem": problem})
+    rows, about = SyntheticRows(config.synthetic, seed, held_out=split == "eval"), {"problem": config.synthetic.problem}
+
+    def read(row: FiledRow, where: str) -> PromptRow:
+        own = {name: row[name] for name in ("prompt", "answer", "images") if name in row}
+        return config.data_type.read(FiledRow(own | about), where)
+
+    return rows, read
 
 
 def _origin(config: TextPromptDataConfig, split: str) -> str:
@@ -115,18 +124,27 @@ def _encode(
     found, texts = [], []
     for index in indices:
         where = rows.describe(index)
-        row = read(rows[index], where)
+        row = read(filed_row(rows, index), where)
         shown = row.tools or tools
-        messages = template.messages_of(row.content, where)
-        texts.append(row.content if messages is None else template.render(messages, where, shown))
-        found.append((row, messages, shown, where))
-    prompts = []
-    for (row, messages, shown, where), ids in zip(found, template.encode(texts), strict=True):
+        messages, images = template.messages_of(row.content, where), None
+        text = row.content if messages is None else template.render(messages, where, shown)
+        if template.reader is not None and messages is not None:
+            replacements, shapes = template.reader.place_files(row.images, where)
+            text, _ = template.reader.expand(text, [], replacements, where)
+            images = images_of(row.images, shapes, where)
+            messages = [message | {"content": as_text(message.get("content"))} for message in messages]
+        texts.append(text)
+        found.append((row, messages, shown, where, images))
+    prompts, media = [], template.media_tokens
+    for (row, messages, shown, where, images), ids in zip(found, template.encode(texts), strict=True):
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of the prompt")
+        if ids[-1] in media:
+            raise DataError(f"{where}: the prompt ends with an image: let the chat template end it with a text")
         last = next((each["content"] for each in reversed(messages or []) if each["role"] == "user"), None)
         text = row.content if isinstance(row.content, str) else last or messages[-1]["content"]
-        prompts.append(TextPrompt(tuple(ids), text, messages, row.metadata, where, shown if messages else None))
+        tools_shown = shown if messages else None
+        prompts.append(TextPrompt(tuple(ids), text, messages, row.metadata, where, tools_shown, images))
     return prompts
 
 
@@ -134,15 +152,13 @@ def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | No
     """What becomes of a prompt that is too long; None leaves it out."""
     if config.overlong == "drop":
         return None
-    if config.overlong == "truncate_left":
-        return TextPrompt(
-            prompt.token_ids[-config.max_prompt_tokens :],
-            prompt.text,
-            prompt.messages,
-            prompt.metadata,
-            prompt.where,
-            prompt.tools,
+    if config.overlong == "truncate_left" and prompt.images is not None:
+        raise DataError(
+            f"{prompt.where}: cut to data.max_prompt_tokens {config.max_prompt_tokens} the prompt could lose an image: "
+            "raise it, or set data.overlong to drop"
         )
+    if config.overlong == "truncate_left":
+        return replace(prompt, token_ids=prompt.token_ids[-config.max_prompt_tokens :])
     raise DataError(
         f"{prompt.where}: the prompt has {len(prompt.token_ids)} tokens, more than data.max_prompt_tokens "
         f"{config.max_prompt_tokens}: raise it, or set data.overlong to drop or truncate_left"

@@ -12,7 +12,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,12 @@ PROCESSOR_FILES = (
     "chat_template.jinja",
 )
 """Files of a transformers folder that say how images and texts become tensors."""
+
+KINDS = ("token_type_ids", "mm_token_type_ids")
+"""What transformers' models call the kinds of tokens."""
+
+SHOWN_PIXELS = 512
+"""Width and height of the images of prompts in reports, at most."""
 
 Span = tuple[int, int]
 Tensors = dict[str, "Tensor"]
@@ -82,6 +88,26 @@ class Images:
     where: str
     """File and row, for messages."""
 
+    def side_by_side(self) -> np.ndarray | None:
+        """The images, each made at most ``SHOWN_PIXELS`` wide and high, from left to right: uint8 ``[H, W, 3]``.
+
+        None without images, among videos or audio. Raises DataError when one is broken.
+        """
+        from PIL import Image
+
+        files = [file for file in self.find() if isinstance(file, Path | bytes)]
+        pictures = [read_image(file, self.where, still=True).convert("RGB") for file in files]
+        if not pictures:
+            return None
+        for picture in pictures:
+            picture.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
+        size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
+        whole, left = Image.new("RGB", size, "white"), 0
+        for picture in pictures:
+            whole.paste(picture, (left, 0))
+            left += picture.width
+        return np.asarray(whole)
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -94,6 +120,17 @@ class Beside:
     where frames lie between whole positions, as those of Qwen3-Omni do."""
     kinds: Tensor | None = None
     """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
+
+    def arguments(self, position_ids: Tensor, names: Iterable[str]) -> Tensors:
+        """What ``forward`` is given beside tokens whose positions within documents are ``position_ids``.
+
+        Where the model has rotary positions of three axes, those within documents come first, as transformers has it
+        for packed rows. ``names`` are the arguments of ``forward``.
+        """
+        found = self.tensors | {"position_ids": position_ids}
+        if self.positions is not None:
+            found["position_ids"] = torch.cat([position_ids[None], self.positions.movedim(-1, 0)])
+        return found | {name: self.kinds for name in KINDS if name in names}
 
 
 class ImageReader:
@@ -217,6 +254,14 @@ class ImageReader:
         found = self._process(images)
         return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(found, images)
 
+    def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
+        """As ``place``, of files. Raises DataError when one is broken, or refused."""
+        try:
+            return self.place([self.open(file, where) for file in files])
+        except ValueError as error:
+            kinds = " or a ".join(self.media)
+            raise DataError(f"{where}: {type(self.processor).__name__} refuses an {kinds}: {error}") from error
+
     def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
         """A rendered conversation with the texts of its images and videos, and its spans where they are then.
 
@@ -264,6 +309,10 @@ class ImageReader:
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
+
+    def media_tokens(self) -> set[int]:
+        """Tokens that stand for a part of an image, or of another medium."""
+        return {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
@@ -348,6 +397,28 @@ class Vision:
     def beside(self, input_ids: np.ndarray, images: Images | None) -> Beside:
         """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
         return self._beside(input_ids, self.reader.tensors(images) if images is not None and len(images.shapes) else {})
+
+    def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> Beside:
+        """What the model is given beside documents in rows of their own, each of ``width`` tokens with its padding.
+
+        Args:
+            rows: token ids of n documents.
+            media: of each what ``ImageReader.tensors`` made of its images; empty without.
+            width: tokens of the longest, or more.
+
+        Returns:
+            Tensors of all, positions ``[n, width, 3]`` where the model has such, and kinds ``[n, width]``.
+        """
+        found = [self._beside(np.array(row, np.int32), own) for row, own in zip(rows, media, strict=True)]
+        kinds = torch.zeros(len(rows), width, dtype=torch.int64)
+        positions = None
+        if self._positions is not None:
+            positions = torch.arange(width)[None, :, None].repeat(len(rows), 1, 3)
+        for index, one in enumerate(found):
+            kinds[index, : len(one.kinds)] = one.kinds
+            if positions is not None:
+                positions[index, : len(one.kinds)] = one.positions
+        return Beside(join_media(media), positions, kinds)
 
     def idle(self) -> Beside:
         """Of the small image, and video and audio where documents may have some, the tokens of which are ``idle_ids``.

@@ -19,6 +19,8 @@ from sfumato.config.load import read_yaml, suggest
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.text import TextFormat
+from sfumato.data.text_prompt_formats.base import PromptFormat
+from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language import LanguageModel
 from sfumato.models.lora import add_lora, language_targets, refuse_adapter
@@ -36,7 +38,10 @@ OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_
 
 
 def build_language_model(
-    config: LanguageModelConfig, train: Any, frozen: bool = False, data_type: TextFormat | None = None
+    config: LanguageModelConfig,
+    train: Any,
+    frozen: bool = False,
+    data_type: TextFormat | PromptFormat | None = None,
 ) -> LanguageModel:
     """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
     ``LanguageModel.parallelize``.
@@ -76,6 +81,19 @@ def build_language_model(
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
+
+
+def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tuple[Any, ImageReader | None]:
+    """The tokenizer of a model, and where the data has images what reads these; weights are neither read nor drawn.
+
+    Args and errors as for ``build_language_model``.
+    """
+    if not data_type.has_images:
+        return build_tokenizer(config), None
+    section, on_meta = config.model_copy(update={"lora": None}), train.model_copy(update={"init_device": "meta"})
+    model = build_language_model(section, on_meta, data_type=data_type)
+    assert model.vision is not None
+    return model.tokenizer, model.vision.reader
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
@@ -178,8 +196,8 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
         )
     if sees and getattr(described, "vision_config", None) is None:
         raise ConfigError(
-            f"data.data_type image_conversation: a model of type {described.model_type} sees no images: take one that "
-            "does, or data.data_type conversation"
+            f"data.data_type with images: a model of type {described.model_type} sees none: take one that does, or a "
+            "data.data_type without images (conversation, prompts)"
         )
     return described
 

@@ -20,7 +20,7 @@ from sfumato.algorithms.device import to_device
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
 from sfumato.data.packing import TextBatch
-from sfumato.data.vision import Beside, Images, Vision, join_media
+from sfumato.data.vision import KINDS, Beside, Images, Vision, join_media
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import Sight, forget_lengths
 from sfumato.models.lora import start_magnitudes
@@ -42,9 +42,6 @@ COMPILED_MULTIPLE = 256
 """Of what the lengths of rows are a multiple where blocks are compiled."""
 
 Tensors = dict[str, Tensor]
-
-KINDS = ("token_type_ids", "mm_token_type_ids")
-"""What transformers' models call the kinds of tokens."""
 
 Output = TypeVar("Output")
 """What a model says of the tokens of a micro-batch."""
@@ -369,16 +366,10 @@ class PackedModel(ABC, Generic[Output]):
             return self.module(input_ids=input_ids, use_cache=False, **more).logits
 
     def _seen(self, position_ids: Tensor, beside: Beside) -> Tensors:
-        """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees.
-
-        Where it has rotary positions of three axes, those within documents come first, as transformers has it for
-        packed rows.
-        """
-        found = self._to_device(beside.tensors) | {"position_ids": position_ids}
-        if beside.positions is not None:
-            found["position_ids"] = torch.cat([position_ids[None], beside.positions.movedim(-1, 0)])
-        kinds = {name: beside.kinds for name in KINDS if name in self._arguments}
-        return found | self._to_device(kinds)
+        """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees."""
+        there = self._to_device({"kinds": beside.kinds})
+        beside = Beside(self._to_device(beside.tensors), beside.positions, **there)
+        return beside.arguments(position_ids, self._arguments)
 
     def _forward_beside(self, input_ids: Tensor, beside: Beside) -> Tensor:
         """As ``_forward``, of documents in rows of their own, of a model that sees."""

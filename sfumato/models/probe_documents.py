@@ -43,7 +43,8 @@ def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int)
     ]
     if model.vision is not None:  # documents with and without images, and images of several sizes
         for index, sizes in SIGHTS.items():
-            found[0][index] = _with_images(found[0][index], sizes, model.vision, max_seq_len)
+            seen = with_images(found[0][index].documents[0].input_ids, sizes, model.vision)
+            found[0][index] = TextSample((seen,)) if len(seen.input_ids) <= max_seq_len else found[0][index]
     return found
 
 
@@ -62,23 +63,21 @@ def sample_of(tokens: Tensor) -> TextSample:
     return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
 
 
-def _with_images(sample: TextSample, sizes: Sequence[tuple[int, int]], vision: Vision, max_seq_len: int) -> TextSample:
-    """A document with random images of these heights and widths between its tokens, or as it is if that is too long."""
+def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vision) -> Document:
+    """A document of these tokens with random images of these heights and widths between them, all in the loss."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
     pictures = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
     texts, shapes = vision.reader.place(pictures)
-    parts = np.array_split(sample.documents[0].input_ids, len(pictures) + 1)
-    tokens = [parts[0]]
+    parts = np.array_split(np.asarray(tokens, np.int32), len(pictures) + 1)
+    found = [parts[0]]
     for text, part in zip(texts, parts[1:], strict=True):
-        tokens += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
-    input_ids = np.concatenate(tokens)
-    if len(input_ids) > max_seq_len:
-        return sample
+        found += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
+    input_ids = np.concatenate(found)
     contents = [as_png(picture) for picture in pictures]
     images = Images(shapes, lambda: contents, "an image of the probe")
-    return TextSample((Document(input_ids, np.arange(len(input_ids)) > 0, images=images),))
+    return Document(input_ids, np.arange(len(input_ids)) > 0, images=images)
 
 
 def other_than(document: Document, start: int, model: PackedModel) -> TextSample:

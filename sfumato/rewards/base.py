@@ -11,11 +11,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sfumato.data.vision import Images
 
 Result = TypeVar("Result")
 
@@ -46,6 +49,8 @@ class Sample:
     """The text that the sample was made from."""
     source: np.ndarray | None = None
     """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
+    images: Images | None = None
+    """The images that stand in the prompt of a language model, whose files ``images.find()`` names; None without."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int

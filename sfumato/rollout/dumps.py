@@ -31,6 +31,8 @@ from torch import Tensor
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.image_conversation import images_of
+from sfumato.data.vision import Images
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import Part, SampleRequest
@@ -112,6 +114,7 @@ def write_dump(
     for name in _BY_TOKEN:
         parts = [torch.from_numpy(np.asarray(getattr(each, name))) for each in sequences]
         tensors[name] = torch.cat(parts) if parts else torch.zeros(0)
+    tensors |= _packed_images([each.images for each in sequences])
     if advantages.rewards is not None:
         tensors |= {"rewards": advantages.rewards.double()}
     tensors |= {f"{_REWARDS}{name}": values.double() for name, values in advantages.components.items()}
@@ -156,7 +159,8 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
     lengths, counts = tensors["lengths"].tolist(), tensors["num_sequences"].tolist()
     split = [[part.numpy() for part in tensors[name].split(lengths)] if lengths else [] for name in _BY_TOKEN]
     reasons = [FINISH_REASONS[place] for place in tensors["finish_reasons"].tolist()]
-    sequences = [TokenSequence(*values, reason) for *values, reason in zip(*split, reasons, strict=True)]
+    images = _unpacked_images(tensors, len(lengths))
+    sequences = [TokenSequence(*values, *more) for *values, *more in zip(*split, reasons, images, strict=True)]
     if sum(counts) != len(sequences) or len(counts) != len(requests):
         raise ValueError(f"{len(sequences)} sequences of {len(counts)} samples, {len(requests)} requests")
     left = iter(sequences)
@@ -164,6 +168,37 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
     rollout = TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=own)
     known = {name.removeprefix(_KNOWN): values for name, values in tensors.items() if name.startswith(_KNOWN)}
     return rollout.with_fields(**known) if known else rollout
+
+
+def _packed_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
+    """The files of the images of sequences, whole, once for those that share them; nothing where there are none."""
+    own = {id(each): each for each in images if each is not None}
+    if not own:
+        return {}
+    files = [list(each.find()) for each in own.values()]
+    contents = [file.read_bytes() if isinstance(file, Path) else file for some in files for file in some]
+    place = {each: number for number, each in enumerate(own)}
+    return {
+        "images.of_sequences": torch.tensor([place.get(id(each), -1) for each in images], dtype=torch.int64),
+        "images.counts": torch.tensor([len(some) for some in files], dtype=torch.int64),
+        "images.shapes": torch.from_numpy(np.concatenate([each.shapes for each in own.values()])),
+        "images.sizes": torch.tensor([len(content) for content in contents], dtype=torch.int64),
+        "images.files": torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
+    }
+
+
+def _unpacked_images(tensors: dict[str, Tensor], count: int) -> list[Images | None]:
+    """The images of so many sequences."""
+    if "images.files" not in tensors:
+        return [None] * count
+    parts = tensors["images.files"].split(tensors["images.sizes"].tolist())
+    counts = tensors["images.counts"].tolist()
+    first, found = 0, []
+    for number, shapes in zip(counts, tensors["images.shapes"].split(counts), strict=True):
+        contents = [part.numpy().tobytes() for part in parts[first : first + number]]
+        found.append(images_of(contents, shapes.numpy(), "an image of a rollout"))
+        first += number
+    return [found[number] if number >= 0 else None for number in tensors["images.of_sequences"].tolist()]
 
 
 def _advantages_of(tensors: dict[str, Tensor]) -> Advantages:

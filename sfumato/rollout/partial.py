@@ -168,8 +168,8 @@ class OverSampling:
         """What the answers of a group go on from."""
         seed, rollout = self.config.train.seed, self.config.rollout
         iteration, place = divmod(group.number, rollout.num_prompts)
-        prompt = self._prompts[group.prompt_id].token_ids
-        room = limits.room(len(prompt), len(prompt))
+        prompt = self._prompts[group.prompt_id]
+        room = limits.room(len(prompt.token_ids), len(prompt.token_ids))
         keys = [SampleKeys(seed, iteration, place * rollout.n + member) for member in range(rollout.n)]
         return [_AnswerKey(prompt, key.request_seed(), room) for key in keys]
 
@@ -180,7 +180,7 @@ class OverSampling:
         for place, group in enumerate(groups):
             prompt = self._prompts[group.prompt_id]
             for member, answer in enumerate(group.answers):
-                sequence = SequenceInMaking(prompt.token_ids)
+                sequence = SequenceInMaking(prompt.token_ids, prompt.images)
                 reason = answer.finish_reason
                 assert reason is not None
                 sequence.take(Completion(answer.token_ids, answer.log_probs, answer.versions, reason))
@@ -216,7 +216,7 @@ class OverSampling:
 class _AnswerKey:
     """What an answer is drawn from."""
 
-    prompt_ids: Sequence[int]
+    prompt: TextPrompt
     seed: int
     room: int
     """Tokens that it may have."""
@@ -248,8 +248,8 @@ class _Race:
             until_last = self._before[id(answer)] + self._last - so_far
             if until_last <= 0:
                 return
-            tokens, longest = [*key.prompt_ids, *answer.token_ids], min(key.room - so_far, until_last)
-            request = GenerationRequest(tokens, key.seed, longest, first_position=so_far)
+            tokens, longest = [*key.prompt.token_ids, *answer.token_ids], min(key.room - so_far, until_last)
+            request = GenerationRequest(tokens, key.seed, longest, so_far, key.prompt.images)
             completion = await self.engine.generate(request, self.sampling)
             answer.take(completion)
             if completion.finish_reason == "stop":

@@ -110,4 +110,5 @@ class DumpedRollouts:
             num_tokens=sum(map(len, tokens)),
             is_truncated=bool(own) and own[-1].finish_reason == "length",
             scores=scores,
+            images=own[0].images if own else None,
         )

@@ -22,7 +22,7 @@ from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.critic import Critic
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model, build_tokenizer
+from sfumato.models.language_load import build_language_model, build_reader, build_tokenizer
 from sfumato.models.plain import check_length
 from sfumato.models.policies import Policies
 from sfumato.models.probe import probe
@@ -46,9 +46,9 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
     Raises:
         ConfigError: when it is missing, or knows fewer positions than a sample may have tokens.
     """
-    model = build_language_model(config.model, config.train)
-    check_length(model.module.config, config.max_seq_len, SUM_OF_LENGTHS)
-    return model, FlopCount(model.module)
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    check_length(model.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    return model, FlopCount(model.module, model.vision)
 
 
 def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
@@ -100,7 +100,8 @@ class TextEngine:
             RoleLostError: when it does not start.
         """
         tokenizer = build_tokenizer(config.model) if model is None else model.tokenizer
-        self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer), flops
+        reader = None if model is None or model.vision is None else model.vision.reader
+        self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer, reader), flops
         self.served = build_served(config) if served else None
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
@@ -223,7 +224,8 @@ class TextEngine:
         """What draws by these weights, and how; arguments as of ``draw``."""
         engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
         rollout, evaluation = self.config.rollout, self.config.eval
-        stop, longest = tuple(sorted(stop_tokens(self.template.tokenizer))), rollout.max_new_tokens
+        stop = tuple(sorted(stop_tokens(self.template.tokenizer) | self.template.media_tokens))
+        longest = rollout.max_new_tokens
         if weights[0] == EVALUATION:
             longest = evaluation.max_new_tokens or longest
             sampling = Sampling(evaluation.temperature, stop_token_ids=stop)
@@ -262,8 +264,9 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
     if config.algorithm.teacher is None:
         return None
     own = {"model_path": config.algorithm.teacher, "config_path": None, "tokenizer_path": None, "lora": None}
-    teacher = build_language_model(config.model.model_copy(update=own), config.train, frozen=True)
-    check_length(teacher.module.config, config.max_seq_len, SUM_OF_LENGTHS)
+    section, data_type = config.model.model_copy(update=own), config.data.data_type
+    teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
+    check_length(teacher.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
             f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
@@ -288,7 +291,8 @@ def open_prompts(
         ConfigError: when tokenizer, chat template and kind of rollout do not go together.
         DataError: as ``load_text_prompts``, and when a row lacks what a reward needs.
     """
-    template = build_prompt_template(config.data, build_tokenizer(config.model))
+    tokenizer, reader = build_reader(config.model, config.train, config.data.data_type)
+    template = build_prompt_template(config.data, tokenizer, reader)
     config.rollout.kind.prepare(template)
     settings = {"seed": config.train.seed, "tools": config.rollout.kind.tools(), "log": say}
     train = load_text_prompts(config.data, template, "train", **settings)

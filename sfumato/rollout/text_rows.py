@@ -18,6 +18,7 @@ from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import penalised
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.vision import Vision
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
 from sfumato.parallel.loss import IGNORED
@@ -40,18 +41,32 @@ def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, T
         A batch with ``samples``, int64 ``[1, T]``, the number of each token's sample from 0 to B - 1, and each of the
         fields as ``[1, T]`` at the places of its labels, 0 elsewhere.
     """
-    samples = (_sharing_prompts if model.shares_prompts else _apart)(rollout.sequences)
     ids, pad = rollout.sample_ids, model.tokenizer.pad_token_id
-    batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh))
+    given = [[_as_input(each, model.vision, pad) for each in own] for own in rollout.sequences]
+    samples = (_sharing_prompts if model.shares_prompts else _apart)(given)
+    batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh), model.vision)
+    labels, drawn = batch.tensors["labels"], _of_drawn(rollout, lambda sequence: sequence.token_ids)
+    batch.tensors["labels"] = labels.masked_scatter(labels != IGNORED, drawn.long())
     numbers = [number for number, own in enumerate(samples) for _ in own.documents] or [0]
     batch.tensors["samples"] = torch.tensor(numbers)[batch.tensors["documents"]]
     batch.tensors.update({name: at_labels(values, batch) for name, values in fields.items()})
     return batch
 
 
+def _as_input(sequence: TokenSequence, vision: Vision | None, pad: int) -> TokenSequence:
+    """A sequence as the model is given it. A token that stands for an image, which ends an answer when the policy draws
+    it, is a label and no input: there is no image for it."""
+    if vision is None:
+        return sequence
+    has_no_image = sequence.drawn & (vision.reader.kinds(sequence.token_ids) != 0)
+    return replace(sequence, token_ids=np.where(has_no_image, pad, sequence.token_ids).astype(np.int32))
+
+
 def _apart(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
     """A document for each sequence of each sample."""
-    return [TextSample(tuple(Document(each.token_ids, each.drawn) for each in own)) for own in sequences]
+    return [
+        TextSample(tuple(Document(each.token_ids, each.drawn, images=each.images) for each in own)) for own in sequences
+    ]
 
 
 def _sharing_prompts(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
@@ -178,12 +193,21 @@ def token_counts(rollout: TextRollout, flops: FlopCount, passes: int, mesh: Mesh
     """
     drawn, lengths = rollout.num_rows, [len(each.token_ids) for own in rollout.sequences for each in own]
     cut = sum(own[-1].finish_reason == "length" for own in rollout.sequences if own)
+    shapes = [each.images.shapes for own in rollout.sequences for each in own if each.images is not None]
+    once = [  # a prompt's images are encoded once for the group
+        each.images.shapes
+        for request, own in zip(rollout.requests, rollout.sequences, strict=True)
+        for each in own
+        if each.images is not None and request.is_first
+    ]
     sums = {
         "tokens": float(sum(drawn)),
         "samples": float(len(drawn)),
         "truncated": float(cut),
-        "generate": float(flops.forward(lengths, sum(drawn))),
-        "update": float(flops.training(lengths, num_outputs=sum(drawn)) + passes * flops.forward(lengths, sum(drawn))),
+        "generate": float(flops.forward(lengths, sum(drawn), once)),
+        "update": float(
+            flops.training(lengths, shapes, sum(drawn)) + passes * flops.forward(lengths, sum(drawn), shapes)
+        ),
     }
     sums, longest = mesh.sum_dict(sums), mesh.max(max(drawn, default=0))
     return {

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sfumato.algorithms.rows import by_row
+from sfumato.data.vision import Images
 from sfumato.rollout.batch import Rollout
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -35,6 +36,8 @@ class TokenSequence:
     """int32 ``[L]``: version of the policy that drew each token; -1 elsewhere."""
     finish_reason: FinishReason = "stop"
     """Of the last turn."""
+    images: Images | None = None
+    """Those that stand in the prompt."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.drawn), len(self.log_probs), len(self.versions)}

@@ -13,6 +13,7 @@ import numpy as np
 
 from sfumato.data.text import Messages
 from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.vision import Images
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.base import Completion, Engine, GenerationRequest, Sampling
 from sfumato.rollout.tokens import FinishReason, TokenSequence
@@ -103,14 +104,16 @@ class DrawnText:
             num_tokens=self.num_tokens,
             is_truncated=self.is_truncated,
             damage=self.damage or _odd_log_prob(self.sequences),
+            images=prompt.images,
         )
 
 
 class SequenceInMaking:
     """A token sequence that grows at its end. What stands in it is never tokenised again."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        """Begins with a prompt."""
+    def __init__(self, token_ids: Sequence[int], images: Images | None = None) -> None:
+        """Begins with a prompt, in which images may stand."""
+        self.images = images
         self.num_prompt_tokens = len(token_ids)
         self.token_ids: list[int] = []
         self.drawn: list[bool] = []
@@ -147,6 +150,7 @@ class SequenceInMaking:
             np.array(self.log_probs, np.float32),
             np.array(self.versions, np.int32),
             finish_reason or self.finish_reason,
+            self.images,
         )
 
     async def draw(
@@ -173,7 +177,9 @@ class SequenceInMaking:
         first = len(self)
         while True:
             so_far = len(self) - first
-            request = GenerationRequest(list(self.token_ids), seed, max_new_tokens - so_far, first_position + so_far)
+            request = GenerationRequest(
+                list(self.token_ids), seed, max_new_tokens - so_far, first_position + so_far, self.images
+            )
             completion = await engine.generate(request, sampling)
             self.take(completion)
             if completion.finish_reason != "abort":

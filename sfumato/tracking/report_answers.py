@@ -5,10 +5,12 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_tables import section
+from sfumato.tracking.samples import step_folder, thumbnail_data_uri
 
 MAX_ANSWERS = 8
 """Best answers of a kind that are shown, and as many of the worst."""
@@ -16,6 +18,8 @@ MAX_TEXT = 20_000
 """Characters of a prompt or an answer that the page holds; of longer ones the beginning and the end."""
 MAX_GRID_TEXT = 4_000
 """The same of one in the grid of all evaluations."""
+MAX_PIXELS = 256
+"""Width and height of the images of a prompt, at most."""
 MAX_SUMMARY = 140
 """Characters of it that show before it is opened."""
 
@@ -25,13 +29,15 @@ _DIRECTIONS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u206
 Row = Mapping[str, Any]
 
 
-def answers(samples: Mapping[int, Sequence[Row]]) -> str:
+def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
     """Tables of the last evaluation and the last iteration whose samples have texts and rewards; else nothing.
 
     Args:
         samples: rows of ``samples.jsonl`` by step.
+        output_dir: the run folder, where the images of prompts are.
     """
-    return "".join(_table(samples, kind, name) for kind, name in (("eval", "evaluation"), ("train", "iteration")))
+    kinds = (("eval", "evaluation"), ("train", "iteration"))
+    return "".join(_table(samples, kind, name, output_dir) for kind, name in kinds)
 
 
 def readable(text: str) -> str:
@@ -71,7 +77,7 @@ def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
     )
 
 
-def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str) -> str:
+def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_dir: Path) -> str:
     def of_kind(rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if row.get("kind") == kind and isinstance(row.get("text"), str)]
 
@@ -91,13 +97,21 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str) -> str:
     body = "".join(
         f"<tr><td>{label}<br><small>sample {int(row.get('sample_id', 0))}</small></td><td>{_rewards(row)}</td>"
         f"<td>{folded(row['text'], MAX_TEXT)}</td>"
-        f"<td>{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
+        f"<td>{_images(step_folder(output_dir, step), row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
         for label, row in shown
     )
     failed = f" · {len(kept) - len(scored)} without a reward" if len(scored) < len(kept) else ""
     note = f"Step {step} · {len(shown)} of the {len(kept)} samples that were kept, by their reward{failed}"
     table = f'<table class="answers" data-kind="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
+
+
+def _images(folder: Path, row: Row) -> str:
+    """The images that stand in the prompt, one beside the other, where there are some."""
+    if "source" not in row or not (folder / str(row["source"])).is_file():
+        return ""
+    uri, width, height = thumbnail_data_uri(folder / str(row["source"]), MAX_PIXELS)
+    return f'<img src="{uri}" width="{width}" height="{height}" alt="the images of the prompt">'
 
 
 def _rewards(row: Row) -> str:
@@ -116,5 +130,6 @@ ANSWERS_CSS = """
 .answers th{text-align:left;color:var(--muted)}.answers td,.answers th{padding:6px 14px 6px 0;vertical-align:top}
 .answers td{border-bottom:1px solid var(--line);overflow-wrap:anywhere;unicode-bidi:isolate}
 .answers th:nth-child(1){width:90px}.answers th:nth-child(2){width:170px}.answers th:nth-child(4){width:30%}
+.answers img{display:block;max-width:100%;height:auto;min-width:64px;image-rendering:auto;margin-bottom:6px}
 .answers details .text{margin-top:8px;max-height:70vh;overflow:auto}
 """

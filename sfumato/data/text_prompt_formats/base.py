@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.rows import RowTable, open_rows, text_field
 from sfumato.data.text import Messages, read_messages
+
+if TYPE_CHECKING:
+    from sfumato.data.vision import ImageReader, Medium
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class PromptRow:
     """What rewards need to know. The correct answer, where there is one, is ``answer``, whatever the format."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of tools, which the chat template shows."""
+    images: Sequence[Medium] = ()
+    """Files of the images whose parts stand in the messages, in their order."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,8 @@ class PromptFormat(ABC):
     type: ClassVar[str]
     makes_rows: ClassVar[bool] = False
     """Whether rows are made in code, so that there is no data.train_path."""
+    has_images: ClassVar[bool] = False
+    """Whether prompts may have images, for a model that sees; then rows that are read know their ``folder``."""
     text_column: ClassVar[str] = "prompt"
     """Column that the lines of a .txt file are."""
 
@@ -50,6 +58,10 @@ class PromptFormat(ABC):
         del seed
         option = f"{split}_path"
         return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}")
+
+    def limited(self, reader: ImageReader) -> ImageReader:
+        """The reader of a model's images with the limits of this format."""
+        return reader
 
     @abstractmethod
     def read(self, row: dict[str, Any], where: str) -> PromptRow:

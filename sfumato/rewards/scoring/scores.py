@@ -109,7 +109,7 @@ class Scores:
         return SampleRecord(
             content=sample.text if sample.image is None else sample.image,
             damage=sample.damage,
-            source=sample.source,
+            source=sample.source if sample.images is None else sample.images.side_by_side(),
             prompt=sample.prompt,
             rewards=rewards,
             total=float(self.total[row]),

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from sfumato.data.vision import Images
 from sfumato.rollout.tokens import FinishReason
 
 
@@ -43,6 +44,8 @@ class GenerationRequest:
     """Tokens of the same completion that were drawn already and stand at the end of ``prompt_ids``. The noise of a
     token is keyed by (seed, first_position + its position in this completion), so that a completion that was
     interrupted goes on as if it had not been."""
+    images: Images | None = None
+    """Those that stand in ``prompt_ids``; equal prompts share them, too. The last token belongs to none."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import group_documents
 from sfumato.models.plain import changing_positions, known_positions
@@ -64,6 +65,7 @@ class EmbeddedEngine:
         cache_bytes: int | None = None,
         max_prefill_tokens: int = 8192,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        vision: Vision | None = None,
         version: int = 0,
     ) -> None:
         """
@@ -75,6 +77,7 @@ class EmbeddedEngine:
             cache_bytes: memory for keys and values; None: half of what is free when the first request comes.
             max_prefill_tokens: tokens of prompts in one forward pass.
             around: makes the context of each forward pass, such as ``LanguageModel.autocast``.
+            vision: of a model that sees: opens the images of prompts.
             version: of the weights.
 
         Raises:
@@ -82,7 +85,7 @@ class EmbeddedEngine:
         """
         self.version = version
         self.max_length = _max_length(module, max_length)
-        self._forward, self._max_batch_size = Forward(module, around), max_batch_size
+        self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
         self._cache_bytes, self._max_prefill_tokens = cache_bytes, max_prefill_tokens
         self._rows: Rows | None = None
         self._size = (0, 0)  # rows and columns that there is memory for
@@ -245,7 +248,7 @@ class EmbeddedEngine:
             self._resize(rows, count, columns)
         first = len(self._state)
         self._state.add(joining)
-        rows.begin(first, [opened.context for opened in joining])
+        rows.begin(first, [opened.context for opened in joining], [opened.request.images for opened in joining])
 
     def _fits(self, num_rows: int, num_columns: int) -> bool:
         assert self._rows is not None and self._cache_bytes is not None
@@ -324,6 +327,8 @@ class EmbeddedEngine:
             raise ConfigError("a request needs a prompt of at least one token, and max_new_tokens of at least 1")
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < size:
             raise ConfigError(f"a prompt has token ids outside of 0 to {size - 1}, the model's vocabulary")
+        if request.images is not None and self._forward.vision is None:
+            raise ConfigError("a prompt has images, and the engine was given a model that sees none")
         if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise ConfigError(f"temperature and top_k must be at least 0, and top_p above 0 and at most 1: {sampling}")
         rows = self._prepared()

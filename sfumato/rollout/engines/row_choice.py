@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.data.vision import Images, Tensors
 from sfumato.errors import ConfigError
 from sfumato.models.packed_attention import ATTENTION
 from sfumato.models.plain import can_set_attention
+from sfumato.models.probe_documents import with_images
 from sfumato.parallel.expert import has_experts
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.forward import Forward
@@ -31,6 +33,9 @@ OTHERWISE = 0.005
 
 LIKELIEST = 8
 """Tokens of the vocabulary that are compared: in half precision the logits of unlikely ones are rounded by much."""
+
+SIGHT = ((56, 84), (28, 28))
+"""Of a model that sees, heights and widths in pixels of the images in one of the sequences."""
 
 Texts = list[list[int]]
 
@@ -61,38 +66,55 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
     generator = np.random.default_rng(0)
     size = forward.module.get_input_embeddings().num_embeddings
     lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
-    texts = [generator.integers(size, size=length).tolist() for length in lengths]
+    known = _plain_tokens(forward, size)
+    texts = [known[generator.integers(len(known), size=length)].tolist() for length in lengths]
+    images: list[Images | None] = [None] * len(texts)
+    if forward.vision is not None:
+        seen = with_images(known[generator.integers(len(known), size=13)], SIGHT, forward.vision)
+        if len(seen.input_ids) <= longest:  # of the longest text there is always one
+            texts, images = [seen.input_ids.tolist(), *texts], [seen.images, *images]
     try:
-        expected = _expected(forward, texts)
+        expected = _expected(forward, texts, images)
     except ConfigError:  # the attention of packed rows, which wants to be told positions
         forward.gives_positions = True
-        expected = _expected(forward, texts)
+        expected = _expected(forward, texts, images)
     if expected.isnan().any():
         raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
     half = (torch.bfloat16, torch.float16)
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
-    noise = _refuse_looking_ahead(forward, size, longest, HALF if is_half else FLOAT32[1])
+    noise = _refuse_looking_ahead(forward, known, longest, HALF if is_half else FLOAT32[1])
     bound = HALF if is_half else min(max(TIMES * noise, FLOAT32[0]), FLOAT32[1])
     problems = []
     for make in _ways(forward, max_tokens):
-        problem, rows = _try(make, forward, texts, expected, bound)
+        problem, rows = _try(make, forward, texts, images, expected, bound)
         if rows is not None:
             return rows, "; ".join(problems) or None
         problems.append(problem)
     return RecomputedRows(forward, max_tokens), "; ".join(problems)
 
 
-def _expected(forward: Forward, texts: Texts) -> Tensor:
+def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
+    """Tokens that stand for no image, of a vocabulary of this size."""
+    known = np.arange(size)
+    return known if forward.vision is None else np.setdiff1d(known, forward.vision.idle_ids)
+
+
+def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
     """Logits of what follows the beginnings of all texts without the last token, and then of what follows the texts."""
-    device = forward.device
-    begun = [forward.last(torch.tensor([text[:-1]], device=device))[0] for text in texts]
-    return torch.stack([*begun, *(forward.last(torch.tensor([text], device=device))[0] for text in texts)])
+    device, media = forward.device, [forward.media_of(each) for each in images]
+
+    def last(text: list[int], own: Tensors) -> Tensor:
+        return forward.last(torch.tensor([text], device=device), [own])[0]
+
+    begun = [last(text[:-1], own) for text, own in zip(texts, media, strict=True)]
+    return torch.stack([*begun, *(last(text, own) for text, own in zip(texts, media, strict=True))])
 
 
-def _refuse_looking_ahead(forward: Forward, size: int, length: int, bound: float) -> float:
+def _refuse_looking_ahead(forward: Forward, known: np.ndarray, length: int, bound: float) -> float:
     """Returns what rounding does to nearly all tokens when others follow."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(size, (TEXTS, min(length, SHORTER)), generator=generator).to(forward.device)
+    drawn = torch.randint(len(known), (TEXTS, min(length, SHORTER)), generator=generator)
+    tokens = torch.from_numpy(known)[drawn].to(forward.device)
     found = []
     for begun in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
         places = sorted({*np.linspace(0, begun - 1, PLACES).astype(int).tolist()})
@@ -124,6 +146,8 @@ def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows 
         def make(cost: int) -> GroupedRows | str:
             if not {*CACHE_ARGUMENTS} & set(forward.arguments):
                 return f"{name} takes no cache"
+            if forward.vision is not None:
+                return f"{name} sees images, whose positions a cache of transformers keeps in the module"
             return GroupedRows(forward, max_tokens, attention, gives_positions, cost)
 
         return make
@@ -138,6 +162,7 @@ def _try(
     make: Callable[[int], CachedRows | GroupedRows | str],
     forward: Forward,
     texts: Texts,
+    images: Sequence[Images | None],
     expected: Tensor,
     bound: float,
 ) -> tuple[str, Rows | None]:
@@ -147,11 +172,12 @@ def _try(
         return rows, None
     kind, name = type(rows).__name__, type(forward.module).__name__
     if isinstance(rows, CachedRows):  # the longest text is computed in parts
-        rows = CachedRows(forward, len(texts[-1]) // 2)
+        rows = CachedRows(forward, max(map(len, texts)) // 2)
     texts, count = [*texts, texts[0]], len(texts)  # a group of equal ones, one of which leaves after the first step
-    rows.resize(len(texts), rounded_up(len(texts[-2])))
+    images = [*images, images[0]]
+    rows.resize(len(texts), rounded_up(max(map(len, texts))))
     try:
-        rows.begin(0, [text[:-1] for text in texts])
+        rows.begin(0, [text[:-1] for text in texts], images)
         first = rows.step(*_at(texts, 2, forward.device))[:count]
         rows.move([count], [0], len(texts[0]))
         second = rows.step(*_at(texts[:count], 1, forward.device))

@@ -9,7 +9,7 @@ take part; V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
+from sfumato.data.vision import Beside, Images, Tensors
 from sfumato.models.document_rows import SHORT, WORTH_PADDING
 from sfumato.models.row_cache import RowCache, register_row_attention
 from sfumato.rollout.engines.forward import Forward
@@ -42,9 +43,9 @@ class Rows(Protocol):
         """Makes room for exactly so many rows of so many tokens. What is there and fits stays."""
         ...
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
         """Puts sequences into rows from a first one on; equal ones are computed once. At least one token in each; the
-        last is left to ``step``."""
+        last is left to ``step``. ``images`` stand in each, before the last token; equal ones are one object."""
         ...
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
@@ -72,38 +73,48 @@ class CachedRows:
         """
         self._forward, self._max_tokens, self._cache = forward, rounded_up(max_tokens), RowCache()
         self._attention = register_row_attention()
+        self._ahead = np.zeros(0, np.int64)  # of each row, how far positions of rotary axes are from its columns
         self.bytes_per_token = bytes_per_token
 
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``."""
-        self._cache.resize(max(num_rows, FEWEST_ROWS), num_columns)
+        num_rows = max(num_rows, FEWEST_ROWS)
+        self._cache.resize(num_rows, num_columns)
+        self._ahead = np.resize(np.pad(self._ahead, (0, num_rows)), num_rows)
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
         """See ``Rows``."""
-        row_of: dict[tuple[int, ...], int] = {}
+        row_of: dict[tuple[tuple[int, ...], int], int] = {}
         copies: dict[int, list[int]] = {}
-        for row, context in enumerate(contexts, first_row):
-            known = tuple(context[:-1])
+        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
+            known = tuple(context[:-1]), id(seen)
             if known in row_of:
                 copies.setdefault(row_of[known], []).append(row)
-            elif known:
+            elif known[0]:
                 row_of[known] = row
-        for part in _parts(row_of, self._max_tokens):
-            self._compute(part)
-        lengths = {row: len(tokens) for tokens, row in row_of.items()}
+            self._ahead[row] = 0
+        texts = [(tokens, row) for (tokens, _), row in row_of.items()]
+        for part in _parts(texts, self._max_tokens):
+            self._compute(part, [images[row - first_row] for _, row in part])
+        lengths = {row: len(tokens) for tokens, row in texts}
         pairs = [(source, target) for source, targets in copies.items() for target in targets]
         if pairs:
             self.move(*zip(*pairs, strict=True), max(lengths[source] for source, _ in pairs))
 
-    def _compute(self, part: list[tuple[tuple[int, ...], int]]) -> None:
-        """Keys and values of sequences from their first token on."""
+    def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[Images | None]) -> None:
+        """Keys and values of sequences from their first token on. Those with images are computed in one pass."""
         device, width = self._forward.device, rounded_up(max(len(tokens) for tokens, _ in part))
+        size, beside = self._max_tokens, None
+        if self._forward.vision is not None:
+            size, media = max(size, width), [self._forward.media_of(each) for each in images]
+            beside = self._forward.vision.beside_rows([tokens for tokens, _ in part], media, width)
+            self._note_positions(part, beside)
         input_ids = np.zeros((len(part), width), np.int64)
         for index, (tokens, _) in enumerate(part):
             input_ids[index, : len(tokens)] = tokens
         rows = torch.tensor([row for _, row in part], device=device)
-        for start in range(0, width, self._max_tokens):
-            columns = input_ids[:, start : start + self._max_tokens]
+        for start in range(0, width, size):
+            columns = input_ids[:, start : start + size]
             end = start + columns.shape[1]
             positions = torch.arange(start, end, device=device).repeat(len(part), 1)
             seen = None
@@ -111,7 +122,13 @@ class CachedRows:
                 assert len(part) == 1, "long sequences are computed one at a time"
                 seen = slice(part[0][1], part[0][1] + 1), end
             self._cache.take(rows, positions, start, seen)
-            self._pass(torch.from_numpy(columns).to(device))
+            self._pass(torch.from_numpy(columns).to(device), beside)
+
+    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], beside: Beside) -> None:
+        """What follows a text with images stands, on all rotary axes, after the largest position in it."""
+        if beside.positions is not None:
+            for (tokens, row), positions in zip(part, beside.positions, strict=True):
+                self._ahead[row] = int(positions[: len(tokens)].max()) + 1 - len(tokens)
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
@@ -122,15 +139,23 @@ class CachedRows:
         rows = torch.arange(len(positions), device=tokens.device)
         seen = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
         self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, seen)
-        return self._pass(tokens[:, None])[:count, -1]
+        beside = None
+        if self._forward.vision is not None:
+            beside = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
+            if beside.positions is not None:
+                after = torch.from_numpy(positions + self._ahead[: len(positions)])
+                beside = replace(beside, positions=after[:, None, None].expand(-1, 1, 3))
+        return self._pass(tokens[:, None], beside)[:count, -1]
 
-    def _pass(self, input_ids: Tensor) -> Tensor:
+    def _pass(self, input_ids: Tensor, beside: Beside | None) -> Tensor:
         cache = self._cache
-        more = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        more |= {"position_ids": cache.positions}
+        if beside is not None:
+            more |= self._forward.beside(input_ids, cache.positions, beside)
         logits = self._forward(
             input_ids,
             self._attention,
-            position_ids=cache.positions,
             past_key_values=cache,
             use_cache=True,
             **more,
@@ -141,6 +166,7 @@ class CachedRows:
     def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
         """See ``Rows``."""
         device = self._forward.device
+        self._ahead[list(targets)] = self._ahead[list(sources)]
         self._cache.copy(torch.tensor(sources, device=device), torch.tensor(targets, device=device), num_columns)
 
     def clear(self) -> None:
@@ -188,8 +214,9 @@ class GroupedRows:
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``. Caches grow by themselves."""
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
-        """See ``Rows``."""
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+        """See ``Rows``; there are no images."""
+        assert not any(images), "models that see have no groups"
         self._forget(range(first_row, first_row + len(contexts)))
         members: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for row, context in enumerate(contexts, first_row):
@@ -273,6 +300,7 @@ class RecomputedRows:
         """``max_tokens``: in one forward pass, but for a sequence that is longer."""
         self._forward, self._max_tokens = forward, max_tokens
         self._tokens = np.zeros((0, 0), np.int64)
+        self._media: dict[int, Tensors] = {}
 
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``."""
@@ -280,10 +308,12 @@ class RecomputedRows:
         self._tokens = np.zeros((num_rows, num_columns), np.int64)
         self._tokens[: kept.shape[0], : kept.shape[1]] = kept
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
         """See ``Rows``."""
-        for row, context in enumerate(contexts, first_row):
+        media = {id(each): self._forward.media_of(each) for each in {id(each): each for each in images}.values()}
+        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
             self._tokens[row, : len(context)] = context
+            self._media[row] = media[id(seen)]
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
@@ -295,22 +325,25 @@ class RecomputedRows:
             same = rows[positions + 1 == length]
             for start in range(0, len(same), max(self._max_tokens // length, 1)):
                 part = same[start : start + max(self._max_tokens // length, 1)]
-                found.append(self._forward.last(torch.from_numpy(self._tokens[part, :length]).to(tokens.device)))
+                media = [self._media[row] for row in part.tolist()]
+                found.append(self._forward.last(torch.from_numpy(self._tokens[part, :length]).to(tokens.device), media))
                 order += part.tolist()
         return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
         """See ``Rows``."""
         self._tokens[list(targets), :num_columns] = self._tokens[list(sources), :num_columns]
+        self._media |= {int(new): self._media[int(old)] for old, new in zip(sources, targets, strict=True)}
 
     def clear(self) -> None:
         """See ``Rows``."""
         self._tokens = np.zeros((0, 0), np.int64)
+        self._media.clear()
 
 
-def _parts(row_of: dict[tuple[int, ...], int], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+def _parts(texts: list[tuple[tuple[int, ...], int]], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:
     """Sequences that share a forward pass, those of about one length."""
-    ordered = sorted(row_of.items(), key=lambda text: (-len(text[0]), text[1]))
+    ordered = sorted(texts, key=lambda text: (-len(text[0]), text[1]))
     while ordered:
         count = max(max_tokens // rounded_up(len(ordered[0][0])), 1)
         shortest = WORTH_PADDING * len(ordered[0][0])

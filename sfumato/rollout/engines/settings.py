@@ -22,6 +22,7 @@ class Embedded:
 
     type: ClassVar[str] = "embedded"
     is_server: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = True
 
     max_batch_size: int = 256
     """Sequences that are drawn at a time."""
@@ -52,4 +53,4 @@ class Embedded:
             with model.autocast(), model.whole_output():  # a loss in chunks takes the output layer out
                 yield
 
-        return EmbeddedEngine(module, around=forward_pass, **sizes)
+        return EmbeddedEngine(module, around=forward_pass, vision=model.vision, **sizes)

@@ -22,6 +22,8 @@ class RolloutKind(ABC):
     type: ClassVar[str]
     modality: ClassVar[str] = "text"
     """What rewards are given."""
+    takes_images: ClassVar[bool] = False
+    """Whether images of a prompt reach the engine."""
 
     def prepare(self, template: PromptTemplate) -> None:  # noqa: B027  (most kinds need nothing)
         """Loads what ``draw`` needs, so that what is missing is found before the first step.

@@ -17,6 +17,7 @@ class SingleTurn(RolloutKind):
     """One completion of the prompt, up to a stop token or the limit."""
 
     type: ClassVar[str] = "single_turn"
+    takes_images: ClassVar[bool] = True
 
     async def draw(
         self,
@@ -27,7 +28,7 @@ class SingleTurn(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence = SequenceInMaking(prompt.token_ids)
+        sequence = SequenceInMaking(prompt.token_ids, prompt.images)
         room = limits.room(len(sequence), len(sequence))
         if room:
             await sequence.draw(engine, keys.request_seed(), room, sampling)

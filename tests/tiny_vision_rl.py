@@ -1,0 +1,37 @@
+"""A tiny run of RL of a model that sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import merge, tiny_text_rl_config, write_config
+from tests.tiny_vision import image_row, tiny_vision_description
+
+
+def prompt_row(index: int) -> dict[str, Any]:
+    """A prompt with 0, 1 or 2 pictures, as ``image_row`` has them."""
+    return {"prompt": image_row(index)["messages"][:1], "answer": str(index)}
+
+
+def write_prompts(path: Path, count: int, start: int = 0) -> Path:
+    """A .jsonl file of such prompts."""
+    rows = (json.dumps(prompt_row(start + index)) for index in range(count))
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tiny_vision_rl_config(tmp_path: Path, kind: str = "qwen3_vl", **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/rl_text.py`` run like ``tiny_text_rl_config``, whose prompts have 0, 1 or 2 pictures each."""
+    description = write_config(tiny_vision_description(kind), tmp_path / f"{kind}.yaml")
+    limits = {"min_pixels": 64, "max_pixels": 1024} if kind.startswith("qwen") else {}
+    base = tiny_text_rl_config(tmp_path)
+    base["model"] = {"config_path": str(description), "tokenizer_path": "bytes"}
+    base["data"] = {
+        "data_type": {"type": "image_prompts", **limits},
+        "train_path": str(write_prompts(tmp_path / "prompts.jsonl", 12)),
+        "eval_path": str(write_prompts(tmp_path / "held_out_prompts.jsonl", 5, 50)),
+        "max_prompt_tokens": 160,
+    }
+    return merge(base, overrides)
