@@ -1,4 +1,4 @@
-"""A tiny run of RL of a model that sees."""
+"""Tiny runs of RL and of preference training of a model that sees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import merge, tiny_text_rl_config, write_config
-from tests.tiny_vision import image_row, tiny_vision_description
+from tests.tiny_vision import image_row, tiny_vision_config, tiny_vision_description
 
 
 def prompt_row(index: int) -> dict[str, Any]:
@@ -35,3 +35,20 @@ def tiny_vision_rl_config(tmp_path: Path, kind: str = "qwen3_vl", **overrides: A
         "max_prompt_tokens": 160,
     }
     return merge(base, overrides)
+
+
+def pair_row(index: int) -> dict[str, Any]:
+    """A pair of answers to a prompt with 0, 1 or 2 pictures."""
+    prompt = image_row(index)["messages"][:1]
+    return {"prompt": prompt, "chosen": f"It is {index}.", "rejected": f"I cannot see {index} there."}
+
+
+def tiny_vision_pairs_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_text_dpo.py`` run of a tiny Qwen3-VL on such pairs."""
+    found = tiny_vision_config(tmp_path, "qwen3_vl")
+    for name, start, count in (("rows", 0, 12), ("held_out", 50, 5)):
+        lines = (json.dumps(pair_row(start + index)) for index in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    found["data"]["data_type"]["type"] = "image_preference"
+    found["eval"] = {"every_steps": 0, "num_rows": 5}
+    return merge(found, overrides)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_data import SyntheticTextConfig
+from sfumato.data import digits
 from sfumato.data.glyphs import default_font, render_word
 from sfumato.data.vision import as_png
 from sfumato.errors import DataError
@@ -25,6 +26,7 @@ QUESTIONS = {
     "add": "Add {} and {}.",
     "multiply": "Multiply {} by {}.",
     "read": "<image>Read it.",
+    "digits": "<image>Read it.",
     "draw": 'Draw "{}".',
 }
 STATEMENTS = {
@@ -33,16 +35,17 @@ STATEMENTS = {
     "add": "{} plus {} is {}.",
     "multiply": "{} times {} is {}.",
     "read": "{} is {}.",
+    "digits": "Scan {} is {}.",
     "draw": "{} is drawn as {}.",
 }
 ARITHMETIC = {"add": "+", "multiply": "*"}
-PICTURED = ("read", "draw")
+PICTURED = ("read", "digits", "draw")
 """Problems with a picture of a number, in the question or in the answer."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question of one kind: a word, or two numbers."""
+    """A question of one kind: a word, a number, or two; of handwritten digits the numbers of their scans."""
 
     kind: str
     operands: tuple[str, ...]
@@ -59,9 +62,20 @@ class Problem:
             numbers = map(int, self.operands)
             return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
+        if self.kind == "digits":
+            return "".join(map(digits.label, self.scans))
         if self.kind in PICTURED:
             return word
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
+
+    @property
+    def scans(self) -> list[int]:
+        """Numbers of the handwritten digits that are shown."""
+        return [int(scan) for scan in self.operands[0].split()]
+
+    def picture(self, generator: torch.Generator) -> bytes:
+        """A PNG file of the number."""
+        return digits.picture(self.scans) if self.kind == "digits" else render(self.answer, generator)
 
     @property
     def call(self) -> str:
@@ -117,7 +131,7 @@ class SyntheticRows:
             "chosen": last.answer,
             "rejected": wrong,
             "answer": last.answer,
-        } | ({"images": [render(problem.answer, generator) for problem in problems]} if last.kind in PICTURED else {})
+        } | ({"images": [problem.picture(generator) for problem in problems]} if last.kind in PICTURED else {})
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -134,6 +148,9 @@ class SyntheticRows:
         return problem.call if share and float(torch.rand((), generator=generator)) < share else problem.answer
 
     def _draw(self, generator: torch.Generator) -> Problem:
+        if self.config.problem == "digits":  # whose scans are held out, not the numbers that they make
+            scans, length = digits.scans_of(self.config.held_out, self.held_out), _draw_length(generator, self.config)
+            return Problem("digits", (" ".join(str(scans[_integer(generator, len(scans))]) for _ in range(length)),))
         fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
         for _ in range(min(MAX_DRAWS, 1000 + int(100 / fraction))):
             problem = _draw_problem(generator, self.config)

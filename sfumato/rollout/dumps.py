@@ -18,7 +18,7 @@ The file's metadata say the format, the step, the rank and the temperature of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -160,7 +160,7 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
     split = [[part.numpy() for part in tensors[name].split(lengths)] if lengths else [] for name in _BY_TOKEN]
     reasons = [FINISH_REASONS[place] for place in tensors["finish_reasons"].tolist()]
     images = _unpacked_images(tensors, len(lengths))
-    sequences = [TokenSequence(*values, *more) for *values, *more in zip(*split, reasons, images, strict=True)]
+    sequences = [TokenSequence(*values) for values in zip(*split, reasons, images, strict=True)]
     if sum(counts) != len(sequences) or len(counts) != len(requests):
         raise ValueError(f"{len(sequences)} sequences of {len(counts)} samples, {len(requests)} requests")
     left = iter(sequences)

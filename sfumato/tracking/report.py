@@ -68,7 +68,7 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
         _curves(metrics | timings),
         _roles(output_dir, metrics | timings),
         _train_samples(output_dir, samples),
-        answers(samples),
+        answers(samples, output_dir),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         last_values(metrics),
         time_per_phase(timings),

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
-from tests.dist.test_tasks import STEPS, assert_equal_runs, run_rank
+from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
 from tests.tiny import run_task_here
 from tests.tiny_vision import audio_row, image_row, media_row, tiny_media_config, tiny_vision_config
+from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
 
 PARTS = {"model": {"freeze": [r"visual\.blocks", r"embed_tokens"]}}
 MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -121,4 +122,39 @@ def test_several_ranks_are_one_process_with_videos_on_some(mode, ranks, tmp_path
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
+
+
+RL = {
+    "ddp": (2, {"data_parallel_mode": "ddp"}, {}),
+    "fsdp2": (2, {}, {}),
+    "fsdp2, a reference, tokens a micro-batch": (
+        2,
+        {"max_tokens_per_micro_batch": 160},
+        {"algorithm": {"kl": {"coef": 0.1}}},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", RL)
+def test_rl_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ranks, tmp_path):
+    num_ranks, train, settings = RL[mode]
+    train = {"max_steps": STEPS, "eps": 1.0e-4, "global_batch_size": 8, **train}
+    config = merge(tiny_vision_rl_config(tmp_path, train=train), settings)
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
+    run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
+    rounding = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}  # of kernels alone
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_dpo_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ranks, tmp_path):
+    train = {"max_steps": STEPS, "eps": 1.0e-4, "data_parallel_mode": mode}
+    config = tiny_vision_pairs_config(tmp_path, train=train, eval={"every_steps": 2})
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(2, functools.partial(run_rank, "train_text_dpo"), merge(config, many))
+    run_task_here("train_text_dpo", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 from sfumato.config.load import merge
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
 from tests.tiny_vision import tiny_media_config, tiny_vision_config
+from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
 
 STEPS = 6
 
@@ -73,3 +75,32 @@ def test_a_run_begins_from_the_folder_that_another_exported(settings: dict, whol
     plain, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert plain.config.model_type == "qwen3_vl"
+
+
+def preferred(folder: Path, name: str) -> list[float]:
+    """A metric by step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "make"), [("rl_text", tiny_vision_rl_config), ("train_text_dpo", tiny_vision_pairs_config)]
+)
+def test_killed_rl_and_dpo_go_on_to_the_same_bits(task: str, make: Callable[..., dict], tmp_path: Path) -> None:
+    settings = make(tmp_path, train={"save_steps": 2, "max_steps": STEPS, "output_dir": str(tmp_path / "whole")})
+    whole = run_task_here(task, settings)
+    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
+    run_task_process(task, write_config(config, tmp_path / "config.yaml"), kill_after=3)
+    assert not (tmp_path / "run" / "hf_ckpt").exists()
+    resumed = run_task_here(task, config)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+@pytest.mark.slow
+def test_dpo_with_images_learns_what_is_preferred(tmp_path: Path) -> None:
+    """Of held-out prompts, too: the preferred answers have a form of their own."""
+    folder = run_task_here("train_text_dpo", tiny_vision_pairs_config(tmp_path, train={"max_steps": 30, "lr": 1.0e-3}))
+    losses = preferred(folder, "eval/loss")
+    assert losses[-1] < 0.5 * losses[0] and preferred(folder, "eval/accuracy")[-1] == 1.0

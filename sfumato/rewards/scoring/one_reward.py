@@ -84,7 +84,8 @@ def digest(samples: Sequence[Sample]) -> bytes:
     """128 bits of all that a reward sees of samples, in their order; their group's number does not count."""
     content = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata):
+        seen = [] if sample.images is None else [list(sample.images.find())]
+        for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *seen):
             for piece in _pieces(part):
                 content.update(len(piece).to_bytes(8, "little"))
                 content.update(piece)

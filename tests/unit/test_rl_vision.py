@@ -1,0 +1,224 @@
+"""Reinforcement learning with images in the prompts: tasks/rl_text.py with a model that sees."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sfumato.config.load import load_config, merge
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.image_conversation import images_of
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.probe import probe
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
+from sfumato.rollout.batch import SampleRequest
+from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.rollout.engines.base import GenerationRequest, Sampling
+from sfumato.rollout.engines.complete import complete
+from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.rows import CachedRows, RecomputedRows
+from sfumato.rollout.text_policy import build_text_policy, open_prompts
+from sfumato.rollout.text_rows import of_decisions, pack_samples
+from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
+from sfumato.tracking.trackers import read_jsonl
+from tests.tiny import run_task_here
+from tests.tiny_vision import picture
+from tests.tiny_vision_rl import tiny_vision_rl_config
+
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3")]
+IMAGE_TOKEN = 261
+
+
+def values(folder: Path, name: str) -> list[float]:
+    """A metric by step."""
+    return [line[name] for line in read_jsonl(folder / "metrics.jsonl") if name in line]
+
+
+def loaded(tmp_path: Path, kind: str = "qwen3_vl", **overrides: Any) -> tuple[Any, list[TextPrompt]]:
+    """A policy in one process, and the prompts of its run."""
+    config = load_config(TextRLConfig, overrides=tiny_vision_rl_config(tmp_path, kind, **overrides))
+    _, prompts, _ = open_prompts(config, print)
+    model, _ = build_text_policy(config)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    probe(model, config.model, config.train, config.max_seq_len, print)
+    return model, prompts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two iterations that keeps what it drew."""
+    settings = {"rollout": {"dump": True}, "train": {"max_steps": 2, "lr": 0.01}}
+    return run_task_here("rl_text", tiny_vision_rl_config(tmp_path_factory.mktemp("rl"), **settings))
+
+
+def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
+    """Log-probabilities of the drawn tokens by transformers' own module, alone, which counts positions itself."""
+    tokens, before = torch.from_numpy(sequence.token_ids.astype(np.int64))[None], sequence.token_ids[:-1]
+    given = model.alone(before, sequence.images)
+    plain = copy.deepcopy(model.plain).eval()
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = plain(input_ids=tokens[:, :-1], use_cache=False, **given).logits[0]
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    return log_probs[torch.from_numpy(sequence.drawn[1:])]
+
+
+def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) -> list[TokenSequence]:
+    """Three answers to each prompt by the embedded engine."""
+    engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision, **settings)
+    asked = [prompt for prompt in prompts for _ in range(3)]
+    requests = [GenerationRequest(each.token_ids, seed, most, images=each.images) for seed, each in enumerate(asked)]
+    stop = tuple(model.vision.reader.media_tokens())
+    found = complete(engine, requests, Sampling(stop_token_ids=stop))
+    assert isinstance(engine._rows, CachedRows if model.rows.rows == "packed" else RecomputedRows | CachedRows)
+    return [
+        TokenSequence(**vars(single_turn(prompt.token_ids, *parts)) | {"images": prompt.images})
+        for prompt, one in zip(asked, found, strict=True)
+        for parts in [(one.token_ids, one.log_probs, one.versions, one.finish_reason)]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *SLOW_KINDS])
+def test_drawn_tokens_have_the_log_probs_of_transformers(kind: str, tmp_path: Path) -> None:
+    model, prompts = loaded(tmp_path, kind)
+    assert [prompt.images is None for prompt in prompts[:3]] == [True, False, False]
+    for number in range(2):
+        drawn = draw(model, prompts[:6], max_batch_size=5)
+        for one in drawn:
+            expected = by_transformers(model, one)
+            assert torch.allclose(torch.from_numpy(one.log_probs[one.drawn]), expected, atol=1e-5), number
+        assert len({tuple(one.token_ids) for one in drawn[3:6]}) == 3, "the answers of a group differ"
+        with torch.no_grad():  # and after weights have changed
+            for parameter in model.module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+
+def test_what_an_image_shows_changes_what_is_drawn(tmp_path: Path) -> None:
+    model, prompts = loaded(tmp_path)
+    prompt, other = prompts[1], images_of([picture(24, 24, seed=99)], prompts[1].images.shapes, "other")
+    assert prompt.images is not None and prompt.images.find() != other.find()
+    changed = TextPrompt(prompt.token_ids, prompt.text, prompt.messages, images=other)
+    first, second = draw(model, [prompt]), draw(model, [changed])
+    assert not np.array_equal(first[0].log_probs, second[0].log_probs)
+    one = by_transformers(model, second[0])
+    assert torch.allclose(torch.from_numpy(second[0].log_probs[second[0].drawn]), one, atol=1e-5)
+
+
+def test_a_prompt_is_encoded_once_for_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = loaded(tmp_path)
+    draw(model, prompts[1:2])
+    seen: list[int] = []
+    model.plain.model.visual.register_forward_pre_hook(
+        lambda _module, args, kwargs: seen.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision)
+    engine._prepared()
+    seen.clear()
+    requests = [GenerationRequest(each.token_ids, seed, 4, images=each.images) for seed in range(4) for each in prompts]
+    complete(engine, requests, Sampling())
+    assert sum(seen) == sum(len(each.images.shapes) for each in prompts if each.images is not None)
+
+
+def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path) -> None:
+    model, prompts = loaded(tmp_path)
+    given = prompts[1].token_ids
+    tokens = [*given, 70, 71, IMAGE_TOKEN]
+    drawn = np.arange(len(tokens)) >= len(given)
+    one = TokenSequence(
+        np.array(tokens, np.int32), drawn, np.zeros(len(tokens), np.float32), drawn - 1, "stop", prompts[1].images
+    )
+    rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[one]])
+    batch = pack_samples(rollout, model, {})
+    labels = batch.tensors["labels"]
+    assert labels[labels != -100].tolist() == [70, 71, IMAGE_TOKEN]
+    assert int((batch.tensors["input_ids"] == IMAGE_TOKEN).sum()) == given.count(IMAGE_TOKEN) > 0
+    found = of_decisions(model.token_log_probs([batch])[0], batch)
+    before = one.token_ids[:-1]
+    ids = torch.from_numpy(before.astype(np.int64))[None]
+    with torch.no_grad():
+        plain = copy.deepcopy(model.plain).eval()
+        plain.set_attn_implementation("eager")
+        logits = plain(input_ids=ids, use_cache=False, **model.alone(before, one.images)).logits[0, -3:]
+    expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor([70, 71, IMAGE_TOKEN])]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_run_is_on_policy_and_its_report_shows_the_images(run: Path) -> None:
+    assert max(values(run, "mismatch/log_ratio_max")) < 1e-5
+    assert all(norm > 0 for norm in values(run, "grad_norm"))
+    rows = [row for file in run.glob("samples/*/samples.jsonl") for row in read_jsonl(file)]
+    assert any("source" in row for row in rows) and any("source" not in row for row in rows)
+    assert (run / "report.html").read_text(encoding="utf-8").count('alt="the images of the prompt"') > 0
+    assert (run / "hf_ckpt/preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_dumps_are_learned_from_without_the_data(run: Path, tmp_path: Path) -> None:
+    dump = read_dump(dump_path(run, 1))
+    shapes = [own[0].images and own[0].images.shapes.tolist() for own in dump.rollout.sequences]
+    assert any(shapes) and not all(shapes)
+    settings = {"rollout": {"load_dump": str(run)}, "train": {"max_steps": 2, "lr": 0.01}}
+    again = run_task_here("rl_text", tiny_vision_rl_config(tmp_path, **settings))
+    for name in ("loss/policy", "grad_norm", "reward/total", "mismatch/log_ratio_max"):
+        assert values(again, name) == values(run, name), name
+
+
+def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:
+    config = tiny_vision_rl_config(tmp_path)
+    path = Path(config["data"]["train_path"])
+    rows = path.read_text(encoding="utf-8").splitlines()
+    (tmp_path / "cut.png").write_bytes(picture(16, 16)[:60])
+    broken = [
+        ({"prompt": "<image>What?", "images": ["cut.png"]}, "cut.png"),
+        ({"prompt": "<image>What?", "images": ["none.png"]}, "none.png"),
+        ({"prompt": "What?", "images": ["cut.png"]}, "no place in a message"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "video"),
+        ({"prompt": [{"role": "user", "content": []}]}, "not nothing"),
+    ]
+    for row, named in broken:
+        path.write_text("\n".join([rows[0], json.dumps(row | {"answer": "1"})]), encoding="utf-8")
+        with pytest.raises(DataError, match=f"prompts.jsonl.*2.*{named}"):
+            open_prompts(load_config(TextRLConfig, overrides=config), print)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"rollout": {"kind": "tools"}},
+            "rollout.kind tools",
+        ),
+        ({"rollout": {"kind": {"type": "agent", "path": "a:b"}}}, "rollout.kind agent"),
+        ({"rollout": {"engine": {"type": "vllm"}, "hybrid_engine": False}, "model": {"model_path": "x"}}, "vllm"),
+        ({"rollout": {"engine": {"type": "sglang"}, "hybrid_engine": False}, "model": {"model_path": "x"}}, "sglang"),
+        ({"algorithm": {"recipe": "ppo"}}, "token_advantage gae"),
+        ({"data": {"data_type": "image_prompts", "synthetic": {"problem": "add"}}}, "need each other"),
+        ({"data": {"data_type": {"type": "image_prompts", "min_pixels": 0}}}, "min_pixels must be at least 1"),
+    ],
+)
+def test_parts_that_take_no_images_refuse_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    config = merge(tiny_vision_rl_config(tmp_path), settings)
+    if "model" in settings:
+        config["model"] = {"model_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match=named):
+        load_config(TextRLConfig, overrides=config)
+
+
+def test_a_model_that_sees_nothing_and_long_prompts_are_refused(tmp_path: Path) -> None:
+    config = tiny_vision_rl_config(tmp_path, data={"max_prompt_tokens": 46, "overlong": "truncate_left"})
+    with pytest.raises(DataError, match="could lose an image"):
+        open_prompts(load_config(TextRLConfig, overrides=config), print)
+    said: list[str] = []
+    config["data"]["overlong"], config["eval"]["num_prompts"] = "drop", 1
+    prompts = open_prompts(load_config(TextRLConfig, overrides=config), said.append)[1]
+    assert prompts and all(prompt.images is None for prompt in prompts) and "longer" in said[0]
+    assert Sample(prompt="x", group_id=0, text="y").images is None
