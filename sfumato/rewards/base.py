@@ -11,14 +11,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from sfumato.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sfumato.data.vision import Images
 
 Result = TypeVar("Result")
 
@@ -38,6 +35,16 @@ def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[...
     return load
 
 
+class PromptImages(Protocol):
+    """Images in a prompt, which stay files until someone looks."""
+
+    def find(self) -> Sequence[Any]:
+        """Their files: paths, or what they hold, in their order."""
+
+    def side_by_side(self) -> np.ndarray | None:
+        """One picture of them all, uint8 [H, W, 3]. Raises DataError when one is broken."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One finished sample, as rewards see it."""
@@ -49,8 +56,8 @@ class Sample:
     """The text that the sample was made from."""
     source: np.ndarray | None = None
     """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
-    images: Images | None = None
-    """The images that stand in the prompt of a language model, whose files ``images.find()`` names; None without."""
+    images: PromptImages | None = None
+    """The images that stand in the prompt of a language model; None without, and on a reward server."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int

@@ -240,6 +240,9 @@ def made_tiny(path, tmp_path):
         return task, merge(content | {"model": model}, {"data": data, "train": train, "eval": {"num_rows": 2}})
     if task == "train_image_tokenizer":
         return task, merge(content, {"train": train})
+    synthetic = content["data"].get("synthetic") or {}
+    if synthetic.get("problem") == "digits":
+        pytest.importorskip("sklearn")
     if task.startswith("train_text"):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
@@ -253,6 +256,14 @@ def made_tiny(path, tmp_path):
             (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
             data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
+    if task == "rl_text" and synthetic.get("problem") == "digits":
+        model = tiny_vision_config(tmp_path, "qwen3_vl")["model"] | {"model_path": None, "made_by": None}
+        rest = {
+            "rollout": {"num_prompts": 1, "n": 2},
+            "data": {"synthetic": {"num_rows": 8}},
+            "eval": {"num_prompts": 2},
+        }
+        return task, merge(content, {"model": model, "train": train} | rest)
     if task == "rl_text":
         kind = "qwen3_moe" if "a3b" in path.stem else "qwen3"
         model = tiny_text_config(tmp_path, kind)["model"] | {"model_path": None, "made_by": None}
