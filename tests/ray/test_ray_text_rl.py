@@ -13,6 +13,7 @@ from sfumato.tracking.trackers import read_jsonl
 from tests.dist.test_rl_text_ranks import config_with_maker
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
+from tests.tiny_vision_rl import tiny_vision_rl_config
 
 pytestmark = pytest.mark.slow
 MORE_GROUPS = {
@@ -36,6 +37,15 @@ def test_pools_of_their_own_give_the_results_of_one_process(more: dict[str, Any]
     one = run_task_here("rl_text", merge(tiny_text_rl_config(tmp_path), more))
     assert (ray / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
     assert weights_in(ray / "hf_ckpt") == weights_in(one / "hf_ckpt")
+
+
+def test_prompts_with_images_give_the_results_of_one_process(tmp_path: Path) -> None:
+    config = merge(tiny_vision_rl_config(tmp_path, train={"output_dir": str(tmp_path / "ray")}), APART)
+    done = run_task_process("rl_text", write_config(config, tmp_path / "ray.yaml"), timeout_s=400)
+    assert done.returncode == 0, done.output
+    one = run_task_here("rl_text", tiny_vision_rl_config(tmp_path))
+    assert (done.output_dir / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    assert weights_in(done.output_dir / "hf_ckpt") == weights_in(one / "hf_ckpt")
 
 
 def test_one_step_off_is_that_of_one_process(tmp_path: Path) -> None:
