@@ -30,6 +30,8 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
+from sfumato.models.planned import language_model_on_meta
+from sfumato.models.planned_vision import vision_on_meta
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
@@ -145,8 +147,13 @@ def _say(what: str, show: bool) -> None:
 def _look_at_data(found: Findings, config: Section) -> None:
     try:
         if isinstance(config, TrainTextConfig):
-            tokenizer = build_tokenizer(made_model(config.model))
-            found.data = check_text_data(config, tokenizer, found.layout)
+            model, reader = made_model(config.model), None
+            if config.data.data_type.has_images:
+                module = language_model_on_meta(model, found.on_gpu, sees=True)
+                reader = vision_on_meta(model, module, config.data.data_type).reader
+                found.notes.append("predicted as if every token were one of an image, which takes the most memory")
+            tokenizer = build_tokenizer(model) if reader is None else reader.tokenizer
+            found.data = check_text_data(config, tokenizer, found.layout, reader)
         elif isinstance(config, TextRLConfig):
             found.data = check_text_prompt_data(config, build_tokenizer(made_model(config.model)))
             found.notes.append(

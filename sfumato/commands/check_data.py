@@ -25,7 +25,8 @@ from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import build_text_loader
 from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
-from sfumato.errors import ConfigError, DataError
+from sfumato.data.vision import ImageReader, check_head
+from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 
@@ -50,6 +51,8 @@ class SourceFindings:
     num_tokens: int = 0
     num_learned: int = 0
     """Tokens that the loss masks hold."""
+    num_heads: int = 0
+    """Further rows of which the heads of media files were read."""
     longest: int = 0
     """Tokens of the longest sample that was seen."""
 
@@ -82,21 +85,19 @@ class DataFindings:
     images_per_step: int | None = None
 
 
-def check_text_data(config: TrainTextConfig, tokenizer: Any, layout: Layout) -> DataFindings:
-    """Looks at text.
+def check_text_data(
+    config: TrainTextConfig, tokenizer: Any, layout: Layout, reader: ImageReader | None = None
+) -> DataFindings:
+    """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
-    Steps and tokens are counted when the data has been tokenised already, and else estimated.
+    Steps and tokens are counted when text has been tokenised already, and else estimated. Of media the head of every
+    file is read; those of the rows that are looked at are read whole.
 
     Raises:
         UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
     """
     data, train = config.data, config.train
-    if data.data_type.has_images:
-        raise ConfigError(
-            f"data.data_type {data.data_type.type}: sfumato check cannot look at images yet: start a run of a few "
-            "steps (train.max_steps), which reads every image before the first"
-        )
-    transform = build_transform(data, tokenizer)
+    transform = build_transform(data, tokenizer, reader)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
     found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
@@ -105,7 +106,7 @@ def check_text_data(config: TrainTextConfig, tokenizer: Any, layout: Layout) -> 
     per_sample = data.max_seq_len * transform.documents_per_sample
     found.tokens_per_step = global_batch * per_sample
     store = None
-    if data.datasets_type == "mapping":
+    if data.datasets_type == "mapping" and reader is None:
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
         store = find_token_store(sources, transform, folder) if folder.exists() else None
     if store is not None:
@@ -192,7 +193,26 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
             findings.num_learned += sum(int(document.loss_mask.sum()) for document in sample.documents)
 
-    return _look_at(name, rows, look)
+    findings = _look_at(name, rows, look)
+    if transform.has_images:
+        _look_at_heads(findings, rows, transform)
+    return findings
+
+
+def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTransform) -> None:
+    """Of the rows that have not been looked at, the heads of the files that stand in them."""
+    known = {*sampled_rows(len(rows))}
+    for index in range(len(rows)):
+        if index in known:
+            continue
+        where = rows.describe(index)
+        try:
+            for medium in transform.files(rows[index], where):
+                check_head(medium, where)
+        except DataError as error:
+            findings.bad_rows.append(str(error))
+            findings.is_fatal |= error.fatal
+    findings.num_heads = len(rows) - len(known)
 
 
 def _look_at_images(name: str, dataset: Dataset) -> SourceFindings:
@@ -227,7 +247,7 @@ def bad_rows_of(findings: list[SourceFindings], max_bad_rows: int) -> tuple[list
     bad = [row for source in findings for row in source.bad_rows]
     if not bad:
         return [], False
-    looked_at = sum(source.num_looked_at for source in findings)
+    looked_at = sum(source.num_looked_at + source.num_heads for source in findings)
     lines = bad[:NAMED]
     if len(bad) > NAMED or max_bad_rows:
         lines.append(

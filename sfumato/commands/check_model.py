@@ -104,7 +104,7 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if isinstance(config, TrainTextConfig):
-        flops, length = FlopCount(module), config.data.max_seq_len
+        flops, length = FlopCount(module, planned.vision), config.data.max_seq_len
         found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
     found.ranks = plan_memory(planned, _used(config), layout.size)
     if limit is not None and needed(found.largest, on_gpu) > limit:

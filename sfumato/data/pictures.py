@@ -102,6 +102,14 @@ def check_image(source: File, where: str) -> None:
         pass
 
 
+def check_video(source: File, where: str) -> None:
+    """Reads the head and the first frame of a video. Raises DataError when there is none."""
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    if not _video_opener(source, where)().grab():
+        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
+
+
 def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
     """``count`` frames of a video at even distances, the first and the last among them, as ``read_image`` gives them.
 

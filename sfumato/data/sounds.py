@@ -21,6 +21,23 @@ class Sound:
     """float32 ``[N]``, one channel, of the model's rate."""
 
 
+def check_sound(source: File, where: str) -> None:
+    """Reads the head of a file of audio. Raises DataError when it is none, MissingDependencyError as ``read_sound``."""
+    try:
+        import soundfile
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{where}: audio is read by soundfile, which is not installed: pip install 'sfumato[audio]'"
+        ) from error
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    try:
+        soundfile.info(io.BytesIO(source) if isinstance(source, bytes) else str(source))
+    except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
+        shown = source if isinstance(source, Path) else "its bytes"
+        raise DataError(f"{where}: broken audio ({shown}): {error}") from error
+
+
 def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
     """A file of audio: .wav, .flac, .mp3, .ogg and what else libsndfile reads.
 

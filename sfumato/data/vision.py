@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from sfumato.data.clips import Clip, VideoProcessor
-from sfumato.data.pictures import File, read_image
-from sfumato.data.sounds import Sound, read_sound
+from sfumato.data.pictures import File, check_image, check_video, read_image
+from sfumato.data.sounds import Sound, check_sound, read_sound
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -74,6 +74,15 @@ Medium = File | VideoFile | AudioFile | DrawnFile
 
 KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
 """Kinds of media, of files and of what has been opened; any other is an image."""
+
+
+def check_head(medium: Medium, where: str) -> None:
+    """Reads the head of a file. Raises DataError when it is no image, no video or no audio."""
+    check = {VideoFile: check_video, AudioFile: check_sound}.get(type(medium))
+    if check is None:
+        check_image(medium, where)
+    else:
+        check(medium.file, where)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from sfumato.config.sections import TrainConfig
+from sfumato.data.vision import Vision
 from sfumato.models.saved_bytes import SavedBytes, count_saved, make_fake
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
@@ -59,6 +60,10 @@ class Planned:
     """Whether that lies in CPU memory except while it works, when there are no activations."""
     shares_samples: int = 1
     """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
+    encoder_bytes: int = 0
+    """Bytes that encoders keep for the backward pass; each rank that shares a sample has them all."""
+    vision: Vision | None = None
+    """What makes batches of a model that sees."""
     num_policies: int = 0
     """Other sets of the trained weights that RL keeps; one more is needed while they are looked at."""
 
@@ -240,6 +245,8 @@ def _add_activations(
         memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
     outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
     memory.parts["activations outside blocks"] = outside // share
+    if planned.encoder_bytes:
+        memory.parts["activations of encoders"] = planned.encoder_bytes
     if len(owners) - 1 in ends:
         memory.parts["loss"] = planned.loss_bytes // share
 

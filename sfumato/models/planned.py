@@ -16,15 +16,17 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
+from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
-from sfumato.models.language import check_settings
-from sfumato.models.language_load import read_model_config
+from sfumato.models.language import check_settings, check_sighted
+from sfumato.models.language_load import freeze, read_model_config
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
-from sfumato.models.plain import check_length
+from sfumato.models.plain import attention_by_part, check_length
+from sfumato.models.planned_vision import encoder_bytes, vision_on_meta
 from sfumato.models.saved_bytes import autocast, register_stand_in
 from sfumato.models.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.parallel.layout import Layout
@@ -34,30 +36,42 @@ from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.weights import build_on_meta
 
 
-def language_model_on_meta(config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False) -> nn.Module:
+def language_model_on_meta(
+    config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False, sees: bool = False
+) -> nn.Module:
     """The model with its adapters on meta. Its attention is a stand-in for ``saved_bytes``.
 
     Args:
         config: the model section.
         on_gpu: whether it will run on a GPU, where attention does not repeat keys and values.
         has_scalar_head: whether it says one number of each token.
+        sees: whether it sees images.
 
     Raises:
         ConfigError: when the folder or description is missing or wrong.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     attention = register_stand_in(on_gpu, scores=config.attention == "eager")
-    described, auto_class = read_model_config(config), AutoModelForCausalLM
+    described, auto_class = (
+        read_model_config(config, sees),
+        AutoModelForImageTextToText if sees else AutoModelForCausalLM,
+    )
     if has_scalar_head:
         check_classifier(described, config.trust_remote_code)
         described.num_labels, auto_class = 1, AutoModelForSequenceClassification
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
-    settings = {"attn_implementation": attention, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    settings = {
+        "attn_implementation": attention_by_part(described, attention),
+        "dtype": dtype,
+        "trust_remote_code": config.trust_remote_code,
+    }
     with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
         module = auto_class.from_config(described, **settings)
         if config.lora is not None:
             module.requires_grad_(False)
+        freeze(module, config.freeze)
+        if config.lora is not None:
             add_lora(module, config.lora, language_targets(module), seed=0)
         if has_scalar_head:
             check_head(module)
@@ -75,7 +89,7 @@ def plan_language_model(
 ) -> Planned:
     """What is to be known of a language model's memory.
 
-    Every token counts as one in the loss mask, which makes the most logits.
+    Every token counts as one in the loss mask, which makes the most logits, and of a model that sees as one of an image.
 
     Args:
         model, data, train: the task's sections.
@@ -86,16 +100,12 @@ def plan_language_model(
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    if data.data_type.has_images:
-        raise ConfigError(
-            f"data.data_type {data.data_type.type}: the memory of a model that sees images is not predicted yet: "
-            "start a run of a few steps (train.max_steps)"
-        )
     rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
     num_micro_batches = -int(-per_rank // train.micro_batch_size) + fills
-    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference)
+    seen = data.data_type if data.data_type.has_images else None
+    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference, seen)
 
 
 def plan_text_policy(
@@ -138,11 +148,13 @@ def _plan_tokens(
     layout: Layout,
     on_gpu: bool,
     has_reference: bool,
+    seen: TextFormat | None = None,
 ) -> Planned:
-    module = language_model_on_meta(model, on_gpu)
-    check_settings(module, Mesh(layout, torch.device("cpu")), train, train.chunked_loss)
+    sees, mesh = seen is not None, Mesh(layout, torch.device("cpu"))
+    module = language_model_on_meta(model, on_gpu, sees=sees)
+    check_settings(module, mesh, train, train.chunked_loss)
     what = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
-    check_length(module.config, length, *what)
+    check_length(module.config.get_text_config(), length, *what)
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
@@ -154,7 +166,11 @@ def _plan_tokens(
         if chunked:
             head.forward = lambda hidden: hidden
         with autocast(dtype):
-            output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+            if sees:
+                embedded = {"inputs_embeds": module.get_input_embeddings()(ids), "position_ids": positions}
+                output = head(module.get_decoder()(**embedded, use_cache=False).last_hidden_state)
+            else:
+                output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
             if chunked:
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
@@ -164,8 +180,15 @@ def _plan_tokens(
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
+    vision, encoder = None, 0
+    if seen is not None:
+        check_sighted(mesh)
+        vision = vision_on_meta(model, module, seen)
+        encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(
-        build=lambda: language_model_on_meta(model, on_gpu),
+        build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
+        encoder_bytes=encoder,
+        vision=vision,
         plan=language_plan(module),
         dtype=dtype,
         run=run,

@@ -1,0 +1,143 @@
+"""Models that see, for predictions of their memory: the processor without weights, and what the encoder keeps."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sfumato.config.text import LanguageModelConfig
+from sfumato.data.text import TextFormat
+from sfumato.data.vision import Vision
+from sfumato.models.language_load import BYTES, build_tokenizer, freeze, read_model_config, source_of
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.saved_bytes import count_saved
+from sfumato.models.vision_load import add_image_tokens, build_vision
+from sfumato.parallel.plan import find_blocks, language_plan
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 8,
+    "pad_token_id": None,
+    "layer_types": None,
+}
+"""What a language model is cut down to, of which nothing is needed but its width."""
+
+DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
+"""Names of the number of an encoder's blocks, in configurations."""
+
+
+def vision_on_meta(config: LanguageModelConfig, module: nn.Module, data_type: TextFormat) -> Vision:
+    """What makes batches of a model that sees.
+
+    Args:
+        config: the model section.
+        module: the model on meta.
+        data_type: the format of the data, which limits images.
+
+    Raises:
+        ConfigError: as ``build_vision``.
+    """
+    described, tokenizer = read_model_config(config, sees=True), build_tokenizer(config)
+    is_made = config.tokenizer_path == BYTES
+    if is_made:
+        add_image_tokens(tokenizer, described)
+    vision = build_vision(described, None if is_made else source_of(config), module, tokenizer)
+    return vision.with_reader(data_type.limited(vision.reader))
+
+
+def encoder_bytes(
+    config: LanguageModelConfig,
+    module: nn.Module,
+    vision: Vision,
+    num_tokens: int,
+    mode: str,
+    dtype: torch.dtype | None,
+) -> int:
+    """Bytes that a model's encoder keeps for the backward pass of so many tokens of images.
+
+    Two blocks of the encoder (as many as later layers of the language model look at, where there are such), of their
+    real width, read one picture and two; the difference is taken times patches and blocks.
+
+    Args:
+        config: the model section.
+        module: the model on meta, without adapters or with them.
+        vision: from ``vision_on_meta``.
+        num_tokens: of images, in the language model.
+        mode: ``train.activation_checkpointing``.
+        dtype: in which it computes; None is float32.
+    """
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText
+
+    small = AutoModelForImageTextToText.from_config(_small(read_model_config(config, sees=True)), dtype=torch.float32)
+    if config.lora is not None:
+        small.requires_grad_(False)
+    freeze(small, config.freeze)
+    if config.lora is not None:
+        add_lora(small, config.lora, language_targets(small), seed=0)
+    small = small.to(dtype or torch.float32).train()
+    blocks, picture = _encoder_blocks(small), Image.new("RGB", (224, 224), "white")
+    found, patches = [], []
+    for pictures in ([picture], [picture, picture]):
+        saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(pictures), dtype))
+        found.append((saved.kept(mode)[-1], saved.before + saved.after))
+        patches.append(int(vision.reader.place(pictures)[1].prod(axis=1).sum()))
+    of_block, outside = (after - before for before, after in zip(*found, strict=True))
+    wanted = num_tokens / vision.reader.tokens_per_patch
+    return round((len(_encoder_blocks(module)) * of_block + outside) * wanted / (patches[1] - patches[0]))
+
+
+def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks beside the language model."""
+    plan = language_plan(module)
+    blocks = find_blocks(module, plan)
+    lists = {name.rpartition(".")[0] for name in blocks if not name.startswith(f"{plan.decoder}.")}
+    return {name: block for name, block in blocks.items() if name.rpartition(".")[0] in lists and name[-1].isdigit()}
+
+
+def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    """The encoder's forward pass on these images."""
+    accepted = inspect.signature(module.get_image_features).parameters
+    images = {name: tensor for name, tensor in given.items() if name in accepted}
+    images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)
+
+    def run() -> Tensor:
+        features = tree_leaves(dict(module.get_image_features(**images)))
+        return torch.stack([leaf.float().sum() for leaf in features if isinstance(leaf, Tensor)]).sum()
+
+    return run
+
+
+def _small(described: Any) -> Any:
+    """The model's configuration with two blocks in each encoder, and next to nothing in its language model."""
+    described = copy.deepcopy(described)
+    text = described.get_text_config()
+    for name, value in SMALL.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    for name in described.sub_configs:
+        part = getattr(described, name)
+        if part is text:
+            continue
+        seen_later = getattr(part, "deepstack_visual_indexes", None)
+        if seen_later is not None:
+            part.deepstack_visual_indexes = list(range(len(seen_later)))
+        for depth in DEPTHS:
+            if isinstance(getattr(part, depth, None), int):
+                setattr(part, depth, max(2, len(seen_later or ())))
+    return described
