@@ -19,6 +19,7 @@ from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_
 from sfumato.data.loader import IndexLoader
 from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.prompts import check_prompts, load_prompts
+from sfumato.data.row_samples import filed_row
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextTransform, build_transform
@@ -187,16 +188,21 @@ def _tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
 
 def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> SourceFindings:
     def look(index: int, findings: SourceFindings) -> None:
-        for sample in transform(rows[index], rows.describe(index)):
+        for sample in transform(_row(rows, index, transform), rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
             findings.num_learned += sum(int(document.loss_mask.sum()) for document in sample.documents)
 
     findings = _look_at(name, rows, look)
-    if transform.has_images:
+    if getattr(transform, "has_images", False):
         _look_at_heads(findings, rows, transform)
     return findings
+
+
+def _row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
+    """A row, which knows the folder of its file where images stand in it."""
+    return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 
 
 def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTransform) -> None:
@@ -207,7 +213,7 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTran
             continue
         where = rows.describe(index)
         try:
-            for medium in transform.files(rows[index], where):
+            for medium in transform.files(_row(rows, index, transform), where):
                 check_head(medium, where)
         except DataError as error:
             findings.bad_rows.append(str(error))

@@ -89,7 +89,8 @@ def plan_language_model(
 ) -> Planned:
     """What is to be known of a language model's memory.
 
-    Every token counts as one in the loss mask, which makes the most logits, and of a model that sees as one of an image.
+    Every token counts as one in the loss mask, which makes the most logits, and of a model that sees as one of an
+    image.
 
     Args:
         model, data, train: the task's sections.

@@ -20,23 +20,6 @@ from sfumato.models.saved_bytes import count_saved
 from sfumato.models.vision_load import add_image_tokens, build_vision
 from sfumato.parallel.plan import find_blocks, language_plan
 
-SMALL = {
-    "num_hidden_layers": 1,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 8,
-    "pad_token_id": None,
-    "layer_types": None,
-}
-"""What a language model is cut down to, of which nothing is needed but its width."""
-
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 """Names of the number of an encoder's blocks, in configurations."""
 
@@ -84,13 +67,14 @@ def encoder_bytes(
     from PIL import Image
     from transformers import AutoModelForImageTextToText
 
-    small = AutoModelForImageTextToText.from_config(_small(read_model_config(config, sees=True)), dtype=torch.float32)
+    with torch.device("meta"):
+        small = AutoModelForImageTextToText.from_config(_shallow(read_model_config(config, sees=True)))
     if config.lora is not None:
         small.requires_grad_(False)
     freeze(small, config.freeze)
     if config.lora is not None:
         add_lora(small, config.lora, language_targets(small), seed=0)
-    small = small.to(dtype or torch.float32).train()
+    _fill_encoders(small.train(), dtype or torch.float32)
     blocks, picture = _encoder_blocks(small), Image.new("RGB", (224, 224), "white")
     found, patches = [], []
     for pictures in ([picture], [picture, picture]):
@@ -123,13 +107,25 @@ def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | 
     return run
 
 
-def _small(described: Any) -> Any:
-    """The model's configuration with two blocks in each encoder, and next to nothing in its language model."""
+def _fill_encoders(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives all weights and buffers but those of the language model memory, filled with zeros."""
+    decoder, head = language_plan(module).decoder, module.get_output_embeddings()
+    for name, owner in module.named_modules():
+        if name == decoder or name.startswith(f"{decoder}.") or owner is head:
+            continue
+        for key, weight in owner._parameters.items():
+            if weight is not None:
+                zeros = torch.zeros(weight.shape, dtype=dtype)
+                owner._parameters[key] = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+
+def _shallow(described: Any) -> Any:
+    """The model's configuration with few blocks in each encoder."""
     described = copy.deepcopy(described)
     text = described.get_text_config()
-    for name, value in SMALL.items():
-        if getattr(text, name, None) is not None:
-            setattr(text, name, value)
     for name in described.sub_configs:
         part = getattr(described, name)
         if part is text:

@@ -382,6 +382,24 @@ def test_real_sizes_of_rl_fit_the_gpus_that_their_files_name(name):
     assert found.problems == [] and found.exit_code == 0 and found.layout.size == ranks
 
 
+REAL_VISION = {  # file: GPUs, parameters in units of 10^9
+    "qwen3_vl_8b": (8, 8.77),
+    "qwen3_vl_30b_a3b": (16, 31.07),
+    "qwen3_omni_30b_a3b": (16, 31.72),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_VISION)
+def test_real_sizes_of_models_that_see_fit_the_gpus_that_their_files_name(name):
+    ranks, billions = REAL_VISION[name]
+    path = ROOT / f"configs/vision/{name}_sft.yaml"
+    described = {"config_path": f"configs/vision/models/{name}.yaml", "model_path": None, "tokenizer_path": "bytes"}
+    found = check_config(path, {"model": described}, num_ranks=ranks, device_gib=80, with_data=False)
+    assert found.problems == [] and found.exit_code == 0, found.needed_bytes / 2**30
+    assert found.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes_fit_the_gpus_that_their_files_name(name):
