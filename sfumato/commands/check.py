@@ -25,9 +25,11 @@ from sfumato.commands.find_task import load_for_task
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
+from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.models.planned import language_model_on_meta
@@ -120,6 +122,9 @@ def check_config(
         check_trackers(config.train.trackers)
     except UserError as error:
         found.problems.append(str(error))
+    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):
+        found.notes.append(f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)")
+        return found
     _say("building the model without memory, and predicting what it needs", show)
     try:
         found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
@@ -147,20 +152,17 @@ def _say(what: str, show: bool) -> None:
 def _look_at_data(found: Findings, config: Section) -> None:
     try:
         if isinstance(config, TrainTextConfig):
-            model, reader = made_model(config.model), None
-            if config.data.data_type.has_images:
-                module = language_model_on_meta(model, found.on_gpu, sees=True)
-                reader = vision_on_meta(model, module, config.data.data_type).reader
-                found.notes.append("predicted as if every token were one of an image, which takes the most memory")
-            tokenizer = build_tokenizer(model) if reader is None else reader.tokenizer
-            found.data = check_text_data(config, tokenizer, found.layout, reader)
+            found.data = check_text_data(config, *_tokenizer_of(found, config), found.layout)
         elif isinstance(config, TextRLConfig):
-            found.data = check_text_prompt_data(config, build_tokenizer(made_model(config.model)))
+            found.data = check_text_prompt_data(config, *_tokenizer_of(found, config))
             found.notes.append(
                 "not predicted: memory of keys and values while tokens are drawn, of entropies, and of a critic"
             )
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)
+        elif isinstance(config, TrainOmniConfig):
+            found.notes.append("the data was not looked at: its images have no size before the parts are read")
+            return
         else:
             found.data = check_image_data(config, found.layout)
     except UserError as error:
@@ -170,6 +172,16 @@ def _look_at_data(found: Findings, config: Section) -> None:
     for part in (found.data.training, found.data.validation):
         lines, stops = bad_rows_of(part, limit)
         (found.problems if stops else found.notes).extend(lines)
+
+
+def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
+    """The tokenizer of a language model, and where the data has images what reads these."""
+    model, data_type = made_model(config.model), config.data.data_type
+    if not data_type.has_images:
+        return build_tokenizer(model), None
+    found.notes.append("predicted as if every token were one of an image, which takes the most memory")
+    reader = vision_on_meta(model, language_model_on_meta(model, found.on_gpu, sees=True), data_type).reader
+    return reader.tokenizer, reader
 
 
 def _device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:

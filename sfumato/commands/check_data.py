@@ -87,7 +87,7 @@ class DataFindings:
 
 
 def check_text_data(
-    config: TrainTextConfig, tokenizer: Any, layout: Layout, reader: ImageReader | None = None
+    config: TrainTextConfig, tokenizer: Any, reader: ImageReader | None, layout: Layout
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
@@ -158,10 +158,10 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     return found
 
 
-def check_text_prompt_data(config: TextRLConfig, tokenizer: Any) -> DataFindings:
-    """Looks at all prompts of RL of language models, as the rewards do. Raises as ``check_text_data``."""
+def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None = None) -> DataFindings:
+    """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
     data, kind, found = config.data, config.rollout.kind, DataFindings(num_steps=config.train.max_steps)
-    template = build_prompt_template(data, tokenizer)
+    template = build_prompt_template(data, tokenizer, reader)
     kind.prepare(template)
     for split, listed in (("train", found.training), ("eval", found.validation)):
         limit = config.eval.num_prompts if split == "eval" else None

@@ -127,7 +127,8 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         has_reference = "reference" in config.algorithm.other_policies
         samples = train.global_batch_size or config.rollout.num_prompts * config.rollout.n
         sizes = config.max_seq_len, samples
-        return plan_text_policy(made_model(config.model), *sizes, train, layout, on_gpu, has_reference)
+        rest = layout, on_gpu, has_reference, config.data.data_type
+        return plan_text_policy(made_model(config.model), *sizes, train, *rest)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))

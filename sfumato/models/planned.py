@@ -117,6 +117,7 @@ def plan_text_policy(
     layout: Layout,
     on_gpu: bool,
     has_reference: bool = False,
+    data_type: Any = None,
 ) -> Planned:
     """What is to be known of the memory of an update of RL, whose samples all are as long as they may be.
 
@@ -129,6 +130,7 @@ def plan_text_policy(
         layout: the mesh.
         on_gpu: see ``language_model_on_meta``.
         has_reference: whether a reference policy is kept; with adapters the model is its own.
+        data_type: the format of the prompts; one with images takes a model that sees.
 
     Raises:
         ConfigError: as ``language_model_on_meta``.
@@ -137,7 +139,8 @@ def plan_text_policy(
     if train.max_tokens_per_micro_batch is not None:
         rows = max(1, train.max_tokens_per_micro_batch // max_seq_len)
     num_micro_batches = -(-samples_per_step // (layout.data * rows))
-    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu, has_reference)
+    seen = data_type if data_type is not None and data_type.has_images else None
+    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu, has_reference, seen)
 
 
 def _plan_tokens(

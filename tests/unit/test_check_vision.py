@@ -18,8 +18,10 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.models.language_load import read_model_config
 from sfumato.models.planned import plan_language_model
 from sfumato.parallel.layout import Layout
-from tests.tiny import write_config
+from tests.tiny import ROOT, write_config
+from tests.tiny_omni import tiny_omni_config
 from tests.tiny_vision import data_url, picture, tiny_media_config, tiny_vision_config
+from tests.tiny_vision_rl import tiny_vision_rl_config
 from tests.unit.test_memory_plan import Saved
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_onevision"]
@@ -86,6 +88,24 @@ def test_ranks_share_what_is_not_of_encoders(tmp_path: Path) -> None:
     assert parts["activations of encoders"] == one["activations of encoders"]
     stages = tiny_vision_config(tmp_path, "qwen3_vl", train={"pipeline_parallel_size": 2})
     assert "pipeline" in checked(tmp_path, stages, with_data=False, num_ranks=2).problems[0]
+
+
+def test_rl_with_images_is_predicted_and_its_prompts_are_read(tmp_path: Path) -> None:
+    config = tiny_vision_rl_config(tmp_path)
+    found = checked(tmp_path, config)
+    assert found.problems == [] and found.exit_code == FITS
+    assert found.model.ranks[0].parts["activations of encoders"] > 0 < found.data.training[0].num_tokens
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "<image>What?", "images": ["none.png"], "answer": "1"}\n')
+    config["data"]["train_path"] = str(tmp_path / "broken.jsonl")
+    assert "none.png" in checked(tmp_path, config).problems[0]
+
+
+def test_what_is_not_predicted_is_said(tmp_path: Path) -> None:
+    found = checked(tmp_path, tiny_omni_config(tmp_path))
+    assert found.exit_code == FITS and found.model is None
+    assert "the data was not looked at" in found.notes[0] and "not predicted for tasks/train_omni.py" in found.notes[1]
+    notes = check_config(ROOT / "configs/omni/image_tokenizer.yaml").notes
+    assert "not predicted for tasks/train_image_tokenizer.py" in notes[0]
 
 
 def write_rows(path: Path, count: int, broken: dict[int, dict[str, Any]], good: str) -> None:
