@@ -247,8 +247,9 @@ def made_tiny(path, tmp_path):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
         data_type = content["data"]["data_type"]
-        sees = isinstance(data_type, dict) and data_type["type"] == "image_conversation"
-        tiny = tiny_vision_config(tmp_path, "qwen3_vl") if sees else tiny_text_config(tmp_path, kind)
+        if isinstance(data_type, dict) and data_type["type"] in ("image_conversation", "media_conversation"):
+            return task, tiny_sighted(path, content, train, tmp_path)
+        tiny = tiny_text_config(tmp_path, kind)
         model = tiny["model"] | {"model_path": None, "made_by": None}
         data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
         if content["data"]["data_type"] == "process":
@@ -284,6 +285,19 @@ def made_tiny(path, tmp_path):
         rest |= {"eval": {"num_rows": 2}}
         content["data"] |= {"eval_path": None}
     return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
+
+
+def tiny_sighted(path, content, train, tmp_path):
+    """A tiny model that sees, of the kind that the file names, on the file's pictures made in code, or on some rows."""
+    kind = "qwen3_omni_moe_thinker" if "omni" in path.stem else "qwen3_vl_moe" if "a3b" in path.stem else "qwen3_vl"
+    if kind == "qwen3_omni_moe_thinker":
+        pytest.importorskip("cv2")
+    tiny = tiny_vision_config(tmp_path, kind)
+    data = {name: tiny["data"][name] for name in ("train_path", "eval_path")}
+    if "synthetic" in content["data"]:
+        data = {"synthetic": {"num_rows": 8}}
+    parts = {"model": tiny["model"] | {"model_path": None}, "data": data | {"max_seq_len": 256}}
+    return merge(content, parts | {"train": train, "eval": {"num_rows": 2}})
 
 
 def tiny_rl_parts(content, tmp_path):
