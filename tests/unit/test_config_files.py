@@ -292,6 +292,8 @@ def tiny_sighted(path, content, train, tmp_path):
     kind = "qwen3_omni_moe_thinker" if "omni" in path.stem else "qwen3_vl_moe" if "a3b" in path.stem else "qwen3_vl"
     if kind == "qwen3_omni_moe_thinker":
         pytest.importorskip("cv2")
+    if "moe" in kind:  # in bf16 a token of so small a router now and then meets another expert, which the probe refuses
+        train = train | {"mixed_precision": "no"}
     tiny = tiny_vision_config(tmp_path, kind)
     data = {name: tiny["data"][name] for name in ("train_path", "eval_path")}
     if "synthetic" in content["data"]:
