@@ -150,9 +150,9 @@ class TrainOmniConfig(Section):
             raise ValueError("draw.temperature is of codes; model.head draws latents: remove it")
         if self.text_coef == self.image_coef == 0:
             raise ValueError("text_coef and image_coef are both 0, so nothing would be learned")
-        layout = ("tensor", "pipeline", "ulysses", "context")
-        wrong = [f"train.{name}_parallel_size" for name in layout if getattr(self.train, f"{name}_parallel_size") > 1]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: a model that sees images cannot be cut so yet: set it to 1")
+        if self.train.pipeline_parallel_size > 1:
+            raise ValueError("train.pipeline_parallel_size: a model that sees images has no stages: set it to 1")
+        if self.model.head is not None and self.train.ranks_per_sample > 1:
+            raise ValueError("train: model.head takes data parallelism only; set the other sizes to 1")
         check_text(self.data, self.train, self.eval)
         return self

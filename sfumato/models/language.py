@@ -93,6 +93,20 @@ class LanguageModel(PackedModel[TokenScores]):
         found = self._whole(batches, lambda scores, _row: scores.predictions(), every_token=True)
         return [predicted.cpu() for predicted in found]
 
+    @torch.no_grad()
+    def label_logits(self, batch: TextBatch) -> Tensor:
+        """Logits of the N tokens that have a label, float32 ``[N, V]``, on the CPU of every rank that shares the batch.
+        Not with pipeline parallelism."""
+        with self.whole_output():
+            ((_, scores, row),) = self.score(self._numbered([batch]))
+            wanted = row["labels"] != IGNORED
+            logits = scores.logits(wanted).cpu()
+        if self.mesh.layout.cp == 1:
+            return logits
+        parts = self.mesh.gather((row["number"][wanted].cpu(), logits), over="cp")
+        columns, logits = (torch.cat(each) for each in zip(*parts, strict=True))
+        return logits[columns.argsort()]
+
     def numbers_of(self, output: TokenScores, row: Tensors) -> Tensor:
         """``log p(label)`` of each token in nats."""
         return output.log_probs(row["labels"])

@@ -92,9 +92,7 @@ def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Seque
     labels = batch.tensors["labels"].clone()
     labels[0, np.cumsum(batch.lengths) - 1] = 0  # the output of these tokens alone is asked for
     batch = replace(batch, tensors=batch.tensors | {"labels": labels})
-    with model.whole_output():
-        ((_, scores, row),) = model.score([batch])
-        return scores.logits(row["labels"] == 0).cpu()
+    return model.label_logits(batch)
 
 
 def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> TextBatch:
