@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -41,14 +42,22 @@ def score(asked: dict[str, Any], problems: Any) -> float | str:
 
 
 def score_all(requests: list[dict[str, Any]], made: dict[str, Any]) -> list[float | str]:
-    """A score, or why there is none, for each. The problems of a task, which may take a while, are made once."""
-    scores = []
+    """A score, or why there is none, for each.
+
+    The problems of a task, which may take a while, are made once. What is asked twice is answered once: groups of a
+    policy that is sure are full of it.
+    """
+    scores, answered = [], {}
     for asked in requests:
         which = [asked[name] for name in ("task", "size", "seed", "parameters")]
         key = json.dumps(which, sort_keys=True)
         if key not in made:
             made[key] = make_problems(*which)
-        scores.append(in_own_process(asked, made[key]))
+            gc.freeze()  # memory that processes share stays shared
+        whole = json.dumps(asked, sort_keys=True)
+        if whole not in answered:
+            answered[whole] = in_own_process(asked, made[key])
+        scores.append(answered[whole])
     return scores
 
 
