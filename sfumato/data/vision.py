@@ -233,7 +233,7 @@ class ImageReader:
         if min_pixels is None and max_pixels is None:
             return self
         size = dict(self.processor.image_processor.size)
-        if not {"shortest_edge", "longest_edge"} <= size.keys() or not self._has_grid():
+        if not {"shortest_edge", "longest_edge"} <= size.keys() or not self.has_grid:
             raise ConfigError(
                 f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} scales images to a size of "
                 f"its own ({size}): remove them"
@@ -359,11 +359,13 @@ class ImageReader:
             found["video_second_per_grid"] = np.array([unit / clip.metadata.sampled_fps for clip in clips], np.float32)
         return found
 
-    def _has_grid(self) -> bool:
+    @property
+    def has_grid(self) -> bool:
+        """Whether images are grids of patches of their own size, as those of the Qwen models."""
         return "image_grid_thw" in self._arguments
 
     def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
-        if self._has_grid():
+        if self.has_grid:
             shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
             frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
             shapes["audio"] = iter([(number, 0, 0) for number in frames])

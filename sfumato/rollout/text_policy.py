@@ -22,7 +22,7 @@ from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.critic import Critic
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model, build_reader, build_tokenizer
+from sfumato.models.language_load import build_language_model, build_reader
 from sfumato.models.plain import check_length
 from sfumato.models.policies import Policies
 from sfumato.models.probe import probe
@@ -99,8 +99,10 @@ class TextEngine:
             ConfigError: when that engine cannot be what the configuration says.
             RoleLostError: when it does not start.
         """
-        tokenizer = build_tokenizer(config.model) if model is None else model.tokenizer
-        reader = None if model is None or model.vision is None else model.vision.reader
+        if model is None:
+            tokenizer, reader = build_reader(config.model, config.train, config.data.data_type)
+        else:
+            tokenizer, reader = model.tokenizer, None if model.vision is None else model.vision.reader
         self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer, reader), flops
         self.served = build_served(config) if served else None
         self._restarts = 0
@@ -303,10 +305,12 @@ def open_prompts(
 
 def build_served(config: TextRLConfig) -> Any:
     """The engine that has weights of its own, started or found."""
-    described = build_language_model(config.model, config.train.model_copy(update={"init_device": "meta"}))
+    on_meta, data_type = config.train.model_copy(update={"init_device": "meta"}), config.data.data_type
+    described = build_language_model(config.model, on_meta, data_type=data_type)
+    seen = {"reader": described.vision.reader} if described.vision is not None else {}
     try:
         return config.rollout.engine.build(
-            str(config.model.model_path), described.module, Path(config.train.output_dir)
+            str(config.model.model_path), described.module, Path(config.train.output_dir), **seen
         )
     except EngineError as error:
         raise RoleLostError("engine", (), str(error)) from error
@@ -315,7 +319,9 @@ def build_served(config: TextRLConfig) -> Any:
 def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:
     """Tokens by whose log-probs the weights of an engine of its own are verified: int64 ``[4, 16]``."""
     generator = keyed_generator(config.train.seed, "rescoring")
-    return torch.randint(len(template.tokenizer), (4, 16), generator=generator)
+    tokens = torch.randint(len(template.tokenizer), (4, 16), generator=generator)
+    media = torch.tensor(sorted(template.media_tokens), dtype=torch.int64)
+    return tokens.masked_fill(torch.isin(tokens, media), template.tokenizer.pad_token_id)
 
 
 def stop_tokens(tokenizer: Any) -> set[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
@@ -22,10 +25,12 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.dumps import dump_path, read_dump
-from sfumato.rollout.engines.base import GenerationRequest, Sampling
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.complete import complete
 from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.http_server import NOT_SENT
 from sfumato.rollout.engines.rows import CachedRows, RecomputedRows
+from sfumato.rollout.engines.vllm_images import PromptImages, token_runs
 from sfumato.rollout.text_policy import build_text_policy, open_prompts
 from sfumato.rollout.text_rows import of_decisions, pack_samples
 from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
@@ -170,6 +175,54 @@ def test_dumps_are_learned_from_without_the_data(run: Path, tmp_path: Path) -> N
     again = run_task_here("rl_text", tiny_vision_rl_config(tmp_path, **settings))
     for name in ("loss/policy", "grad_norm", "reward/total", "mismatch/log_ratio_max"):
         assert values(again, name) == values(run, name), name
+
+
+def rendered(length: int) -> dict[str, Any]:
+    """What vLLM's render step answers for one image."""
+    places = {"image": [{"offset": 1, "length": length}]}
+    return {"features": {"mm_hashes": {"image": ["x"]}, "mm_placeholders": places, "kwargs_data": {"image": ["data"]}}}
+
+
+def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: Path) -> None:
+    prompts = loaded(tmp_path)[1]
+    template, _, _ = open_prompts(load_config(TextRLConfig, overrides=tiny_vision_rl_config(tmp_path)), print)
+    prompt, reader = prompts[1], template.reader
+    ((begin, length),) = token_runs(reader.kinds(np.array(prompt.token_ids)) == 1)
+    assert set(prompt.token_ids[begin : begin + length]) == {IMAGE_TOKEN} and prompt.token_ids[begin - 1] == 259
+    given: list[list[bytes]] = []
+
+    async def render(images: list[bytes]) -> Any:
+        given.append(images)
+        return rendered(length)
+
+    async def all_of(images: PromptImages) -> list[Any]:
+        return await asyncio.gather(*(images.of(prompt.token_ids, prompt.images) for _ in range(4)))
+
+    found = asyncio.run(all_of(PromptImages(reader, render)))
+    assert [each["mm_placeholders"]["image"] for each in found] == [[{"offset": begin, "length": length}]] * 4
+    assert len(given) == 1, "once for a group"
+    _, rows, columns = prompt.images.shapes[0].tolist()
+    with Image.open(io.BytesIO(given[0][0])) as scaled:
+        assert scaled.size == (columns * 4, rows * 4)
+        tensors = reader.of_opened([scaled.convert("RGB")])
+    assert torch.equal(tensors["pixel_values"], reader.tensors(prompt.images)["pixel_values"])
+
+    async def other(_: list[bytes]) -> Any:
+        return rendered(length + 1)
+
+    with pytest.raises(EngineError, match=r"--mm-processor-kwargs '\{\"min_pixels\": 64"):
+        asyncio.run(all_of(PromptImages(reader, other)))
+
+    async def ended(_: list[bytes]) -> Any:
+        return NOT_SENT
+
+    assert asyncio.run(all_of(PromptImages(reader, ended))) == [NOT_SENT] * 4
+
+
+def test_vllm_is_given_images_of_the_qwen_models_alone(tmp_path: Path) -> None:
+    reader = loaded(tmp_path, "internvl")[0].vision.reader
+    with pytest.raises(ConfigError, match="of the Qwen models alone"):
+        PromptImages(reader, None)
 
 
 def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.served import DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.http_server import NOT_SENT
+from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine, seed_of
 from sfumato.rollout.engines.served_settings import ServedSettings
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
+from sfumato.rollout.engines.vllm_images import PromptImages, limits_of
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
 from sfumato.rollout.engines.weight_files import WeightFiles, process_name
 
@@ -28,7 +31,14 @@ COLDEST = 0.01
 class VllmEngine(ServedEngine):
     """``Engine`` of ``base.py`` and ``Receiver`` on vLLM."""
 
-    def __init__(self, calls: VllmCalls, files: WeightFiles, model_path: str, can_sleep: bool = False) -> None:
+    def __init__(
+        self,
+        calls: VllmCalls,
+        files: WeightFiles,
+        model_path: str,
+        can_sleep: bool = False,
+        reader: ImageReader | None = None,
+    ) -> None:
         """vLLM must be ready.
 
         Args:
@@ -36,8 +46,10 @@ class VllmEngine(ServedEngine):
             files: through which weights reach it.
             model_path: folder of the model's own files, as vLLM sees it.
             can_sleep: whether vLLM was started with its sleep mode.
+            reader: of the images in prompts, where there are some; a server's.
         """
         super().__init__(calls.name, files, calls.max_length)
+        self._images = None if reader is None else PromptImages(reader, calls.render)
         self.calls, self.model_path, self.can_sleep = calls, model_path, can_sleep
         self._has_adapter = False
 
@@ -75,7 +87,14 @@ class VllmEngine(ServedEngine):
             self.calls.update_weights({"folder": str(folder.absolute()), "base": self.model_path}, version)
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
-        return await self.calls.generate(list(request.prompt_ids), sampling_params(request, sampling), self._adapter)
+        features = None
+        if request.images is not None:
+            assert self._images is not None, "built without a reader of images"
+            features = await self._images.of(request.prompt_ids, request.images)
+            if features is NOT_SENT:
+                return ABORTED
+        params = sampling_params(request, sampling)
+        return await self.calls.generate(list(request.prompt_ids), params, self._adapter, features)
 
     def _score(self, tokens: list[int]) -> list[float]:
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
@@ -133,7 +152,19 @@ class VllmSettings(ServedSettings):
     """vLLM's program in an environment of its own, such as /opt/vllm/bin/vllm: a server is started with it on this
     machine, and ended with the run."""
 
-    def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> VllmEngine:
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images: those of a server."""
+        return bool(self.url or self.program)
+
+    def build(
+        self,
+        model_path: str,
+        template: nn.Module,
+        folder: Path,
+        max_length: int | None = None,
+        reader: ImageReader | None = None,
+    ) -> VllmEngine:
         """Starts or finds vLLM.
 
         Args:
@@ -143,6 +174,7 @@ class VllmSettings(ServedSettings):
             folder: the run folder.
             max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
                 does not say; None: as many as the engine takes.
+            reader: of the images in prompts, where there are some.
 
         Raises:
             ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
@@ -151,7 +183,10 @@ class VllmSettings(ServedSettings):
         model_path = str(Path(model_path).absolute())
         files = self.weight_files(template, folder, model_path)
         rank = max_rank(template) if files.are_adapters else 0
-        arguments = self._arguments(self._options(model_path, rank, max_length))
+        options = self._options(model_path, rank, max_length)
+        if reader is not None:
+            options["mm_processor_kwargs"] = limits_of(reader)
+        arguments = self._arguments(options)
         if self.url or self.program:
             calls: VllmCalls = ServerCalls(
                 url=self.url,
@@ -167,7 +202,7 @@ class VllmSettings(ServedSettings):
             )
         else:
             calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
-        return VllmEngine(calls, files, model_path, self.sleep)
+        return VllmEngine(calls, files, model_path, self.sleep, reader)
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
         """vLLM's settings, by the names that its Python and command line share."""

@@ -18,6 +18,7 @@ from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.vllm_images import render_request
 
 BACKEND = "sfumato_files"
 """Of vLLM's weight transfer interface, which ``rollout/inside_vllm.py`` adds to it."""
@@ -56,8 +57,10 @@ class VllmCalls(Protocol):
     max_length: int
     """Tokens of the longest prompt with its completion."""
 
-    async def generate(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> DrawnTokens:
-        """Draws a completion by vLLM's sampling parameters."""
+    async def generate(
+        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+    ) -> DrawnTokens:
+        """Draws a completion by vLLM's sampling parameters; ``features`` are of the images among the tokens."""
         ...
 
     def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
@@ -189,9 +192,16 @@ class ServerCalls:
             ) from error
         return int(base["max_model_len"])
 
-    async def generate(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> DrawnTokens:
+    async def render(self, images: Sequence[bytes]) -> Any:
+        """What vLLM's processor makes of PNG files; ``NOT_SENT`` as ``ask_async``."""
+        return await self.http.ask_async("POST", "/v1/chat/completions/render", render_request(images))
+
+    async def generate(
+        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+    ) -> DrawnTokens:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
+        body |= {} if features is None else {"features": features}
         answer = await self.http.ask_async("POST", "/inference/v1/generate", body)
         if answer is NOT_SENT:
             return ABORTED

@@ -80,8 +80,11 @@ class InProcessCalls:
 
         return AsyncLLM.from_engine_args(arguments)
 
-    async def generate(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> DrawnTokens:
+    async def generate(
+        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+    ) -> DrawnTokens:
         """See ``VllmCalls``."""
+        assert features is None, "prompts with images are for a server"
         output = await asyncio.wrap_future(self._begin(self._drawn(tokens, params, adapter), self.timeout_s))
         (one,) = output.outputs
         log_probs = [each[token].logprob for each, token in zip(one.logprobs or [], one.token_ids, strict=True)]
