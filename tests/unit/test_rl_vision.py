@@ -30,7 +30,7 @@ from sfumato.rollout.engines.complete import complete
 from sfumato.rollout.engines.embedded import EmbeddedEngine
 from sfumato.rollout.engines.http_server import NOT_SENT
 from sfumato.rollout.engines.rows import CachedRows, RecomputedRows
-from sfumato.rollout.engines.vllm_images import PromptImages, token_runs
+from sfumato.rollout.engines.vllm_images import RenderedImages, token_runs
 from sfumato.rollout.text_policy import build_text_policy, open_prompts
 from sfumato.rollout.text_rows import of_decisions, pack_samples
 from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
@@ -195,10 +195,10 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
         given.append(images)
         return rendered(length)
 
-    async def all_of(images: PromptImages) -> list[Any]:
+    async def all_of(images: RenderedImages) -> list[Any]:
         return await asyncio.gather(*(images.of(prompt.token_ids, prompt.images) for _ in range(4)))
 
-    found = asyncio.run(all_of(PromptImages(reader, render)))
+    found = asyncio.run(all_of(RenderedImages(reader, render)))
     assert [each["mm_placeholders"]["image"] for each in found] == [[{"offset": begin, "length": length}]] * 4
     assert len(given) == 1, "once for a group"
     _, rows, columns = prompt.images.shapes[0].tolist()
@@ -211,18 +211,18 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
         return rendered(length + 1)
 
     with pytest.raises(EngineError, match=r"--mm-processor-kwargs '\{\"min_pixels\": 64"):
-        asyncio.run(all_of(PromptImages(reader, other)))
+        asyncio.run(all_of(RenderedImages(reader, other)))
 
     async def ended(_: list[bytes]) -> Any:
         return NOT_SENT
 
-    assert asyncio.run(all_of(PromptImages(reader, ended))) == [NOT_SENT] * 4
+    assert asyncio.run(all_of(RenderedImages(reader, ended))) == [NOT_SENT] * 4
 
 
 def test_vllm_is_given_images_of_the_qwen_models_alone(tmp_path: Path) -> None:
     reader = loaded(tmp_path, "internvl")[0].vision.reader
     with pytest.raises(ConfigError, match="of the Qwen models alone"):
-        PromptImages(reader, None)
+        RenderedImages(reader, None)
 
 
 def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:

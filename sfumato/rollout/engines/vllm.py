@@ -20,7 +20,7 @@ from sfumato.rollout.engines.http_server import NOT_SENT
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine, seed_of
 from sfumato.rollout.engines.served_settings import ServedSettings
 from sfumato.rollout.engines.vllm_calls import ADAPTER, ServerCalls, VllmCalls
-from sfumato.rollout.engines.vllm_images import PromptImages, limits_of
+from sfumato.rollout.engines.vllm_images import RenderedImages, limits_of
 from sfumato.rollout.engines.vllm_in_process import InProcessCalls
 from sfumato.rollout.engines.weight_files import WeightFiles, process_name
 
@@ -49,7 +49,7 @@ class VllmEngine(ServedEngine):
             reader: of the images in prompts, where there are some; a server's.
         """
         super().__init__(calls.name, files, calls.max_length)
-        self._images = None if reader is None else PromptImages(reader, calls.render)
+        self._images = None if reader is None else RenderedImages(reader, calls.render)
         self.calls, self.model_path, self.can_sleep = calls, model_path, can_sleep
         self._has_adapter = False
 

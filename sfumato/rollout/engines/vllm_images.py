@@ -21,7 +21,7 @@ KEPT = 64
 """Prompts whose images are kept as vLLM has made them."""
 
 
-class PromptImages:
+class RenderedImages:
     """What vLLM calls features, of the images of prompts.
 
     Images are scaled here to the size that training has them in. vLLM's processor leaves that size as it is, so it sees
