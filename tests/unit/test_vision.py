@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.vision_throughput import balance
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
@@ -299,3 +300,8 @@ def test_text_and_sight_meet_their_models(tmp_path):
     given = config.model.model_copy(update={"config_path": blind})
     with pytest.raises(ConfigError, match="model_type"):
         build_language_model(given, config.train, data_type=config.data.data_type)
+
+
+def test_encoders_work_is_shared_out_with_the_rest():
+    lost = balance(4)
+    assert lost["by all operations"] < 0.5 * min(lost["by tokens"], lost["in their order"])
