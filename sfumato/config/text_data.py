@@ -50,7 +50,7 @@ class TextDataConfig(Section):
     """Text, conversations, or pairs of a better and a worse answer."""
 
     train_path: FilePaths | None = None
-    """A .jsonl, .json, .parquet, .arrow, .csv or .txt file, a folder of them, several of these with commas between, or
+    """A .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of them, several with commas between, or
     a .yaml file with weighted sources."""
     eval_path: FilePaths | None = None
     """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""

@@ -22,7 +22,7 @@ class TextPromptDataConfig(Section):
     and answer), verl (verl's and DAPO's parquet files), sharegpt, reasoning_gym, verifiers; or a format of your own by
     import path, `my_module:MyFormat`."""
     train_path: FilePaths | None = None
-    """Prompts: a .jsonl, .json, .parquet, .arrow, .csv or .txt file (one a line), a folder of them, or several of these
+    """Prompts: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file (one a line), a folder, or several of these
     with commas between; columns that the format does not read are metadata."""
     eval_path: FilePaths | None = None
     """Prompts of the evaluation, in the same format."""

@@ -148,6 +148,10 @@ class _RowSlice:
         """File and row number, for messages."""
         return self._rows.describe(self._start + index)
 
+    def folder(self, index: int) -> Path:
+        """The folder of the row's file."""
+        return self._rows.folder(self._start + index)
+
 
 class _RowGroups:
     """A .parquet file, of which one row group after the other is read; the last one is kept."""

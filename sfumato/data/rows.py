@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .json, .parquet, .arrow, .csv and .txt files with random access; errors name file and row.
+"""Rows of .jsonl, .json, .parquet, .arrow, .tar, .csv and .txt files with random access; errors name file and row.
 
 Rows can be pickled: a worker process opens the files itself. Reading them in order is as cheap as the format allows.
 """
@@ -295,22 +295,29 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
+def _open_shard(path: Path) -> RowTable:
+    from sfumato.data.webdataset import TarRows
+
+    return TarRows(path)
+
+
 KINDS: dict[str, Callable[[Path], RowTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
     ".arrow": ArrowRows,
+    ".tar": _open_shard,
     ".csv": read_csv_rows,
 }
 ENDINGS = [*KINDS, ".txt"]
-OPENED = {".jsonl", ".parquet", ".arrow"}  # of which rows are read when they are asked for
+OPENED = {".jsonl", ".parquet", ".arrow", ".tar"}  # of which rows are read when they are asked for
 
 
 def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     """Opens files by their endings.
 
     Args:
-        path: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, a folder of such files (searched with its
+        path: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of such files (searched with its
             subfolders, in the order of their names), or several of these with commas between.
         text_column: name of the only column of a .txt file.
         option: the configuration field that holds the path, for messages.

@@ -148,7 +148,7 @@ def test_an_empty_parquet_file_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["a.xml", "a", "jsonl"])
 def test_an_unknown_ending_is_refused(tmp_path, name):
     path = write(tmp_path, name, "{}\n")
-    assert refusal(path) == f"data.train_path: {path} must end in .jsonl, .json, .parquet, .arrow, .csv or .txt"
+    assert refusal(path) == f"data.train_path: {path} must end in .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt"
 
 
 def test_a_text_column():
