@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.checkpoint.identity import Identity, identify
+from sfumato.data.file_rows import FileRows
 from sfumato.data.image_text import FolderRows, ImageTextDataset
 from sfumato.data.prompts import Prompt
-from sfumato.data.rows import FileRows, JoinedRows
+from sfumato.data.rows import JoinedRows
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform, source_of
 from sfumato.data.text_prompts import TextPrompt

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
+from sfumato.data.file_rows import MAX_LINE, file_fingerprint
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
 from sfumato.data.pictures import (
     ANIMATION_ENDINGS,
@@ -23,7 +24,7 @@ from sfumato.data.pictures import (
     read_frames,
     read_image,
 )
-from sfumato.data.rows import MAX_LINE, FiledRows, file_fingerprint, open_rows, read_text, text_field
+from sfumato.data.rows import FiledRows, open_rows, read_text, text_field
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:

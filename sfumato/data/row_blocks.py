@@ -9,7 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sfumato.data.rows import FileRows, JoinedRows, JsonlRows, RowTable, arrow_row, empty_file, open_file
+from sfumato.data.file_rows import FileRows
+from sfumato.data.rows import JoinedRows, JsonlRows, RowTable, arrow_row, empty_file, open_file
 from sfumato.errors import DataError
 
 

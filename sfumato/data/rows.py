@@ -20,10 +20,9 @@ from typing import Any, Protocol
 
 from sfumato.config.paths import file_problem
 from sfumato.data.bad_rows import MAX_DEPTH, check_value, parse_json
+from sfumato.data.file_rows import MAX_LINE, FileRows, no_column
+from sfumato.data.webdataset import TarRows
 from sfumato.errors import DataError
-
-MAX_LINE = 64 * 2**20
-"""Bytes of the longest line of a .jsonl file, and of the longest caption, that is read."""
 
 MAX_LOADED = 2 * 2**30
 """Bytes of the largest file that is held in memory as a whole."""
@@ -55,36 +54,6 @@ class FiledRows(RowTable, Protocol):
     def folder(self, index: int) -> Path:
         """What the paths in a row are relative to."""
         ...
-
-
-class FileRows:
-    """What the tables of one file share."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def folder(self, index: int) -> Path:
-        """The folder of the file."""
-        return self.path.parent
-
-    def describe(self, index: int) -> str:
-        """File and row number, for messages."""
-        return f"{self.path}, row {index + 1}"
-
-    def fingerprint(self) -> str:
-        """The file with its size and time."""
-        return file_fingerprint([self.path])
-
-    def column(self, key: str) -> list[Any]:
-        """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
-        values = []
-        for index in range(len(self)):
-            try:
-                row = self[index]
-                values.append(row[key] if key in row else no_column(key, row, self.describe(index)))
-            except DataError as error:
-                values.append(error)
-        return values
 
 
 class JsonlRows(FileRows):
@@ -295,18 +264,12 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
-def _open_shard(path: Path) -> RowTable:
-    from sfumato.data.webdataset import TarRows
-
-    return TarRows(path)
-
-
 KINDS: dict[str, Callable[[Path], RowTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
     ".arrow": ArrowRows,
-    ".tar": _open_shard,
+    ".tar": TarRows,
     ".csv": read_csv_rows,
 }
 ENDINGS = [*KINDS, ".txt"]
@@ -388,11 +351,6 @@ def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
-    """The error for a column that is missing, with those that there are."""
-    return DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, columns))}")
-
-
 def text_field(row: dict[str, Any], key: str, where: str) -> str:
     """A non-empty string column of a row. Raises DataError that names the row and the columns there are."""
     if key not in row:
@@ -401,12 +359,6 @@ def text_field(row: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: column {key!r} must be a non-empty text, not {value!r}")
     return value
-
-
-def file_fingerprint(paths: list[Path]) -> str:
-    """Files with their sizes and times, one a line; those that do not exist are left out."""
-    stats = [(path.resolve(), path.stat()) for path in paths if path.is_file()]
-    return "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
 def _find_files(part: str, option: str) -> list[Path]:

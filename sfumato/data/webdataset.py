@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sfumato.data.bad_rows import parse_json
-from sfumato.data.rows import MAX_LINE, FileRows
+from sfumato.data.file_rows import MAX_LINE, FileRows
 from sfumato.errors import DataError
 
 MEDIA = {

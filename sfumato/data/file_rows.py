@@ -1,0 +1,53 @@
+"""What the tables of one file share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import DataError
+
+MAX_LINE = 64 * 2**20
+"""Bytes of the longest line of a .jsonl file, and of the longest caption, that is read."""
+
+
+class FileRows:
+    """What the tables of one file share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def folder(self, index: int) -> Path:
+        """The folder of the file."""
+        return self.path.parent
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        return f"{self.path}, row {index + 1}"
+
+    def fingerprint(self) -> str:
+        """The file with its size and time."""
+        return file_fingerprint([self.path])
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
+        values = []
+        for index in range(len(self)):
+            try:
+                row = self[index]
+                values.append(row[key] if key in row else no_column(key, row, self.describe(index)))
+            except DataError as error:
+                values.append(error)
+        return values
+
+
+def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
+    """The error for a column that is missing, with those that there are."""
+    return DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, columns))}")
+
+
+def file_fingerprint(paths: list[Path]) -> str:
+    """Files with their sizes and times, one a line; those that do not exist are left out."""
+    stats = [(path.resolve(), path.stat()) for path in paths if path.is_file()]
+    return "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
