@@ -4,8 +4,10 @@ import copy
 import itertools
 import pickle
 import threading
-from concurrent.futures import Future
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -544,6 +546,76 @@ def test_nccl_sends_between_gpus_of_their_own(gpus: tuple[str | None, ...], back
     mesh = Mesh(Layout(), torch.device("cpu"))
     sending = broadcast.Sending(Settings(timeout_s=5.0), mesh, plan_buckets({}, 64), Ends([first], others))
     assert sending.access().backend == backend
+
+
+class Stream:
+    """Of a device that there is not; what is put on it ends, or never does."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+
+    def wait_stream(self, _other: Any) -> None: ...
+
+    def record_event(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return self.ends
+
+
+@pytest.fixture
+def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broadcast._Group]]:
+    """The two sides of a broadcast by gloo, each of which does as by NCCL."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+
+    def make(ends: bool, timeout_s: float) -> list[broadcast._Group]:
+        store, address = open_store(5.0)
+        access, mesh = broadcast.Access(address, 1, "gloo"), Mesh(Layout(), torch.device("cpu"))
+        buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
+        groups = [
+            broadcast._Group(store if rank == 0 else reach_store(address, 5.0), rank, access, mesh, buckets)
+            for rank in range(2)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(lambda group: group.join(5.0), groups)) == [None, None]
+        for group in groups:
+            group.stream, group.timeout_s = Stream(ends), timeout_s
+        return groups
+
+    return make
+
+
+def test_on_a_device_a_broadcast_begins_when_all_ranks_have_come(beside_a_device: Any) -> None:
+    actor, sampler = beside_a_device(ends=True, timeout_s=5.0)
+    began: list[int] = []
+    begin = actor._begin
+    actor._begin = lambda count: began.append(count) or begin(count)
+    with ThreadPoolExecutor(2) as threads:
+        for version in (1, 2):
+            actor.memory.fill_(version)
+            sending = threads.submit(actor.broadcast, 16, version)
+            time.sleep(0.1)
+            assert len(began) == version - 1 and not sending.done()
+            sampler.broadcast(16, version)
+            sending.result(5)
+            assert sampler.memory[:16].tolist() == [version] * 16
+    assert actor.store.check(["here/the actor, bucket 2"]) and not actor.store.check(["here/the actor, bucket 1"])
+
+
+def test_on_a_device_a_rank_that_has_gone_is_named_and_kernels_that_never_end_are_not_waited_for(
+    beside_a_device: Any,
+) -> None:
+    actor, _ = beside_a_device(ends=True, timeout_s=0.3)
+    with pytest.raises(WeightSyncError, match=r"version 7: the actor lost a rank of the sampler.*rank 0, bucket 1"):
+        actor.broadcast(16, 7)
+    actor, sampler = beside_a_device(ends=False, timeout_s=0.5)
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(sampler.broadcast, 16, 1)
+        with pytest.raises(WeightSyncError, match=r"did not end in 0\.5 s"):
+            actor.broadcast(16, 1)
+        with pytest.raises(WeightSyncError):
+            other.result(5)
 
 
 def test_of_two_sides_that_fail_the_cause_is_raised() -> None:

@@ -1,12 +1,18 @@
 """From the actor's first rank to all ranks of the sampler, in a process group of their own: NCCL or gloo.
 
 The group is made from a store directly: the two roles have different default groups, which this leaves alone.
+
+By NCCL a bucket is sent while the sampler draws, whose ranks have collectives of their own on the same GPUs. Kernels of
+two groups that wait for each other's room could wait for ever, and one that waits for a process that has gone says
+nothing to the host. So a broadcast is put on the devices when all ranks have come to it, takes few multiprocessors and a
+stream of its own, and the host looks whether it has ended, for as long as a sync may take.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +27,11 @@ from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import check_reachable, meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings
+
+MAX_CTAS = 4
+"""Blocks of threads that NCCL's kernels of a broadcast may have: a GPU has room for more than a hundred."""
+
+POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -41,20 +52,27 @@ class _Group:
         self.store, self.rank, self.access = store, rank, access
         self.group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self.stop = threading.Event()
+        self.timeout_s, self.num_sent = 0.0, 0
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def name(self) -> str:
         return f"the sampler's rank {self.rank - 1}" if self.rank else "the actor"
 
+    @property
+    def names(self) -> list[str]:
+        """The actor, and all ranks of the sampler."""
+        return ["the actor", *(f"the sampler's rank {rank}" for rank in range(self.access.num_receivers))]
+
     def join(self, timeout_s: float) -> None:
-        size = self.access.num_receivers + 1
-        names = ["the actor", *(f"the sampler's rank {rank}" for rank in range(size - 1))]
-        meet(self.store, self.name, names, timeout_s, self.stop)
+        size, self.timeout_s = self.access.num_receivers + 1, timeout_s
+        meet(self.store, self.name, self.names, timeout_s, self.stop)
         store, timeout = dist.PrefixStore("weights", self.store), timedelta(seconds=timeout_s)
         try:
             if self.access.backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
+                options.config.max_ctas = MAX_CTAS
                 with torch.cuda.device(self.device):
                     self.group = dist.ProcessGroupNCCL(store, self.rank, size, options)
             else:
@@ -67,16 +85,40 @@ class _Group:
     def broadcast(self, num_bytes: int, version: int) -> None:
         if self.group is None:
             raise WeightSyncError(f"{self.name} is not connected (any more): WeightSync.reconnect() first")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         try:
-            self.group.broadcast([self.memory[:num_bytes]], options).wait()
+            if self.stream is None:
+                self._begin(num_bytes).wait()
+            else:
+                self._broadcast_beside(num_bytes)
         except RuntimeError as error:
             other = "the actor" if self.rank else "a rank of the sampler"
             raise WeightSyncError(
                 f"version {version}: {self.name} lost {other} while weights were sent ({_reason(error)}); "
                 "WeightSync.reconnect() when both live"
             ) from error
+
+    def _begin(self, num_bytes: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self.group.broadcast([self.memory[:num_bytes]], options)
+
+    def _broadcast_beside(self, num_bytes: int) -> None:
+        """Beside what else the device does. Raises RuntimeError when another rank does not come, or does not end."""
+        self.num_sent += 1
+        names = [f"{name}, bucket {self.num_sent}" for name in self.names]
+        meet(self.store, names[self.rank], names, self.timeout_s, self.stop)
+        if self.rank == 0:  # all have left the meeting before
+            for name in self.names:
+                self.store.delete_key(f"here/{name}, bucket {self.num_sent - 1}")
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what filled this memory, or read it
+        with torch.cuda.stream(self.stream):
+            self._begin(num_bytes).wait()
+            ended = self.stream.record_event()
+        deadline = time.monotonic() + self.timeout_s
+        while not ended.query():
+            if self.stop.is_set() or time.monotonic() > deadline:
+                raise RuntimeError(f"the broadcast did not end in {self.timeout_s:g} s")
+            time.sleep(POLL_S)
 
     def abort(self) -> None:
         self.stop.set()
