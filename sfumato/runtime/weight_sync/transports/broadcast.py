@@ -4,8 +4,8 @@ The group is made from a store directly: the two roles have different default gr
 
 By NCCL a bucket is sent while the sampler draws, whose ranks have collectives of their own on the same GPUs. Kernels of
 two groups that wait for each other's room could wait for ever, and one that waits for a process that has gone says
-nothing to the host. So a broadcast is put on the devices when all ranks have come to it, takes few multiprocessors and a
-stream of its own, and the host looks whether it has ended, for as long as a sync may take.
+nothing to the host. So a broadcast is put on the devices when all ranks have come to it, it has few blocks of threads
+and a stream of its own, and the host looks whether it has ended, for as long as a sync may take.
 """
 
 from __future__ import annotations
