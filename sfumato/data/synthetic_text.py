@@ -191,7 +191,7 @@ def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Pr
     if config.problem in ARITHMETIC:
         return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
     if config.problem == "read_or_draw":
-        return Problem(PICTURED[_integer(generator, 2)], (_draw_number(generator, config),))
+        return Problem(("read", "draw")[_integer(generator, 2)], (_draw_number(generator, config),))
     if config.problem in PICTURED:
         return Problem(config.problem, (_draw_number(generator, config),))
     letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]

@@ -1,11 +1,14 @@
 """Synthetic problems: right answers are right, wrong ones wrong, and held-out problems are never shown in training."""
 
+import io
 import pickle
 import re
 
 import pytest
+from PIL import Image
 
 from sfumato.config.text_data import SyntheticTextConfig
+from sfumato.data.digits import EDGE, label, scans_of
 from sfumato.data.synthetic_text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
 from sfumato.rollout.calculator import calculate
@@ -135,3 +138,27 @@ def test_a_share_of_answers_shows_a_call_of_the_calculator():
     assert rows_of("add", calculator_calls=1.0)[0]["messages"][1]["content"].startswith("calc(")
     with pytest.raises(ValueError, match="calculator_calls has no meaning with problem sort"):
         SyntheticTextConfig(problem="sort", calculator_calls=0.5)
+
+
+def test_numbers_are_read_and_drawn_by_turns_of_chance():
+    rows = rows_of("read_or_draw", num_rows=40)
+    asked = [rows[index]["prompt"] for index in range(40)]
+    assert 10 < sum(each.startswith("<image>Read it") for each in asked) < 30
+    assert all(each.startswith(("<image>Read it", 'Draw "')) for each in asked)
+
+
+def test_handwritten_digits_have_their_labels_and_scans_that_are_held_out():
+    datasets = pytest.importorskip("sklearn.datasets")
+    labels, seen = datasets.load_digits().target, []
+    for unseen in (False, True):
+        assert len(scans_of(0.2, unseen)) + len(scans_of(0.2, not unseen)) == len(labels)
+        rows = rows_of("digits", unseen, num_rows=30, min_length=1, max_length=3, held_out=0.2)
+        pictures = [Image.open(io.BytesIO(rows[index]["images"][0])) for index in range(30)]
+        answers = [rows[index]["answer"] for index in range(30)]
+        assert {len(answer) for answer in answers} == {1, 2, 3}
+        assert all(each.size == (EDGE * len(answer), EDGE) for each, answer in zip(pictures, answers, strict=True))
+        assert all(rows[index]["prompt"] == "<image>Read it." for index in range(30))
+        seen.append({int(scan) for scan in scans_of(0.2, unseen)})
+        scan = int(scans_of(0.2, unseen)[0])
+        assert label(scan) == str(labels[scan])
+    assert seen[0].isdisjoint(seen[1])
