@@ -152,7 +152,7 @@ def test_handwritten_digits_have_their_labels_and_scans_that_are_held_out():
     labels, seen = datasets.load_digits().target, []
     for unseen in (False, True):
         assert len(scans_of(0.2, unseen)) + len(scans_of(0.2, not unseen)) == len(labels)
-        rows = rows_of("digits", unseen, num_rows=30, min_length=1, max_length=3, held_out=0.2)
+        rows = rows_of("digits", unseen, num_rows=600, min_length=1, max_length=3, held_out=0.2)
         pictures = [Image.open(io.BytesIO(rows[index]["images"][0])) for index in range(30)]
         answers = [rows[index]["answer"] for index in range(30)]
         assert {len(answer) for answer in answers} == {1, 2, 3}
