@@ -25,7 +25,7 @@ class PoolConfig(Section):
     cpus: float = Field(1.0, ge=0)
     """CPU cores that each reserves, and threads that it computes with."""
     gpus: float = Field(0.0, ge=0)
-    """GPUs that each reserves; parts of one share it."""
+    """GPUs that each reserves. Parts, such as 0.5 of actor and sampler: a process of each shares a GPU."""
     parallel: dict[str, Any] = {}
     """Sampler: how its processes share the model, where that differs from the section train, such as
     {tensor_parallel_size: 2}."""
@@ -49,6 +49,12 @@ class PoolsConfig(Section):
     """Draws samples, without rollout.hybrid_engine."""
     scorer: PoolConfig = PoolConfig()
     """Scores samples; each process is on its own."""
+
+    @property
+    def shared_gpus(self) -> bool:
+        """Whether the actor's and the sampler's processes of one number are on one GPU."""
+        parts = self.actor.gpus, self.sampler.gpus
+        return min(parts) > 0 and sum(parts) <= 1 and self.actor.processes == self.sampler.processes
 
 
 class RuntimeConfig(Section):
@@ -110,11 +116,17 @@ class RuntimeConfig(Section):
             )
         for name in ("actor", "sampler"):
             pool = getattr(self.pools, name)
-            if 0 < pool.gpus < 1 and pool.processes > 1:
+            if 0 < pool.gpus < 1 and pool.processes > 1 and not self.pools.shared_gpus:
                 raise ValueError(
-                    f"runtime.pools.{name}: Ray would put several of its {pool.processes} processes on one GPU with "
-                    f"gpus {pool.gpus:g}, which NCCL refuses: give each a whole GPU, or take one process"
+                    f"runtime.pools.{name}: several of its {pool.processes} processes would come onto one GPU with "
+                    f"gpus {pool.gpus:g}, which NCCL refuses: give each a whole GPU, or let actor and sampler share "
+                    "GPUs, with as many processes each and parts that make up one GPU at most"
                 )
+        if self.pools.shared_gpus and self.weight_sync == "broadcast":
+            raise ValueError(
+                "runtime.weight_sync broadcast: actor and sampler share GPUs (runtime.pools), between whose processes "
+                "NCCL sends nothing: leave it out, which takes ipc"
+            )
         for name in ("actor", "scorer"):
             if getattr(self.pools, name).parallel:
                 raise ValueError(

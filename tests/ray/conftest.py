@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine for each test module, with 4 CPUs to hand out, and a driver's run."""
+"""A Ray cluster on this machine for each test module, with 4 CPUs and 2 made-up GPUs, and a driver's run."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def run_in(folder: Path) -> Run:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = RuntimeConfig(backend="ray", object_store_gb=0.5, heartbeat_s=5.0, call_timeout_s=120.0)
     os.environ.pop("MKL_CBWR", None)  # processes get it whatever the driver was started with
-    with start_cluster(config, run_in(tmp_path_factory.mktemp("run")), num_cpus=4) as started:
+    with start_cluster(config, run_in(tmp_path_factory.mktemp("run")), num_cpus=4, num_gpus=2) as started:
         yield started

@@ -70,6 +70,11 @@ def remember(state: State, number: int, seconds: float = 0.0) -> list[int]:
     return state.numbers
 
 
+def visible_gpus(state: State) -> list[str]:
+    """By rank."""
+    return state.mesh.gather(os.environ["CUDA_VISIBLE_DEVICES"], over="world")
+
+
 def numbers(state: State) -> list[int]:
     return list(state.numbers)
 

@@ -271,11 +271,30 @@ def test_a_group_is_lost_with_one_of_its_processes(cluster: Cluster, group: RayG
 
 
 def test_no_place(cluster: Cluster, group: RayGroup) -> None:
-    text = r"no place for runtime\.pools: asked for are actor 3 x \(1 CPU, 1 GPU\); the machines have: .* 4 CPU, 0 GPU"
+    text = r"no place for runtime\.pools: asked for are actor 3 x \(1 CPU, 1 GPU\); the machines have: .* 4 CPU, 2 GPU"
     with pytest.raises(ConfigError, match=text):
         cluster.group("actor", functions.build, None, TRAIN, PoolConfig(processes=3, gpus=1))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 3.* does not divide 2 processes"):
         cluster.group("actor", functions.build, None, TRAIN.model_copy(update={"tensor_parallel_size": 3}), TWO)
+
+
+def test_two_roles_share_each_gpu(cluster: Cluster, group: RayGroup) -> None:
+    """Process i of both is on one GPU, also after one role was started anew; the places end with the second role."""
+    half = PoolConfig(processes=2, cpus=0.25, gpus=0.5)
+    cluster.reserve(groups={"actor": half, "reader": half}, pools={}, share_gpus=True)
+    actor, reader = (cluster.group(name, functions.build, None, TRAIN, half) for name in ("actor", "reader"))
+    cluster.wait_ready()
+    gpus = actor.call(functions.visible_gpus).result()
+    assert sorted(gpus) == ["0", "1"] and reader.call(functions.visible_gpus).result() == gpus
+    with pytest.raises(ConfigError, match=r"4 CPU, 2 GPU \(.*, 0 GPU free\)"):
+        Reserver(cluster.config.model_copy(update={"call_timeout_s": 0.0}), cluster.run, is_own=True).reserve(
+            {"third": (PoolConfig(gpus=0.1), True)}
+        )
+    reader.restart()
+    assert reader.call(functions.visible_gpus).result() == gpus
+    reader.close()
+    assert actor.call(functions.visible_gpus).result() == gpus, "the places are the actor's still"
+    actor.close()
 
 
 def test_waiting_for_a_place(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,30 @@ def test_a_sampler_may_be_cut_otherwise_than_the_actor(path: Path) -> None:
     assert parse(path, *APART).runtime.sampler_train(config.train) is config.train
 
 
+HALVES = ["--runtime.pools.actor", "{processes: 2, gpus: 0.5}", "--runtime.pools.sampler", "{processes: 2, gpus: 0.5}"]
+
+
+def test_actor_and_sampler_share_gpus(path: Path) -> None:
+    assert parse(path, *RAY, *APART, *HALVES).runtime.pools.shared_gpus
+    for gpus, processes in ((0, 2), (0.6, 2), (1, 2), (0.5, 1)):
+        other = [
+            "--runtime.pools.actor",
+            "{gpus: 0.5}",
+            "--runtime.pools.sampler",
+            f"{{processes: {processes}, gpus: {gpus}}}",
+        ]
+        if 0 < gpus < 1 < processes:
+            with pytest.raises(
+                ConfigError, match=r"pools\.sampler: several of its 2 processes .* or let actor and sampler"
+            ):
+                parse(path, *RAY, *APART, *other)
+        else:
+            assert parse(path, *RAY, *APART, *other).runtime.pools.shared_gpus == (gpus == 0.5)
+
+
 REFUSED = [
+    ([*RAY, *APART, *HALVES, "--runtime.weight_sync", "broadcast"], ["runtime.weight_sync", "leave it out"]),
+    ([*RAY, "--runtime.pools.actor", "{processes: 2, gpus: 0.5}"], ["runtime.pools.actor", "come onto one GPU"]),
     (["--rollout.async_strategy", "one-step-off"], ["rollout.async_strategy", "hybrid_engine to false"]),
     ([*APART, "--rollout.max_staleness", "2"], ["rollout.max_staleness", "fully-async"]),
     ([*APART, "--rollout.async_strategy", "one-step-off", "--rollout.max_staleness", "2"], ["leave max_staleness out"]),

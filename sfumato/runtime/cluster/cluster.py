@@ -66,19 +66,33 @@ class Cluster(Driver):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def reserve(self, *, groups: Mapping[str, PoolConfig], pools: Mapping[str, PoolConfig]) -> None:
+    def reserve(
+        self, *, groups: Mapping[str, PoolConfig], pools: Mapping[str, PoolConfig], share_gpus: bool = False
+    ) -> None:
         """Reserves the places of all roles at once, so that none takes the only one of another.
 
         Args:
             groups: processes of the roles that ``group`` will be called for.
             pools: of those that ``pool`` will be called for.
+            share_gpus: the groups have as many processes each, and those of one number get one GPU together.
 
         Raises:
             ConfigError: there is no place for them.
             PreemptedError: the run was asked to stop while it waited for one.
         """
+        roles = {name: [name] for name in groups}
+        if share_gpus:
+            first, *_ = several = groups.values()
+            pair = PoolConfig(processes=first.processes, cpus=sum(pool.cpus for pool in several), gpus=1)
+            roles = {" with ".join(groups): list(groups)}
+            groups = dict.fromkeys(roles, pair)
         wanted = {name: (pool, True) for name, pool in groups.items()}
-        self._places |= self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
+        found = self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
+        for name, names in roles.items():
+            places = found.pop(name)
+            places.num_roles = len(names)
+            found |= dict.fromkeys(names, places)
+        self._places |= found
 
     def group(
         self,
@@ -178,13 +192,14 @@ class Cluster(Driver):
             ray.shutdown()
 
 
-def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) -> Cluster:
+def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
     """Starts Ray on this machine, or joins the cluster that ``runtime.address`` names.
 
     Args:
         config: the section runtime.
         run: the driver's run: ``say``, ``add_time``, ``output_dir``, ``stop_requested``.
         num_cpus: CPU cores that a Ray started here hands out; None takes those that there are.
+        num_gpus: GPUs, likewise.
 
     Raises:
         ConfigError: there is no cluster at the address, or it cannot be used from there.
@@ -212,7 +227,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None) 
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
             with _environment(variables):
-                _start_here(run, num_cpus=num_cpus, object_store_memory=store, **options)
+                _start_here(run, num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=store, **options)
         else:
             try:
                 ray.init(address=address, runtime_env={"env_vars": variables}, **options)
@@ -239,7 +254,8 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
     with ExitStack() as stack:
         cluster = stack.enter_context(start_cluster(runtime, run))
         groups = {ACTOR: pools.actor} | ({} if config.rollout.hybrid_engine else {SAMPLER: pools.sampler})
-        cluster.reserve(groups=groups, pools={SCORER: pools.scorer})
+        share_gpus = len(groups) > 1 and pools.shared_gpus
+        cluster.reserve(groups=groups, pools={SCORER: pools.scorer}, share_gpus=share_gpus)
         scorers = cluster.pool(SCORER, scorer, config, train, pools.scorer, config.reward.num_workers)
         actors = cluster.group(ACTOR, actor, config, train, pools.actor, sees_folder=True)
         run.set_devices(pools.actor.processes)
@@ -248,7 +264,7 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
             by_files = runtime.weight_sync == "files"
             sampler_train = runtime.sampler_train(train)
             samplers = cluster.group(SAMPLER, sampler, config, sampler_train, pools.sampler, sees_folder=by_files)
-            run.set_devices(pools.actor.processes + pools.sampler.processes)
+            run.set_devices(pools.actor.processes + (0 if share_gpus else pools.sampler.processes))
             weights = WeightSync(
                 actors,
                 samplers,

@@ -122,15 +122,17 @@ def _candidates(
 
 
 class Places:
-    """The places of one role's processes, by rank."""
+    """The places of one role's processes, by rank, or of two roles whose processes of one number share a place."""
 
     def __init__(self, reserver: Reserver, name: str, pool: PoolConfig, slots: list[Slot]) -> None:
         self._reserver, self.name, self.pool, self.slots = reserver, name, pool, slots
+        self.num_roles = 1
 
-    def renew(self, ranks: Iterable[int]) -> None:
+    def renew(self, role: str, ranks: Iterable[int]) -> None:
         """Looks for other places for these ranks, if a machine that one of them was on is lost; waits for them.
 
-        Ranks with a common placement group are given together.
+        Ranks with a common placement group are given together. Where two roles share places, whoever comes first looks
+        for both: each has lost a process with the machine, and its others end with it.
 
         Raises:
             RoleLostError: there is no place for them.
@@ -146,13 +148,15 @@ class Places:
         try:
             found = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
         except ConfigError as error:
-            raise RoleLostError(self.name, ranks, f"their machine is lost: {error}") from error
+            raise RoleLostError(role, ranks, f"their machine is lost: {error}") from error
         for rank, slot in zip(ranks, found, strict=True):
             self.slots[rank] = slot
 
     def free(self) -> None:
-        """Gives them back."""
-        _remove(self.slots)
+        """Gives them back, when the last of the roles does."""
+        self.num_roles -= 1
+        if not self.num_roles:
+            _remove(self.slots)
 
 
 class Reserver:

@@ -163,7 +163,7 @@ class RayRole:
     def _start(self, ranks: range) -> None:
         """Starts processes that form a process group, or one that stands alone, and the building of their state."""
         plan = self.plan
-        plan.places.renew(ranks)
+        plan.places.renew(plan.name, ranks)
         for rank in ranks:
             process = RoleProcess(plan, rank, self.loop.run.output_dir, speaks=rank == ranks[0])
             self.processes[rank : rank + 1] = [process]
