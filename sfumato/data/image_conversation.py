@@ -16,6 +16,7 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
+from sfumato.data.media import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.pictures import File, find_file
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import (
@@ -31,15 +32,12 @@ from sfumato.data.text import (
     read_tools,
 )
 from sfumato.data.tokenise import Asking, Tokens, ask_alone
-from sfumato.data.vision import AudioFile, ImageReader, Images, Medium, Span, VideoFile
+from sfumato.data.vision import ImageReader, Images, Span
 from sfumato.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
 ``<video>`` in a message's text."""
-
-NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
-"""As messages call them."""
 
 KEYS = ("path", "url", "bytes", "base64")
 """Where a part of a message of type image or video has it, beside the key of the type's name."""
@@ -66,6 +64,7 @@ class ImageConversation(TextFormat):
 
     def limited(self, reader: ImageReader) -> ImageReader:
         """A reader that scales images as these fields say. Raises ConfigError when the model's processor cannot."""
+        reader.check_sees()
         return reader.limited(self.min_pixels, self.max_pixels)
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
@@ -108,7 +107,7 @@ class MediaConversation(ImageConversation):
             raise ValueError("max_frames must be at least 2: the models take two frames at a time")
 
     def limited(self, reader: ImageReader) -> ImageReader:
-        """A reader that takes videos, too. Raises ConfigError when the model's processor cannot."""
+        """A reader that takes videos and audio, too. Raises ConfigError when the model's processor cannot."""
         return reader.limited(self.min_pixels, self.max_pixels).with_media(
             fps=self.fps,
             min_frames=self.min_frames,

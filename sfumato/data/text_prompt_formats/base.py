@@ -12,7 +12,8 @@ from sfumato.data.rows import RowTable, open_rows, text_field
 from sfumato.data.text import Messages, read_messages
 
 if TYPE_CHECKING:
-    from sfumato.data.vision import ImageReader, Medium
+    from sfumato.data.media import Medium
+    from sfumato.data.vision import ImageReader
 
 
 @dataclass(frozen=True)
