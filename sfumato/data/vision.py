@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -110,7 +109,12 @@ class ImageReader:
     """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
 
     def __init__(
-        self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], least_samples: int = 0
+        self,
+        processor: Any,
+        arguments: Sequence[str],
+        patches: tuple[int, float],
+        least_samples: int = 0,
+        begins: Iterable[int] = (),
     ) -> None:
         """Use ``build_vision``.
 
@@ -120,13 +124,14 @@ class ImageReader:
             patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
                 language model that a patch becomes.
             least_samples: of audio; a shorter one transformers computes in another way.
+            begins: tokens before media, of models that find these by them.
         """
         self.processor, self.tokenizer = processor, processor.tokenizer
         self._arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
-        self._least_samples = least_samples
+        self._least_samples, self._begins = least_samples, {*begins}
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """What documents may have: image, and video or audio or both, or audio alone."""
 
@@ -321,8 +326,8 @@ class ImageReader:
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def media_tokens(self) -> set[int]:
-        """Tokens that stand for a part of an image, or of another medium."""
-        return {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
+        """Tokens that stand for a part of an image, or of another medium, or by which the model finds one."""
+        return self._begins | {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
@@ -489,10 +494,3 @@ def _cat(tensors: list[Tensor]) -> Tensor:
         room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
         filled.append(room)
     return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
-
-
-def as_png(image: Image.Image) -> bytes:
-    """What a file of an image holds."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()

@@ -87,6 +87,7 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
         vision = Vision(ImageReader(processor, arguments, (1, 1.0), _least_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
+    hears = getattr(described, "audio_config", None) is not None
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
     rule = _positions_of(module)
@@ -97,7 +98,8 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     ratio = _num_tokens(first, described.image_token_id) / patches
     if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
-    return Vision(ImageReader(processor, arguments, (edge, ratio), _least_samples(processor)), rule)
+    begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
+    return Vision(ImageReader(processor, arguments, (edge, ratio), _least_samples(processor), begins), rule)
 
 
 def _least_samples(processor: Any) -> int:
