@@ -20,8 +20,8 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
     """A model of width 32 with two layers and an encoder of width 16, for the tokenizer of bytes with 4 tokens more.
 
     Args:
-        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl, janus or llava_onevision, or the thinker
-            of an omni model.
+        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl, janus or llava_onevision, the thinker
+            of an omni model, or qwen2_audio, which hears up to a second.
     """
     text = {
         "vocab_size": 263,
@@ -68,6 +68,16 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         ids |= {"audio_start_token_id": 263, "audio_end_token_id": 264, "audio_token_id": 265}
         parts = {"text_config": text, "vision_config": vision, "audio_config": audio}
         return {"model_type": kind, **parts, **ids, "position_id_per_seconds": 13}
+    if kind == "qwen2_audio":
+        audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 8, "encoder_layers": 2, "d_model": 16}
+        audio |= {"encoder_attention_heads": 2, "encoder_ffn_dim": 32, "max_source_positions": 50}
+        text |= {"model_type": "qwen2", "vocab_size": 262}
+        return {
+            "model_type": kind,
+            "text_config": text,
+            "audio_config": audio | {"initializer_range": 0.1},
+            "audio_token_index": 261,
+        }
     if kind.startswith("qwen3_vl"):
         vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
         vision = (
@@ -151,6 +161,17 @@ def audio_row(index: int, least: float = 0.15) -> dict[str, Any]:
     return row
 
 
+def sound_row(index: int) -> dict[str, Any]:
+    """A conversation with 0, 1 or 2 sounds of lengths of their own, after the question or before it."""
+    sounds = [data_url(sound(0.08 + 0.07 * (index % 5 + number), index + number)) for number in range(index % 3)]
+    content = [
+        {"type": "text", "text": f"What is number {index}?"},
+        *({"type": "audio", "audio": each} for each in sounds),
+    ]
+    content = content[:: -1 if index % 2 else 1]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {index}."}]}
+
+
 def data_url(content: bytes, kind: str = "image/png") -> str:
     """A file as a data: URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
@@ -216,3 +237,12 @@ def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: An
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 2, "max_new_tokens": 4},
     }
     return merge(base, overrides)
+
+
+def tiny_sound_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
+    """As ``tiny_vision_config``, of a tiny Qwen2-Audio and 12 rows some of which have audio."""
+    found = tiny_vision_config(tmp_path, "qwen2_audio", data={"max_seq_len": 256})
+    found["data"]["data_type"] = {"type": "media_conversation"}
+    found["data"]["train_path"] = str(write_image_rows(tmp_path / "sounds.jsonl", 12, row=sound_row))
+    found["data"]["eval_path"] = str(write_image_rows(tmp_path / "held_out_sounds.jsonl", 4, 50, sound_row))
+    return merge(found, overrides)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import merge, tiny_text_rl_config, write_config
-from tests.tiny_vision import image_row, tiny_vision_config, tiny_vision_description
+from tests.tiny_vision import audio_row, image_row, media_row, sound_row, tiny_vision_config, tiny_vision_description
 
 
 def prompt_row(index: int) -> dict[str, Any]:
@@ -35,6 +35,31 @@ def tiny_vision_rl_config(tmp_path: Path, kind: str = "qwen3_vl", **overrides: A
         "max_prompt_tokens": 160,
     }
     return merge(base, overrides)
+
+
+def media_prompt_row(kind: str, index: int) -> dict[str, Any]:
+    """A prompt with the media that a kind of model takes: sounds, pictures and videos, or of a thinker one with all."""
+    if kind == "qwen2_audio":
+        row = sound_row(index)
+    elif kind.endswith("_thinker"):
+        row = audio_row(index, least=1.0)
+        if index % 3 == 1:
+            row["messages"][0]["content"].insert(1, media_row(1)["messages"][0]["content"][0])
+    else:
+        row = media_row(index)
+    return {"prompt": row["messages"][:1], "answer": str(index)}
+
+
+def tiny_media_rl_config(tmp_path: Path, kind: str, **overrides: Any) -> dict[str, Any]:
+    """The same of prompts some of which have videos or audio."""
+    found = tiny_vision_rl_config(tmp_path, kind)
+    limits = {} if kind == "qwen2_audio" else {"min_pixels": 64, "max_pixels": 1024}
+    limits |= {} if kind == "qwen2_audio" else {"max_frames": 6, "video_min_pixels": 64, "video_max_pixels": 2048}
+    found["data"] |= {"data_type": {"type": "media_prompts", **limits}, "max_prompt_tokens": 320}
+    for name, count, start in (("prompts", 12, 0), ("held_out_prompts", 5, 50)):
+        rows = (json.dumps(media_prompt_row(kind, start + index)) for index in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return merge(found, overrides)
 
 
 def pair_row(index: int) -> dict[str, Any]:

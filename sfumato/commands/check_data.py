@@ -17,6 +17,7 @@ from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
+from sfumato.data.media import check_head
 from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.prompts import check_prompts, load_prompts
 from sfumato.data.row_samples import filed_row
@@ -26,7 +27,7 @@ from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import build_text_loader
 from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
-from sfumato.data.vision import ImageReader, check_head
+from sfumato.data.vision import ImageReader
 from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh

@@ -330,10 +330,13 @@ class TextRLConfig(RecipeRLConfig):
         parts["algorithm.token_advantage"] = self.algorithm.token_advantage
         fitting = {"rollout.kind": "single_turn", "rollout.engine": "embedded", "algorithm.token_advantage": "sample"}
         sees = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
+        others = {*self.data.data_type.media} - {"image"}
+        what = "videos and audio" if others else "images"
+        sees["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
         sees["algorithm.token_advantage"] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
         for name, part in parts.items():
             if not sees[name]:
                 raise ValueError(
-                    f"{name} {part.type} takes no images in prompts, which data.data_type {self.data.data_type.type} "
+                    f"{name} {part.type} takes no {what} in prompts, which data.data_type {self.data.data_type.type} "
                     f"has: take one that does, such as {fitting[name]}"
                 )

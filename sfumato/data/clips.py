@@ -158,6 +158,11 @@ class VideoProcessor:
         metadata = VideoMetadata(count, fps=self.fps, frames_indices=np.arange(count))
         return Clip(np.full((count, edge, edge, 3), 255, np.uint8), metadata)
 
+    def noise(self, generator: np.random.Generator) -> Clip:
+        """Likewise, of random colours."""
+        blank = self.blank()
+        return replace(blank, frames=generator.integers(0, 255, blank.frames.shape, np.uint8))
+
     def __call__(self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata], **_: Any) -> Any:
         """Patches of scaled frames, as transformers orders them."""
         from transformers import BatchFeature

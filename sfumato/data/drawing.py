@@ -12,11 +12,12 @@ import numpy as np
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
+from sfumato.data.media import DrawnFile, Medium
 from sfumato.data.pictures import File, read_image
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import Document, Messages, TextSample, TextTransform, fingerprint_of, fit, read_tools
 from sfumato.data.tokenise import Asking
-from sfumato.data.vision import DrawnFile, ImageReader, Images, Medium, Span, Tensors
+from sfumato.data.vision import ImageReader, Images, Span, Tensors
 from sfumato.errors import ConfigError, DataError
 
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"

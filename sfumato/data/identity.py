@@ -56,7 +56,7 @@ def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: 
 
 def _media(images: Images | None) -> list[Any]:
     """Of images what they hold, or the names and sizes of their files."""
-    files = [] if images is None else images.find()
+    files = [getattr(each, "file", each) for each in ([] if images is None else images.find())]
     return [
         [str(file), file.stat().st_size] if isinstance(file, Path) else hashlib.blake2b(file).hexdigest()
         for file in files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
+from sfumato.data.media import NAMES, AudioFile, Medium, VideoFile
+from sfumato.data.media_limits import ImageLimits, MediaLimits
 from sfumato.data.pictures import File, find_file
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import (
@@ -31,42 +32,24 @@ from sfumato.data.text import (
     read_tools,
 )
 from sfumato.data.tokenise import Asking, Tokens, ask_alone
-from sfumato.data.vision import AudioFile, ImageReader, Images, Medium, Span, VideoFile
+from sfumato.data.vision import ImageReader, Images, Span
 from sfumato.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 """Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
 ``<video>`` in a message's text."""
 
-NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
-"""As messages call them."""
-
 KEYS = ("path", "url", "bytes", "base64")
 """Where a part of a message of type image or video has it, beside the key of the type's name."""
 
 
 @dataclass(frozen=True)
-class ImageConversation(TextFormat):
+class ImageConversation(ImageLimits, TextFormat):
     """Conversations with images, of which the assistant's messages are in the loss; columns messages or conversations,
     and images."""
 
     type: ClassVar[str] = "image_conversation"
     has_images: ClassVar[bool] = True
-
-    min_pixels: int | None = None
-    """Smaller images are scaled up to so many pixels; null: the model's own limit."""
-    max_pixels: int | None = None
-    """Larger images are scaled down to so many pixels; null: the model's own limit."""
-
-    def __post_init__(self) -> None:
-        for name in ("min_pixels", "max_pixels"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-
-    def limited(self, reader: ImageReader) -> ImageReader:
-        """A reader that scales images as these fields say. Raises ConfigError when the model's processor cannot."""
-        return reader.limited(self.min_pixels, self.max_pixels)
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
@@ -78,44 +61,11 @@ class ImageConversation(TextFormat):
 
 
 @dataclass(frozen=True)
-class MediaConversation(ImageConversation):
+class MediaConversation(MediaLimits, ImageConversation):
     """Conversations with images, videos and audio, of which the assistant's messages are in the loss; columns messages
     or conversations, images, videos and audios."""
 
     type: ClassVar[str] = "media_conversation"
-
-    fps: float | None = None
-    """Frames that are taken of each second of a video; null: the model's own number."""
-    min_frames: int | None = None
-    """Fewest frames of a video; null: the model's own number."""
-    max_frames: int | None = None
-    """Most frames of a video; null: the model's own number."""
-    video_min_pixels: int | None = None
-    """Smaller videos are scaled up to so many pixels, of each frame (Qwen2-VL, Qwen2.5-VL) or of all together
-    (Qwen3-VL); null: the model's own limit."""
-    video_max_pixels: int | None = None
-    """Larger videos are scaled down to so many pixels, counted likewise; null: the model's own limit."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("min_frames", "max_frames", "video_min_pixels", "video_max_pixels"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.fps is not None and not 0 < self.fps < math.inf:
-            raise ValueError(f"fps must be above 0, not {self.fps}")
-        if self.max_frames == 1:
-            raise ValueError("max_frames must be at least 2: the models take two frames at a time")
-
-    def limited(self, reader: ImageReader) -> ImageReader:
-        """A reader that takes videos, too. Raises ConfigError when the model's processor cannot."""
-        return reader.limited(self.min_pixels, self.max_pixels).with_media(
-            fps=self.fps,
-            min_frames=self.min_frames,
-            max_frames=self.max_frames,
-            min_pixels=self.video_min_pixels,
-            max_pixels=self.video_max_pixels,
-        )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
+from sfumato.data.media import Medium
 from sfumato.data.pairs import read_pair
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import Messages, TextSample, TextTransform, fingerprint_of, read_tools
 from sfumato.data.tokenise import Asking
-from sfumato.data.vision import ImageReader, Medium
+from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError, DataError
 
 

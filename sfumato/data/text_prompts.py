@@ -105,7 +105,7 @@ def _open(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable
     rows, about = SyntheticRows(config.synthetic, seed, held_out=split == "eval"), {"problem": config.synthetic.problem}
 
     def read(row: FiledRow, where: str) -> PromptRow:
-        own = {name: row[name] for name in ("prompt", "answer", "images") if name in row}
+        own = {name: row[name] for name in ("prompt", "answer", "images", "audios") if name in row}
         return config.data_type.read(FiledRow(own | about), where)
 
     return rows, read
@@ -140,7 +140,9 @@ def _encode(
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of the prompt")
         if ids[-1] in media:
-            raise DataError(f"{where}: the prompt ends with an image: let the chat template end it with a text")
+            raise DataError(
+                f"{where}: the prompt ends with an image, a video or audio: let the chat template end it with a text"
+            )
         last = next((each["content"] for each in reversed(messages or []) if each["role"] == "user"), None)
         text = row.content if isinstance(row.content, str) else last or messages[-1]["content"]
         tools_shown = shown if messages else None
@@ -154,8 +156,8 @@ def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | No
         return None
     if config.overlong == "truncate_left" and prompt.images is not None:
         raise DataError(
-            f"{prompt.where}: cut to data.max_prompt_tokens {config.max_prompt_tokens} the prompt could lose an image: "
-            "raise it, or set data.overlong to drop"
+            f"{prompt.where}: cut to data.max_prompt_tokens {config.max_prompt_tokens} the prompt could lose an image "
+            "or another medium: raise it, or set data.overlong to drop"
         )
     if config.overlong == "truncate_left":
         return replace(prompt, token_ids=prompt.token_ids[-config.max_prompt_tokens :])

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.media import DrawnFile, Medium
 from sfumato.data.row_samples import filed_row, samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
 from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
 from sfumato.data.text import Document, TextSample, TextTransform
-from sfumato.data.vision import DrawnFile, Images, Medium
+from sfumato.data.vision import Images
 from sfumato.errors import DataError
 
 CHUNK_ROWS = 256

@@ -1,4 +1,4 @@
-"""Images that stand in text: placeholders among its tokens, tensors beside them, and positions of any rank.
+"""Images, videos and audio in text: placeholders among its tokens, tensors beside them, and positions of any rank.
 
 transformers' own processor of the model makes all of these. Images are named by a document and opened when a batch is
 made; what is known before, from the preprocessing of the data, is how many tokens each takes and how it is cut.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -21,8 +20,9 @@ import numpy as np
 import torch
 
 from sfumato.data.clips import Clip, VideoProcessor
-from sfumato.data.pictures import File, check_image, check_video, read_image
-from sfumato.data.sounds import Sound, check_sound, read_sound
+from sfumato.data.media import KIND_OF, NAMES, AudioFile, Medium, VideoFile
+from sfumato.data.pictures import read_image
+from sfumato.data.sounds import Sound, read_sound
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -49,51 +49,14 @@ Tensors = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
-class VideoFile:
-    """A file that is read as a video, or what it holds; any other is an image."""
-
-    file: File
-
-
-@dataclass(frozen=True)
-class AudioFile:
-    """Likewise, of audio."""
-
-    file: File
-
-
-@dataclass(frozen=True)
-class DrawnFile:
-    """Likewise, of an image that is drawn, which stands after all that are seen; its shape is 0, 0, 0."""
-
-    file: File
-
-
-Medium = File | VideoFile | AudioFile | DrawnFile
-"""A file of an image, a video or audio."""
-
-KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
-"""Kinds of media, of files and of what has been opened; any other is an image."""
-
-
-def check_head(medium: Medium, where: str) -> None:
-    """Reads the head of a file. Raises DataError when it is no image, no video or no audio."""
-    check = {VideoFile: check_video, AudioFile: check_sound}.get(type(medium))
-    if check is None:
-        check_image(medium, where)
-    else:
-        check(medium.file, where)
-
-
-@dataclass(frozen=True)
 class Images:
     """The images and videos of a document, in its order, which are opened when a batch is made."""
 
     shapes: np.ndarray
     """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part. Of
     audio: frames of its spectrogram, 0 and 0."""
-    find: Callable[[], Sequence[Medium]]
-    """The files, or what they hold."""
+    find: Callable[[], Sequence[Medium | Clip | Sound]]
+    """The files, or what they hold, or what has been opened."""
     where: str
     """File and row, for messages."""
 
@@ -145,7 +108,14 @@ class Beside:
 class ImageReader:
     """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
 
-    def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float]) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        arguments: Sequence[str],
+        patches: tuple[int, float],
+        least_samples: int = 0,
+        begins: Iterable[int] = (),
+    ) -> None:
         """Use ``build_vision``.
 
         Args:
@@ -153,23 +123,24 @@ class ImageReader:
             arguments: what the model's ``forward`` takes.
             patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
                 language model that a patch becomes.
+            least_samples: of audio; a shorter one transformers computes in another way.
+            begins: tokens before media, of models that find these by them.
         """
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self.placeholder: str = processor.image_token
-        """What the chat template writes for an image."""
         self._arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
-        self.media: tuple[str, ...] = ("image",)
-        """What documents may have: image, and video or audio or both."""
+        self._least_samples, self._begins = least_samples, {*begins}
+        self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
+        """What documents may have: image, and video or audio or both, or audio alone."""
 
     @property
     def fingerprint(self) -> str:
         """Identifies how images become tokens and pixels."""
-        settings = (
-            f"{type(self.processor).__name__} {self.placeholder} {self.processor.image_processor.to_json_string()}"
-        )
+        settings = f"{type(self.processor).__name__} {self.placeholders()[self.media[0]]}"
+        if self.sees:
+            settings = f"{settings} {self.processor.image_processor.to_json_string()}"
         own = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
@@ -178,6 +149,19 @@ class ImageReader:
         if "audio" in self.media:
             settings = f"{settings} {self.processor.feature_extractor.to_json_string()}"
         return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images; one that does not takes audio."""
+        return hasattr(self.processor, "image_processor")
+
+    def check_sees(self) -> None:
+        """Raises ConfigError for a model that takes no images."""
+        if not self.sees:
+            raise ConfigError(
+                f"data.data_type: the model of {type(self.processor).__name__} hears, and sees no images: take "
+                "media_conversation, or media_prompts of RL"
+            )
 
     def placeholders(self) -> dict[str, str]:
         """What the chat template writes for each kind of medium that documents may have."""
@@ -194,7 +178,12 @@ class ImageReader:
         """
         videos = getattr(self.processor, "video_processor", None)
         takes_videos, takes_audio = isinstance(videos, VideoProcessor), hasattr(self.processor, "feature_extractor")
-        if not takes_videos and (not takes_audio or any(limit is not None for limit in limits.values())):
+        given = [name for name, limit in limits.items() if limit is not None]
+        if not takes_videos and takes_audio and given:
+            raise ConfigError(
+                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({given[0]})"
+            )
+        if not takes_videos and not takes_audio:
             raise ConfigError(
                 f"data.data_type: the videos of {type(self.processor).__name__} need torchvision in transformers, and "
                 "are not supported: take a model of the Qwen2-VL, Qwen2.5-VL or Qwen3-VL family, or data_type "
@@ -204,25 +193,37 @@ class ImageReader:
         reader.processor = copy.copy(self.processor)
         if takes_videos:
             reader.processor.video_processor = videos.limited(**limits)
-        reader.media = ("image", *["video"] * takes_videos, *["audio"] * takes_audio)
+        reader.media = (*["image"] * self.sees, *["video"] * takes_videos, *["audio"] * takes_audio)
         return reader
 
-    def open(self, medium: Medium, where: str) -> Image.Image | Clip | Sound:
-        """What a file holds. Raises DataError when it is broken, ValueError when the processor refuses a video."""
+    def open(self, medium: Medium | Clip | Sound, where: str) -> Image.Image | Clip | Sound:
+        """What a file holds. Raises DataError when it is broken, or of a kind that the model does not take, ValueError
+        when the processor refuses a video."""
+        if isinstance(medium, Clip | Sound):
+            return medium
+        if (kind := KIND_OF.get(type(medium), "image")) not in self.media:
+            raise DataError(
+                f"{where}: {NAMES[kind]}: {type(self.processor).__name__} takes {' and '.join(self.media)} alone"
+            )
         if isinstance(medium, VideoFile):
             return self.processor.video_processor.read(medium.file, where)
         if isinstance(medium, AudioFile):
             audio = self.processor.feature_extractor
             sound = read_sound(medium.file, audio.sampling_rate, audio.chunk_length, where)
-            window = 2 * getattr(self.processor, "n_window", 0) * audio.hop_length
-            if len(sound.samples) < window:  # filled up to one where a longer is beside it, and as it is alone
+            if len(sound.samples) < self._least_samples:
+                rate = audio.sampling_rate
                 raise DataError(
-                    f"{where}: audio of {len(sound.samples) / audio.sampling_rate:.2f} s: this model is trained on "
-                    f"{window / audio.sampling_rate:g} s or more; transformers computes a shorter one otherwise beside "
+                    f"{where}: audio of {len(sound.samples) / rate:.2f} s: this model is trained on "
+                    f"{self._least_samples / rate:g} s or more; transformers computes a shorter one otherwise beside "
                     "a longer: fill it up with silence"
                 )
             return sound
         return read_image(medium, where, still=True)
+
+    def noise(self, seconds: float, generator: np.random.Generator) -> Sound:
+        """Random audio of so many seconds, or of the shortest that the model takes."""
+        count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
+        return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
         """A reader that scales images to areas within these limits; None keeps the processor's own.
@@ -232,6 +233,11 @@ class ImageReader:
         """
         if min_pixels is None and max_pixels is None:
             return self
+        if not self.sees:
+            raise ConfigError(
+                f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} takes no images: remove "
+                "them"
+            )
         size = dict(self.processor.image_processor.size)
         if not {"shortest_edge", "longest_edge"} <= size.keys() or not self.has_grid:
             raise ConfigError(
@@ -320,13 +326,16 @@ class ImageReader:
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def media_tokens(self) -> set[int]:
-        """Tokens that stand for a part of an image, or of another medium."""
-        return {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
+        """Tokens that stand for a part of an image, or of another medium, or by which the model finds one."""
+        return self._begins | {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
-        self.processor.image_processor.save_pretrained(folder)
-        if "audio" in self.media:
+        if self.sees:
+            self.processor.image_processor.save_pretrained(folder)
+        if self.media == ("audio",):
+            self.processor.feature_extractor.save_pretrained(folder)
+        elif "audio" in self.media:
             file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
             image = json.loads(file.read_text(encoding="utf-8"))
             self.processor.feature_extractor.save_pretrained(folder)
@@ -352,6 +361,7 @@ class ImageReader:
             }
         if "audio" in kinds:
             given["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
+            given["sampling_rate"] = self.processor.feature_extractor.sampling_rate
         text = "".join(tokens[kind] for kind in kinds)
         found = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
         if "video_second_per_grid" in found:  # for which omni models take each video to have two frames per second
@@ -365,7 +375,7 @@ class ImageReader:
         return "image_grid_thw" in self._arguments
 
     def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
-        if self.has_grid:
+        if self.has_grid or not self.sees:
             shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
             frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
             shapes["audio"] = iter([(number, 0, 0) for number in frames])
@@ -376,7 +386,8 @@ class ImageReader:
         if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
             tiles = np.full(count, pixels.shape[1])
         else:  # tiles of all images, one after the other; each is as many tokens
-            counts = [entry["replacement"].count(self.placeholder) for entry in found["text_replacement_offsets"][0]]
+            placeholder = self.placeholders()["image"]
+            counts = [entry["replacement"].count(placeholder) for entry in found["text_replacement_offsets"][0]]
             tiles = np.array(counts) * len(pixels) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
@@ -424,7 +435,8 @@ class Vision:
         kinds = torch.zeros(len(rows), width, dtype=torch.int64)
         positions = None
         if self._positions is not None:
-            positions = torch.arange(width)[None, :, None].repeat(len(rows), 1, 3)
+            dtype = self._idle.positions.dtype
+            positions = torch.arange(width, dtype=dtype)[None, :, None].repeat(len(rows), 1, 3)
         for index, one in enumerate(found):
             kinds[index, : len(one.kinds)] = one.kinds
             if positions is not None:
@@ -457,8 +469,7 @@ class Vision:
     def _make_idle(self) -> tuple[np.ndarray, Beside]:
         from PIL import Image
 
-        blank = Image.new("RGB", (32, 32), "white")
-        media: list[Image.Image | Clip | Sound] = [blank]
+        media: list[Image.Image | Clip | Sound] = [Image.new("RGB", (32, 32), "white")] * self.reader.sees
         if "video" in self.reader.media:
             media.append(self.reader.processor.video_processor.blank())
         if "audio" in self.reader.media:
@@ -483,10 +494,3 @@ def _cat(tensors: list[Tensor]) -> Tensor:
         room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
         filled.append(room)
     return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
-
-
-def as_png(image: Image.Image) -> bytes:
-    """What a file of an image holds."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()

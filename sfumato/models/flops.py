@@ -19,6 +19,7 @@ from sfumato.data.text_loader import SightedCost
 from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.sound_flops import sound_flops
 from sfumato.parallel.expert import find_experts, has_experts
 from sfumato.parallel.shards import trainable_parameters
 
@@ -118,8 +119,7 @@ class EncoderFlops:
         """Args are the encoder's modules by name, and the tokens that a patch becomes."""
         modules = dict(modules)
         tower = modules.pop("audio_tower", None)
-        kind = SoundFlops if hasattr(tower, "conv1") else PlaneSoundFlops
-        self.sound = None if tower is None else kind(tower)
+        self.sound = None if tower is None else sound_flops(tower, modules)
         self.tokens_per_patch = tokens_per_patch
         self.of_patch, self.of_token = {True: 0, False: 0}, {True: 0, False: 0}
         """Weights that a patch, and a token, is multiplied with: trained, and frozen."""
@@ -180,68 +180,6 @@ class EncoderFlops:
                 number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
                 edge = _window_edge(module.config, number)
                 self.windows[edge] = self.windows.get(edge, 0) + 4 * heads
-
-
-class SoundFlops:
-    """Operations of the audio encoder of omni models on a spectrogram.
-
-    Two convolutions, the second of which halves the frames; blocks in which frames of a window see each other; and a
-    projection of each pair of them. What fills the last window up is not counted.
-    """
-
-    def __init__(self, tower: nn.Module) -> None:
-        """Args are the module."""
-        self.first, self.second, self.projection = (
-            layer.weight.numel() for layer in (tower.conv1, tower.conv2, tower.proj)
-        )
-        self.blocks = sum(weight.numel() for weight in tower.layers.parameters() if weight.ndim == 2)
-        self.attention = 4 * tower.config.d_model * len(tower.layers)
-        self.window = 2 * tower.config.n_window
-        self.is_trained = any(weight.requires_grad for weight in tower.parameters())
-
-    def forward(self, frames: int) -> int:
-        """Operations of a forward pass over so many frames."""
-        sizes = [self.window] * (frames // self.window) + [frames % self.window] * (frames % self.window > 0)
-        halves = [(size + 1) // 2 for size in sizes]
-        matrices = self.first * frames + (self.second + self.blocks) * sum(halves)
-        pairs = sum(half**2 for half in halves)
-        return 2 * (matrices + self.projection * (sum(halves) // 2)) + self.attention * pairs
-
-    def training(self, frames: int) -> int:
-        """Operations of a forward and a backward pass; of an encoder of which parts are frozen, as if none were."""
-        return self.forward(frames) * (3 if self.is_trained else 1)
-
-
-class PlaneSoundFlops:
-    """Likewise, of Qwen3-Omni: three convolutions halve frames and bands of each chunk of a second."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        """Args are the module."""
-        self.convolutions = [layer.weight.numel() for layer in (tower.conv2d1, tower.conv2d2, tower.conv2d3)]
-        self.bands, self.chunk = tower.num_mel_bins, 2 * tower.n_window
-        matrices = [tower.conv_out.weight, tower.proj1.weight, tower.proj2.weight, *tower.layers.parameters()]
-        self.of_token = sum(weight.numel() for weight in matrices if weight.ndim == 2)
-        self.attention = 4 * tower.config.d_model * len(tower.layers)
-        self.chunks_of_window = tower.n_window_infer // self.chunk
-        self.is_trained = any(weight.requires_grad for weight in tower.parameters())
-
-    def forward(self, frames: int) -> int:
-        """Operations of a forward pass over so many frames."""
-        sizes = [self.chunk] * (frames // self.chunk) + [frames % self.chunk] * (frames % self.chunk > 0)
-        total, tokens = 0, []
-        for size in sizes:
-            bands = self.bands
-            for weights in self.convolutions:
-                size, bands = (size + 1) // 2, (bands + 1) // 2
-                total += weights * size * bands
-            tokens.append(size)
-        total += self.of_token * sum(tokens)
-        windows = [tokens[at : at + self.chunks_of_window] for at in range(0, len(tokens), self.chunks_of_window)]
-        return 2 * total + self.attention * sum(sum(window) ** 2 for window in windows)
-
-    def training(self, frames: int) -> int:
-        """As ``SoundFlops``."""
-        return self.forward(frames) * (3 if self.is_trained else 1)
 
 
 def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:

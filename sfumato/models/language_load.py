@@ -36,6 +36,9 @@ OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_d
 OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
 """Keys of config.json files that some configurations' classes have no field for."""
 
+HEAR = ("qwen2_audio",)
+"""transformers' model types that hear, and see nothing."""
+
 
 def build_language_model(
     config: LanguageModelConfig,
@@ -57,12 +60,12 @@ def build_language_model(
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     sees = data_type is not None and data_type.has_images
     described = read_model_config(config, sees)
     train_base = config.lora is None and not frozen
-    auto_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     module, make = build_module(config, train, described, auto_class, train_base)
     tokenizer, vision = build_tokenizer(config), None
     if sees:
@@ -194,10 +197,11 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
             f"models of type {described.model_type} see images as codes of a tokenizer that is a part of them, which "
             "is not supported: take a model with a vision encoder, or put one together with tasks/train_omni.py"
         )
-    if sees and getattr(described, "vision_config", None) is None:
+    if sees and getattr(described, "vision_config", None) is None and described.model_type not in HEAR:
         raise ConfigError(
-            f"data.data_type with images: a model of type {described.model_type} sees none: take one that does, or a "
-            "data.data_type without images (conversation, prompts)"
+            f"data.data_type with images: a model of type {described.model_type} sees none, and of those that hear "
+            f"alone {' and '.join(HEAR)} is supported: take one that does, or a data.data_type without images "
+            "(conversation, prompts)"
         )
     return described
 
@@ -207,9 +211,10 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if sees else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
@@ -227,6 +232,11 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
         if sees and hasattr(found, "thinker_config"):  # a whole omni model: what speaks is left behind
             found = found.thinker_config
+        if not sees and found.model_type in HEAR:
+            raise ConfigError(
+                f"model.model_path {folder}: {found.model_type} is a model that hears: take data.data_type "
+                "media_conversation in tasks/train_text.py, which takes rows without audio, too"
+            )
         if (
             not sees
             and found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -50,12 +50,12 @@ def language_model_on_meta(
     Raises:
         ConfigError: when the folder or description is missing or wrong.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
     attention = register_stand_in(on_gpu, scores=config.attention == "eager")
     described, auto_class = (
         read_model_config(config, sees),
-        AutoModelForImageTextToText if sees else AutoModelForCausalLM,
+        AutoModelForMultimodalLM if sees else AutoModelForCausalLM,
     )
     if has_scalar_head:
         check_classifier(described, config.trust_remote_code)

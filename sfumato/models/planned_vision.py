@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sfumato.config.text import LanguageModelConfig
+from sfumato.data.sounds import Sound
 from sfumato.data.text import TextFormat
 from sfumato.data.vision import Vision
 from sfumato.models.language_load import BYTES, build_tokenizer, freeze, read_model_config, source_of
@@ -54,36 +56,54 @@ def encoder_bytes(
     """Bytes that a model's encoder keeps for the backward pass of so many tokens of images.
 
     Two blocks of the encoder (as many as later layers of the language model look at, where there are such), of their
-    real width, read one picture and two; the difference is taken times patches and blocks.
+    real width, read one picture and two; the difference is taken times patches and blocks. Of a model that hears they
+    read audio as long as there may be.
 
     Args:
         config: the model section.
         module: the model on meta, without adapters or with them.
         vision: from ``vision_on_meta``.
-        num_tokens: of images, in the language model.
+        num_tokens: of images, or of audio, in the language model.
         mode: ``train.activation_checkpointing``.
         dtype: in which it computes; None is float32.
     """
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForMultimodalLM
 
     with torch.device("meta"):
-        small = AutoModelForImageTextToText.from_config(_shallow(read_model_config(config, sees=True)))
+        small = AutoModelForMultimodalLM.from_config(_shallow(read_model_config(config, sees=True)))
     if config.lora is not None:
         small.requires_grad_(False)
     freeze(small, config.freeze)
     if config.lora is not None:
         add_lora(small, config.lora, language_targets(small), seed=0)
     _fill_encoders(small.train(), dtype or torch.float32)
-    blocks, picture = _encoder_blocks(small), Image.new("RGB", (224, 224), "white")
+    blocks, medium = _encoder_blocks(small), _medium(vision)
     found, patches = [], []
-    for pictures in ([picture], [picture, picture]):
-        saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(pictures), dtype))
+    for media in ([medium], [medium, medium]):
+        saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(media), dtype))
         found.append((saved.kept(mode)[-1], saved.before + saved.after))
-        patches.append(int(vision.reader.place(pictures)[1].prod(axis=1).sum()))
+        patches.append(_num_patches(vision, media))
     of_block, outside = (after - before for before, after in zip(*found, strict=True))
     wanted = num_tokens / vision.reader.tokens_per_patch
     return round((len(_encoder_blocks(module)) * of_block + outside) * wanted / (patches[1] - patches[0]))
+
+
+def _medium(vision: Vision) -> Any:
+    """What the encoder reads: a picture, or the longest audio."""
+    from PIL import Image
+
+    if vision.reader.sees:
+        return Image.new("RGB", (224, 224), "white")
+    audio = vision.reader.processor.feature_extractor
+    return Sound(np.zeros(audio.chunk_length * audio.sampling_rate, np.float32))
+
+
+def _num_patches(vision: Vision, media: list[Any]) -> int:
+    """Patches of pictures; tokens of audio."""
+    texts, shapes = vision.reader.place(media)
+    if vision.reader.sees:
+        return int(shapes.prod(axis=1).sum())
+    return int((vision.reader.kinds(np.array(vision.reader.tokenizer("".join(texts))["input_ids"])) != 0).sum())
 
 
 def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -95,7 +115,15 @@ def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    """The encoder's forward pass on these images."""
+    """The encoder's forward pass on these images, or on audio."""
+    if "input_features" in given:
+        base = module.base_model
+
+        def hear() -> Tensor:
+            hidden = base.audio_tower(given["input_features"].to(dtype or torch.float32)).last_hidden_state
+            return base.multi_modal_projector(hidden).float().sum()
+
+        return hear
     accepted = inspect.signature(module.get_image_features).parameters
     images = {name: tensor for name, tensor in given.items() if name in accepted}
     images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)

@@ -1,4 +1,4 @@
-"""The documents of the probe: random tokens, and of models that see random images among them."""
+"""The documents of the probe: random tokens, and of models that see or hear random images and sounds among them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.clips import Clip
+from sfumato.data.media import as_png
+from sfumato.data.sounds import Sound
 from sfumato.data.text import Document, TextSample
-from sfumato.data.vision import Images, Vision, as_png
+from sfumato.data.vision import Images, Vision
 from sfumato.models.packed_model import PackedModel
 
 LENGTHS = (13, 5, 21, 21, 2)
@@ -64,18 +67,28 @@ def sample_of(tokens: Tensor) -> TextSample:
 
 
 def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vision) -> Document:
-    """A document of these tokens with random images of these heights and widths between them, all in the loss."""
+    """A document of these tokens with random images of these heights and widths between them, all in the loss.
+
+    Where there may be audio, noise of a millisecond for each pixel of both edges follows each image, or stands for it;
+    where there may be videos, a short one follows all.
+    """
     from PIL import Image
 
-    generator = np.random.default_rng(0)
-    pictures = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
-    texts, shapes = vision.reader.place(pictures)
-    parts = np.array_split(np.asarray(tokens, np.int32), len(pictures) + 1)
+    generator, reader = np.random.default_rng(0), vision.reader
+    contents: list[bytes | Sound | Clip] = []
+    for size in sizes:
+        if reader.sees:
+            contents.append(as_png(Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8))))
+        if "audio" in reader.media:
+            contents.append(reader.noise(sum(size) / 1000, generator))
+    if "video" in reader.media:
+        contents.append(reader.processor.video_processor.noise(generator))
+    texts, shapes = reader.place_files(contents, "a document of the probe")
+    parts = np.array_split(np.asarray(tokens, np.int32), len(contents) + 1)
     found = [parts[0]]
     for text, part in zip(texts, parts[1:], strict=True):
-        found += [np.array(vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
+        found += [np.array(reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
     input_ids = np.concatenate(found)
-    contents = [as_png(picture) for picture in pictures]
     images = Images(shapes, lambda: contents, "an image of the probe")
     return Document(input_ids, np.arange(len(input_ids)) > 0, images=images)
 

@@ -28,30 +28,40 @@ NAMED = {
 """What the processors of transformers call these."""
 
 
-AUDIO = ("<|audio_bos|>", "<|audio_eos|>", "<|audio_pad|>")
-"""Likewise, for a model that hears."""
+AUDIO = ("<|audio_bos|>", "<|audio_eos|>")
+"""Likewise, for a model that hears; the third, which stands for audio, is the processor's own."""
 
-AUDIO_NAMED = {
-    "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-    "audio_token": "<|audio_pad|>",
-}
+AUDIO_NAMED = {"audio_bos_token": AUDIO[0], "audio_eos_token": AUDIO[1]}
 """Likewise."""
 
 
 def add_image_tokens(tokenizer: Any, described: Any) -> None:
     """Gives the tokenizer of bytes the tokens that processors ask for; those of audio for a model that hears."""
-    hears = getattr(described, "audio_config", None) is not None
-    special, named = ((*SPECIAL, *AUDIO), NAMED | AUDIO_NAMED) if hears else (SPECIAL, NAMED)
+    named = _named_tokens(described)
+    special = [*SPECIAL] if _sees(described) else []
+    special += [*AUDIO, named["audio_token"]] if "audio_token" in named else []
     known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
     tokenizer.add_special_tokens({"additional_special_tokens": [*known, *special]})
-    _name_tokens(tokenizer, named)
+    _name_tokens(tokenizer, described)
 
 
-def _name_tokens(tokenizer: Any, named: dict[str, str]) -> None:
-    for name, token in named.items():
+def _sees(described: Any) -> bool:
+    return getattr(described, "vision_config", None) is not None
+
+
+def _named_tokens(described: Any) -> dict[str, str]:
+    """What the processor of a model calls the tokens that the tokenizer of bytes has for it."""
+    named = NAMED if _sees(described) else {}
+    if getattr(described, "audio_config", None) is None:
+        return named
+    default = inspect.signature(_processor_class(described).__init__).parameters.get("audio_token")
+    audio = default.default if default is not None else "<|audio_pad|>"
+    bounds = {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"} if named else {}
+    return named | bounds | AUDIO_NAMED | {"audio_token": audio}
+
+
+def _name_tokens(tokenizer: Any, described: Any) -> None:
+    for name, token in _named_tokens(described).items():
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
 
@@ -73,6 +83,11 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     """
     processor = _build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
+    if not _sees(described):
+        vision = Vision(ImageReader(processor, arguments, (1, 1.0), _least_samples(processor)), None)
+        _check_tokens(vision, described)
+        return vision
+    hears = getattr(described, "audio_config", None) is not None
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
     rule = _positions_of(module)
@@ -83,7 +98,20 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     ratio = _num_tokens(first, described.image_token_id) / patches
     if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
-    return Vision(ImageReader(processor, arguments, (edge, ratio)), rule)
+    begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
+    return Vision(ImageReader(processor, arguments, (edge, ratio), _least_samples(processor), begins), rule)
+
+
+def _least_samples(processor: Any) -> int:
+    """Samples of the shortest audio that transformers computes as it does longer ones.
+
+    Those of Qwen3-Omni are filled up to a window where a longer one is beside them. One that is a single token of
+    Qwen2-Audio is put in its place in another way, unless a longer one is beside it.
+    """
+    audio = getattr(processor, "feature_extractor", None)
+    if type(processor).__name__ == "Qwen2AudioProcessor":
+        return 6 * audio.hop_length + 1  # 7 frames, of which the encoder makes 2 tokens
+    return 0 if audio is None else 2 * getattr(processor, "n_window", 0) * audio.hop_length
 
 
 def _square() -> Any:
@@ -98,13 +126,13 @@ def _num_tokens(vision: Vision, image_token_id: int) -> int:
 
 
 def _check_tokens(vision: Vision, described: Any) -> None:
-    """Whether the tokens of images are those that the model puts images in the place of."""
-    ids = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0]
-    wanted = getattr(described, "image_token_id", None)
+    """Whether the tokens of images, or of audio, are those that the model puts these in the place of."""
+    ids, (kind, *_) = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0], vision.reader.media
+    wanted = getattr(described, f"{kind}_token_id", None)
     if wanted not in ids.tolist():
         raise ConfigError(
-            f"the tokenizer's tokens of images are {sorted(set(ids.tolist()))}, the model's image_token_id is "
-            f"{wanted}: they do not match"
+            f"the tokenizer's tokens of {kind}{'s' * (kind == 'image')} are {sorted(set(ids.tolist()))}, the model's "
+            f"{kind}_token_id is {wanted}: they do not match"
         )
 
 
@@ -144,78 +172,115 @@ def _omni_positions(base: Any) -> Any:
     return positions
 
 
-def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
-    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
+def _processor_class(described: Any) -> Any:
+    """transformers' class of the processor. Raises ConfigError when there is none."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    kind = described.model_type
-    name = PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_thinker"))
+    name = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
-        raise ConfigError(f"transformers has no processor for {kind}")
-    images = _made_image_processor(described) if folder is None else _read_image_processor(folder)
+        raise ConfigError(f"transformers has no processor for {described.model_type}")
+    return cls
+
+
+def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
+    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
+    kind, cls = described.model_type, _processor_class(described)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
-    settings = {key: value for key, value in settings.items() if key in parameters and not key.endswith("processor")}
-    if folder is None and "image_seq_length" in parameters:
-        settings["image_seq_length"] = _tokens_per_tile(described)
-    if folder is None and kind == "janus":
-        settings["num_image_tokens"] = _tokens_per_tile(described)
-    if folder is None and kind.startswith("llava"):
-        settings |= _llava_settings(described)
-    parts = {"image_processor": images, "tokenizer": tokenizer}
+    own = [key for key in settings if key in parameters and not key.endswith(("processor", "extractor"))]
+    settings = {key: settings[key] for key in own}
+    settings |= _made_settings(described, parameters) if folder is None else {}
+    parts = {"tokenizer": tokenizer}
+    if _sees(described):
+        parts["image_processor"] = _made_image_processor(described) if folder is None else _read_image_processor(folder)
     if "video_processor" in parameters:
-        parts["video_processor"] = build_videos(kind, images, folder)
+        parts["video_processor"] = build_videos(kind, parts["image_processor"], folder)
     if "feature_extractor" in parameters:
-        parts["feature_extractor"] = _build_audio(described, folder)
-        processor_window = getattr(cls, "n_window", None)
-        if processor_window not in (None, described.audio_config.n_window):
-            raise ConfigError(
-                f"audio_config.n_window of {kind} is {described.audio_config.n_window}, but its processor counts "
-                f"tokens for {processor_window}: correct it"
-            )
+        parts["feature_extractor"] = _build_audio(described, folder, cls)
         if not hasattr(tokenizer, "audio_token"):  # the tokenizer of bytes, read from a folder
-            _name_tokens(tokenizer, NAMED | AUDIO_NAMED)
+            _name_tokens(tokenizer, described)
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:
         processor.__init__(**parts, **settings)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"the processor {name} of {kind} cannot be made: {error}") from error
+        raise ConfigError(f"the processor {cls.__name__} of {kind} cannot be made: {error}") from error
     del processor.check_argument_for_proper_class
-    if not hasattr(processor, "image_token_id"):  # Janus
-        processor.image_token_id = tokenizer.convert_tokens_to_ids(getattr(processor, "image_token", None))
-    if not isinstance(getattr(processor, "image_token", None), str):
-        raise ConfigError(f"model.model_path: images of {kind} are not known: {name} names no image_token")
+    if _sees(described):
+        if not hasattr(processor, "image_token_id"):  # Janus
+            processor.image_token_id = tokenizer.convert_tokens_to_ids(getattr(processor, "image_token", None))
+        if not isinstance(getattr(processor, "image_token", None), str):
+            raise ConfigError(f"model.model_path: images of {kind} are not known: {cls.__name__} names no image_token")
     _set_template(processor, described, folder is None)
     return processor
+
+
+def _made_settings(described: Any, parameters: Any) -> dict[str, Any]:
+    """Settings of the processor of a model that is described alone."""
+    found = {}
+    if "image_seq_length" in parameters:
+        found["image_seq_length"] = _tokens_per_tile(described)
+    if described.model_type == "janus":
+        found["num_image_tokens"] = _tokens_per_tile(described)
+    return found | (_llava_settings(described) if described.model_type.startswith("llava") else {})
 
 
 def _set_template(processor: Any, described: Any, is_made: bool) -> None:
     """The chat template of the processor is the tokenizer's from now on."""
     tokenizer = processor.tokenizer
     if is_made:
-        image, video = processor.image_token, str(getattr(processor, "video_token", None))
+        image, video = (str(getattr(processor, f"{kind}_token", None)) for kind in ("image", "video"))
         if getattr(described, "vision_start_token_id", None) is not None or hasattr(processor, "vision_bos_token"):
             image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
         text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
         tokenizer.chat_template = (
             text.replace("IMAGE", image)
             .replace("VIDEO", video)
-            .replace("AUDIO", "<|audio_bos|><|audio_pad|><|audio_eos|>")
+            .replace("AUDIO", f"{AUDIO[0]}{getattr(processor, 'audio_token', None)}{AUDIO[1]}")
         )
+        processor.chat_template = tokenizer.chat_template
     elif processor.chat_template:
         tokenizer.chat_template = processor.chat_template
 
 
-def _build_audio(described: Any, folder: Path | None) -> Any:
-    """What makes spectrograms, with the settings of the folder or of the description."""
+def _build_audio(described: Any, folder: Path | None, cls: Any) -> Any:
+    """What makes spectrograms, with the settings of the folder or of the description.
+
+    Raises:
+        ConfigError: when it, or the processor of class ``cls``, does not fit the encoder.
+    """
     from transformers import WhisperFeatureExtractor
 
+    kind, encoder = described.model_type, described.audio_config
+    if (window := getattr(cls, "n_window", None)) not in (None, getattr(encoder, "n_window", None)):
+        raise ConfigError(
+            f"audio_config.n_window of {kind} is {encoder.n_window}, but its processor counts tokens for {window}: "
+            "correct it"
+        )
     if folder is not None:
-        return WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
-    return WhisperFeatureExtractor(feature_size=described.audio_config.num_mel_bins)
+        found = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    else:
+        found = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins)
+    if _sees(described):
+        return found
+    frames = 2 * encoder.max_source_positions  # of all audio: what is shorter is filled up to it
+    if folder is None:
+        seconds, rest = divmod(frames * found.hop_length, found.sampling_rate)
+        if rest or not seconds:
+            raise ConfigError(
+                f"audio_config.max_source_positions of {kind} is {encoder.max_source_positions}: it must be a multiple "
+                f"of {found.sampling_rate // found.hop_length // 2}, which are a second"
+            )
+        found = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins, chunk_length=seconds)
+    if (found.nb_max_frames, found.feature_size) != (frames, encoder.num_mel_bins):
+        raise ConfigError(
+            f"model.model_path {folder}: preprocessor_config.json makes {found.nb_max_frames} frames of "
+            f"{found.feature_size} bands of audio, but the encoder in config.json reads {frames} of "
+            f"{encoder.num_mel_bins}: the two are not of one model"
+        )
+    return found
 
 
 def _read_image_processor(folder: Path) -> Any:

@@ -240,6 +240,12 @@ def _refuse_others(module: nn.Module) -> None:
                 f"{label} drops with probability {submodule.dropout:g} inside of torch, where masks cannot belong to "
                 "samples: set its dropout to 0"
             )
+        rate = getattr(submodule, "dropout", None)  # of encoders such as Whisper's, which drop inside of functions
+        if isinstance(rate, float) and rate > 0:
+            raise ConfigError(
+                f"{label} drops with probability {rate:g} inside of functions, where masks cannot belong to samples: "
+                "set dropout of its configuration to 0"
+            )
         config = getattr(submodule, "config", None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         for key in FUNCTIONAL:

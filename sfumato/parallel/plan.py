@@ -89,6 +89,10 @@ NORMS_OF_HEADS = dict.fromkeys(
 without them each rank would learn from its own heads alone."""
 
 
+PARTS_OF_BLOCKS = {"Qwen2AudioAttention"}
+"""What transformers names among the blocks of a model, though other blocks contain it."""
+
+
 def language_plan(module: nn.Module) -> ParallelPlan:
     """The plan that a transformers language model carries itself.
 
@@ -110,7 +114,7 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
+    blocks = tuple({*(module._no_split_modules or ())} - PARTS_OF_BLOCKS) or _largest_list(module)
     return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)
 
 

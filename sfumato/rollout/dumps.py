@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,7 @@ from torch import Tensor
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.image_conversation import images_of
+from sfumato.data.media import AudioFile, VideoFile
 from sfumato.data.vision import Images
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
@@ -45,6 +47,8 @@ FORMAT = "sfumato rollout 1"
 FINISH_REASONS = get_args(FinishReason)
 NAME = re.compile(r"step_(\d+)\.rank(\d+)\.safetensors")
 _KNOWN, _REWARDS = "known.", "rewards."
+_FILES = bytes, VideoFile, AudioFile
+"""What contents of files are read as, by number."""
 _BY_TOKEN = ("token_ids", "drawn", "log_probs", "versions")
 
 
@@ -171,17 +175,21 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
 
 
 def _packed_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
-    """The files of the images of sequences, whole, once for those that share them; nothing where there are none."""
+    """The files of the images and other media of sequences, whole, once for those that share them; nothing where there
+    are none."""
     own = {id(each): each for each in images if each is not None}
     if not own:
         return {}
-    files = [list(each.find()) for each in own.values()]
-    contents = [file.read_bytes() if isinstance(file, Path) else file for some in files for file in some]
+    media = [list(each.find()) for each in own.values()]
+    kinds = [_FILES.index(type(each)) if type(each) in _FILES else 0 for some in media for each in some]
+    files = [each.file if kind else each for kind, each in zip(kinds, chain(*media), strict=True)]
+    contents = [file.read_bytes() if isinstance(file, Path) else file for file in files]
     place = {each: number for number, each in enumerate(own)}
     return {
         "images.of_sequences": torch.tensor([place.get(id(each), -1) for each in images], dtype=torch.int64),
-        "images.counts": torch.tensor([len(some) for some in files], dtype=torch.int64),
+        "images.counts": torch.tensor([len(some) for some in media], dtype=torch.int64),
         "images.shapes": torch.from_numpy(np.concatenate([each.shapes for each in own.values()])),
+        "images.kinds": torch.tensor(kinds, dtype=torch.int64),
         "images.sizes": torch.tensor([len(content) for content in contents], dtype=torch.int64),
         "images.files": torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
     }
@@ -193,9 +201,13 @@ def _unpacked_images(tensors: dict[str, Tensor], count: int) -> list[Images | No
         return [None] * count
     parts = tensors["images.files"].split(tensors["images.sizes"].tolist())
     counts = tensors["images.counts"].tolist()
+    kinds = tensors["images.kinds"].tolist() if "images.kinds" in tensors else [0] * len(parts)  # of older files
     first, found = 0, []
     for number, shapes in zip(counts, tensors["images.shapes"].split(counts), strict=True):
-        contents = [part.numpy().tobytes() for part in parts[first : first + number]]
+        contents = [
+            _FILES[kind](part.numpy().tobytes())
+            for kind, part in zip(kinds[first : first + number], parts[first : first + number], strict=True)
+        ]
         found.append(images_of(contents, shapes.numpy(), "an image of a rollout"))
         first += number
     return [found[number] if number >= 0 else None for number in tensors["images.of_sequences"].tolist()]

@@ -18,7 +18,6 @@ from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import penalised
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
-from sfumato.data.vision import Vision
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
 from sfumato.parallel.loss import IGNORED
@@ -42,7 +41,8 @@ def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, T
         fields as ``[1, T]`` at the places of its labels, 0 elsewhere.
     """
     ids, pad = rollout.sample_ids, model.tokenizer.pad_token_id
-    given = [[_as_input(each, model.vision, pad) for each in own] for own in rollout.sequences]
+    media = [] if model.vision is None else sorted(model.vision.reader.media_tokens())
+    given = [[_as_input(each, media, pad) for each in own] for own in rollout.sequences]
     samples = (_sharing_prompts if model.shares_prompts else _apart)(given)
     batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh), model.vision)
     labels, drawn = batch.tensors["labels"], _of_drawn(rollout, lambda sequence: sequence.token_ids)
@@ -53,12 +53,12 @@ def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, T
     return batch
 
 
-def _as_input(sequence: TokenSequence, vision: Vision | None, pad: int) -> TokenSequence:
-    """A sequence as the model is given it. A token that stands for an image, which ends an answer when the policy draws
-    it, is a label and no input: there is no image for it."""
-    if vision is None:
+def _as_input(sequence: TokenSequence, media: list[int], pad: int) -> TokenSequence:
+    """A sequence as the model is given it. A token that stands for an image (one of ``media``), which ends an answer
+    when the policy draws it, is a label and no input: there is no image for it."""
+    if not media:
         return sequence
-    has_no_image = sequence.drawn & (vision.reader.kinds(sequence.token_ids) != 0)
+    has_no_image = sequence.drawn & np.isin(sequence.token_ids, media)
     return replace(sequence, token_ids=np.where(has_no_image, pad, sequence.token_ids).astype(np.int32))
 
 

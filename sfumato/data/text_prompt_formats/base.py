@@ -12,7 +12,8 @@ from sfumato.data.rows import RowTable, open_rows, text_field
 from sfumato.data.text import Messages, read_messages
 
 if TYPE_CHECKING:
-    from sfumato.data.vision import ImageReader, Medium
+    from sfumato.data.media import Medium
+    from sfumato.data.vision import ImageReader
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PromptRow:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of tools, which the chat template shows."""
     images: Sequence[Medium] = ()
-    """Files of the images whose parts stand in the messages, in their order."""
+    """Files of the images, videos and audio whose parts stand in the messages, in their order."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class PromptFormat(ABC):
     """Whether rows are made in code, so that there is no data.train_path."""
     has_images: ClassVar[bool] = False
     """Whether prompts may have images, for a model that sees; then rows that are read know their ``folder``."""
+    media: ClassVar[tuple[str, ...]] = ()
+    """Kinds of media that prompts may have."""
     text_column: ClassVar[str] = "prompt"
     """Column that the lines of a .txt file are."""
 

@@ -73,7 +73,7 @@ class CachedRows:
         """
         self._forward, self._max_tokens, self._cache = forward, rounded_up(max_tokens), RowCache()
         self._attention = register_row_attention()
-        self._ahead = np.zeros(0, np.int64)  # of each row, how far positions of rotary axes are from its columns
+        self._ahead = np.zeros(0)  # of each row, how far positions of rotary axes are from its columns
         self.bytes_per_token = bytes_per_token
 
     def resize(self, num_rows: int, num_columns: int) -> None:
@@ -128,7 +128,7 @@ class CachedRows:
         """What follows a text with images stands, on all rotary axes, after the largest position in it."""
         if beside.positions is not None:
             for (tokens, row), positions in zip(part, beside.positions, strict=True):
-                self._ahead[row] = int(positions[: len(tokens)].max()) + 1 - len(tokens)
+                self._ahead[row] = float(positions[: len(tokens)].max()) + 1 - len(tokens)
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
@@ -143,7 +143,7 @@ class CachedRows:
         if self._forward.vision is not None:
             beside = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
             if beside.positions is not None:
-                after = torch.from_numpy(positions + self._ahead[: len(positions)])
+                after = torch.from_numpy(positions + self._ahead[: len(positions)]).to(beside.positions.dtype)
                 beside = replace(beside, positions=after[:, None, None].expand(-1, 1, 3))
         return self._pass(tokens[:, None], beside)[:count, -1]
 

@@ -23,6 +23,7 @@ class Embedded:
     type: ClassVar[str] = "embedded"
     is_server: ClassVar[bool] = False
     takes_images: ClassVar[bool] = True
+    takes_other_media: ClassVar[bool] = True
 
     max_batch_size: int = 256
     """Sequences that are drawn at a time."""
