@@ -11,7 +11,6 @@ from sfumato.config.base import Section
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
 
-
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
 
 MOST_BUCKETS = 1000

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,12 +59,10 @@ class Buckets:
 class OneSize:
     """The rows of a dataset that are in one bucket, by their own numbers from 0 on."""
 
-    is_paired: ClassVar[bool]
-
     def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
         self.dataset, self.indices = dataset, indices
         self.size = (*size, 1)
-        self.is_paired = dataset.is_paired  # type: ignore[misc]
+        self.is_paired = dataset.is_paired
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -54,7 +54,6 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> i
     return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
 
 
-
 class FolderRows:
     """A folder of images or videos, each with its caption in a .txt file of the same name."""
 

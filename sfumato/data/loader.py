@@ -134,7 +134,7 @@ class IndexLoader:
             yield step, self.micro_batches(step)
 
     def micro_batches(self, step: int) -> list[IndexBatch]:
-        """This rank's micro-batches of a step: contiguous parts of the step's samples, or with buckets, of each bucket."""
+        """This rank's micro-batches of a step: contiguous parts of the step's samples, or of those of each bucket."""
         if self._buckets is not None:
             return self._of_buckets(step, self._buckets)
         per_rank = self.global_batch_size // self._num_ranks
