@@ -4,12 +4,14 @@
 
 Images or videos with captions, or rendered words, become latents and embeddings (online or from a cache), with a
 source image where the model edits or animates one; the denoiser learns the velocity eps - x0 at random noise levels.
-Everything random is keyed by (seed, step, sample), so a run does not depend on the number of processes, on the
-micro-batch size, or on having been interrupted.
+Images may have several sizes (``data.buckets``), of which each micro-batch has one. Everything random is keyed by
+(seed, step, sample), so a run does not depend on the number of processes, on having been interrupted, or, without
+buckets, on the micro-batch size.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.background import read_ahead
+from sfumato.data.buckets import sort_into_buckets
 from sfumato.data.encoded import EncodedBatch, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
@@ -45,17 +48,18 @@ def main(config: TrainDitConfig) -> None:
     run = start_run(config, mesh, "train_dit")
 
     dataset = open_image_text(config.data, config.train.seed)
-    loader = IndexLoader(len(dataset), config.train, mesh)
-    identity = identify_images(config, dataset, loader.global_batch_size)
+    buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
+    loader = IndexLoader(len(dataset), config.train, mesh, buckets)
+    identity = identify_images(config, dataset, loader.global_batch_size, buckets=buckets)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
-    set_output(model, dataset.size, "data")
+    set_output(model, dataset.size, "data", config.data.sizes)
 
-    encoder = open_encoder(dataset, model, config.data, mesh, run.say, run.watch("encode"))
+    encoder = open_encoder(dataset, model, config.data, mesh, run.say, run.watch("encode"), buckets)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
-    sample_flops = denoiser_flops(model, config.data.height, config.data.width).training
+    flops_of = cache(lambda size: denoiser_flops(model, *size).training)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -71,7 +75,7 @@ def main(config: TrainDitConfig) -> None:
         with run.timed("data"):
             batches = [encoder.encode(rows) for rows in read]
         own_images = sum(batch.num_images for batch in batches)
-        run.count(images=own_images, flops=own_images * sample_flops)
+        run.count(images=own_images, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_images = mesh.sum(own_images)
         checked, parts = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass

@@ -9,6 +9,7 @@ its adapters, otherwise a frozen copy that is sharded like the model. Everything
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.encoded import EncodedBatch, LatentCache, OnlineEncoder, open_encoder
+from sfumato.data.buckets import sort_into_buckets
+from sfumato.data.encoded import EncodedBatch, Encoder, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
@@ -54,17 +56,19 @@ def main(config: TrainDitDpoConfig) -> None:
 
     dataset = open_image_pairs(config.data, config.train.seed, run.say)
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
-    loader = IndexLoader(len(dataset), config.train, mesh)
-    identity = identify_images(config, dataset, loader.global_batch_size, held_out)
+    buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
+    eval_buckets = None if held_out is None else sort_into_buckets(held_out, config.data, mesh, run.say)
+    loader = IndexLoader(len(dataset), config.train, mesh, buckets)
+    identity = identify_images(config, dataset, loader.global_batch_size, held_out, buckets)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
-    set_output(model, dataset.size, "data")
+    set_output(model, dataset.size, "data", config.data.sizes)
 
     to_encode = {"config": config.data, "mesh": mesh, "say": run.say, "watch": run.watch("encode")}
-    encoder = open_encoder(dataset, model, **to_encode)
-    eval_encoder = None if held_out is None else open_encoder(held_out, model, **to_encode)
-    eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh)
+    encoder = open_encoder(dataset, model, **to_encode, buckets=buckets)
+    eval_encoder = None if held_out is None else open_encoder(held_out, model, **to_encode, buckets=eval_buckets)
+    eval_batches = evaluation_batches(len(held_out or ()), config.train.micro_batch_size, mesh, eval_buckets)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
     if not config.model.keep_encoders:
@@ -78,7 +82,7 @@ def main(config: TrainDitDpoConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
-    pair_flops = 2 * sum(denoiser_flops(model, config.data.height, config.data.width))  # and the reference's forward
+    flops_of = cache(lambda size: 2 * sum(denoiser_flops(model, *size)))  # of a pair, with the reference's forward
     run.begin(loader.total_steps, state.step, config.train.trackers)
     if state.step == 0 and eval_encoder is not None:
         with run.timed("evaluate"):
@@ -89,7 +93,7 @@ def main(config: TrainDitDpoConfig) -> None:
         with run.timed("data"):
             batches = [encoder.encode(rows) for rows in read]
         own_pairs = sum(batch.num_images for batch in batches)
-        run.count(images=2 * own_pairs, flops=own_pairs * pair_flops)
+        run.count(images=2 * own_pairs, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_pairs = mesh.sum(own_pairs)
         losses, seen = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
         pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
@@ -194,7 +198,7 @@ def count_pairs(
 @torch.no_grad()
 def evaluate(
     policies: Policies,
-    encoder: OnlineEncoder | LatentCache,
+    encoder: Encoder,
     batches: list[IndexBatch],
     objective: DPO,
     config: TrainDitDpoConfig,

@@ -134,12 +134,13 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
-    size = (section.height, section.width)
-    set_output(model, (*size, section.num_frames), "rollout" if isinstance(config, DiffusionRLConfig) else "data")
+    is_rl, size = isinstance(config, DiffusionRLConfig), (section.height, section.width)
+    sizes = [] if is_rl else section.sizes
+    set_output(model, (*size, section.num_frames), "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
         "rows": train.micro_batch_size * (2 if is_dpo else 1),
-        "size": size,
+        "size": max(sizes or [size], key=math.prod),  # of all buckets the one that takes most memory
         "keep_encoders": config.model.keep_encoders,
         "has_reference": is_dpo,
         "offload_idle": config.model.offload_idle,

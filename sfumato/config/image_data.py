@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
+
+Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
+
+MOST_BUCKETS = 1000
+"""Most sizes of images."""
+
+
+def sizes_of_area(height: int, width: int, step: int) -> list[tuple[int, int]]:
+    """Heights and widths that are multiples of ``step``, of the area of ``height x width`` at most.
+
+    One for each side from half to twice the root of the area, and its mirror, so ratios are from 1:4 to 4:1: the sizes
+    of NovelAI's aspect ratio bucketing, as kohya's scripts make them. None when the area holds no such size.
+    """
+    area = height * width
+    edge = math.isqrt(area)
+    found = {(edge // step * step,) * 2} if edge >= step else set()
+    for side in range(-(-edge // (2 * step)) * step, 2 * edge + 1, step):
+        other = area // side // step * step
+        if 2 * other >= edge:
+            found |= {(side, other), (other, side)}
+    return sorted(found)
 
 
 class ImageDataConfig(Section):
@@ -28,6 +50,9 @@ class ImageDataConfig(Section):
     """Height of the training images in pixels."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
     """Width of the training images in pixels."""
+    buckets: Annotated[int, Field(ge=8, le=MAX_SIDE)] | list[tuple[Side, Side]] | None = None
+    """Sizes of images; each is brought to that whose aspect ratio is nearest to its own. A number: multiples of so
+    many pixels whose area is that of height x width at most; a list: [height, width] of each; null: height x width."""
     num_frames: int = Field(1, ge=1)
     """Frames that are taken of each video, at even distances; 1 reads images."""
     crop: Literal["center", "none"] = "center"
@@ -44,7 +69,34 @@ class ImageDataConfig(Section):
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
         check_size("data", self.height, self.width, self.num_frames)
+        if self.buckets is not None:
+            self._check_buckets()
         return self
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Height and width that images are brought to; without buckets one."""
+        if self.buckets is None:
+            return [(self.height, self.width)]
+        if isinstance(self.buckets, int):
+            return sizes_of_area(self.height, self.width, self.buckets)
+        return list(self.buckets)
+
+    def _check_buckets(self) -> None:
+        """Raises ValueError for buckets that cannot be meant."""
+        if self.data_type == "glyphs" or self.num_frames > 1:
+            what = "data.data_type glyphs" if self.data_type == "glyphs" else f"data.num_frames {self.num_frames}"
+            raise ValueError(f"data.buckets are for images of many sizes, and not for {what}: remove one of them")
+        sizes = self.sizes
+        if not sizes or len(sizes) > MOST_BUCKETS:
+            why = "no size" if not sizes else f"{len(sizes)} sizes, more than {MOST_BUCKETS}"
+            raise ValueError(
+                f"data.buckets {self.buckets} gives {why} (data.height {self.height} x data.width {self.width})"
+            )
+        if len(set(sizes)) < len(sizes):
+            raise ValueError(f"data.buckets: a size is given twice: {[list(size) for size in sizes]}")
+        for height, width in sizes:
+            check_size("data.buckets: data", height, width, 1)
 
 
 class ImageTextDataConfig(ImageDataConfig):

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ import torch
 from sfumato.algorithms.device import to_device
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.buckets import Buckets, OneSize
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
@@ -28,7 +30,7 @@ from sfumato.models.diffusion.conditioning import Conditioning, image_digest
 from sfumato.parallel.finite import finite_rows
 from sfumato.parallel.mesh import Mesh
 
-Dataset = ImageTextDataset | GlyphDataset | PairDataset
+Dataset = ImageTextDataset | GlyphDataset | PairDataset | OneSize
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class EncodedBatch:
     num_images: int
     """B, a pair counting as one; 0 for a placeholder in the place of a batch of which no row could be read: ranks
     compute together."""
+    size: tuple[int, int]
+    """Height and width of the images in pixels."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,13 @@ class ReadRows:
     captions: list[str]
     sources: list[np.ndarray] | None
     """Source images, uint8 ``[H, W, 3]``; None where they were not asked for."""
-    broken: list[tuple[int, DataError]]
+    broken: list[tuple[str, DataError]]
+    """File and row, and what is wrong."""
 
     def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
         """Pixels and sample ids, or None. ``bad_rows`` takes note of broken rows, or raises their DataError."""
-        for index, error in self.broken:
-            bad_rows.add(index, error)
+        for place, error in self.broken:
+            bad_rows.add(place, error)
         return None if self.pixels is None else (self.pixels, self.sample_ids)
 
 
@@ -77,7 +82,7 @@ def read_rows(
             row, caption = dataset.pixels(index), dataset.caption(index) if with_captions else ""
             source = dataset.source(index, row) if with_sources else None
         except DataError as error:
-            found.broken.append((index, error))
+            found.broken.append((dataset.describe(index), error))
             continue
         pixels.append(row)
         found.sample_ids.append(sample_id)
@@ -114,6 +119,7 @@ class OnlineEncoder:
 
     def __init__(self, dataset: Dataset, model: DiffusionModel, bad_rows: BadRows) -> None:
         self.dataset, self.model, self.bad_rows = dataset, model, bad_rows
+        self.size = dataset.size[:2]
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         """The encoded rows that can be read."""
@@ -128,17 +134,17 @@ class OnlineEncoder:
         index_batch, rows = read.index_batch, read.usable(self.bad_rows)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
-            pair = (2,) if self.dataset.is_paired else ()
-            latents = torch.zeros(1, *pair, *self.model.latent_shape(*self.dataset.size), device=self.model.device)
+            latents = no_latents(self.dataset, self.model)[None]
             nothing = embed_nothing(self.model, self.dataset.size)
-            return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], num_images=0)
+            return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], 0, self.size)
         pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(read.captions, images=read.sources)
         latents = encode_rows(self.dataset, self.model, pixels)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
-            return self._without(EncodedBatch(latents, conditioning, sample_ids, 0), index_batch, is_finite.tolist())
-        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids))
+            found = EncodedBatch(latents, conditioning, sample_ids, 0, self.size)
+            return self._without(found, index_batch, is_finite.tolist())
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size)
 
     def _without(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
         """The rows that are finite; where none is, the first as a placeholder of zeros."""
@@ -146,7 +152,7 @@ class OnlineEncoder:
         for sample_id, good in zip(batch.sample_ids, is_finite, strict=True):
             if not good:
                 index = index_of[sample_id]
-                self.bad_rows.add(index, not_finite_error(self.dataset, index))
+                self.bad_rows.add(self.dataset.describe(index), not_finite_error(self.dataset, index))
         rows = [row for row, good in enumerate(is_finite) if good]
         kept = rows or [0]
         return EncodedBatch(
@@ -154,6 +160,7 @@ class OnlineEncoder:
             batch.conditioning.rows(kept).blanked(),
             [batch.sample_ids[row] for row in kept],
             len(rows),
+            self.size,
         )
 
 
@@ -172,6 +179,12 @@ def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -
     return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
+def no_latents(dataset: Dataset, model: DiffusionModel) -> torch.Tensor:
+    """Zeros in the place of the latents of a row that is broken."""
+    pair = (2,) if dataset.is_paired else ()
+    return torch.zeros(*pair, *model.latent_shape(*dataset.size), device=model.device)
+
+
 OF_ROWS = ("latents", "captions", "negatives")
 """What a cache holds of each row: latents, the number of its embedding, and with a source image of its negative."""
 
@@ -179,9 +192,9 @@ OF_ROWS = ("latents", "captions", "negatives")
 class LatentCache:
     """Latents and embeddings as memory-mapped files; each distinct caption, with its source image, is stored once."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        """Opens a finished cache. Raises DataError when a file is missing, damaged or of the wrong size."""
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: torch.device, size: tuple[int, int]) -> None:
+        """Opens a finished cache of images of a size. Raises DataError when a file is missing or damaged."""
+        self.folder, self.device, self.size = folder, device, size
         manifest = read_manifest(folder, "latent cache")
         self.bad_rows: list[tuple[int, str]] = manifest["bad_rows"]
         self._tensors = {name: _map(folder / f"{name}.bin", spec) for name, spec in manifest["tensors"].items()}
@@ -211,12 +224,38 @@ class LatentCache:
         latents = self._tensors["latents"][rows]
         if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
             raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
-        return EncodedBatch(latents, conditioning, sample_ids, num_images)
+        return EncodedBatch(latents, conditioning, sample_ids, num_images, self.size)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
         """The second half of ``batch``: brings them to the device."""
         latents, conditioning = to_device(read.latents, self.device), read.conditioning.to(self.device)
         return replace(read, latents=latents, conditioning=conditioning)
+
+
+class BucketEncoder:
+    """An encoder for the rows of each bucket; arguments and results are those of one encoder."""
+
+    def __init__(self, encoders: dict[int, OnlineEncoder | LatentCache], rows: dict[int, OneSize]) -> None:
+        """Encoders and what they encode, by the number of the bucket."""
+        self._encoders, self._rows = encoders, rows
+        self._place = {number: {int(row): at for at, row in enumerate(one.indices)} for number, one in rows.items()}
+
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        return self.encode(self.read(index_batch))
+
+    def read(self, index_batch: IndexBatch) -> tuple[int, ReadRows | EncodedBatch]:
+        """The number of the bucket, and the first half of ``batch``."""
+        number = index_batch.bucket
+        place = self._place[number]
+        own = replace(index_batch, indices=[place[index] for index in index_batch.indices])
+        return number, self._encoders[number].read(own)
+
+    def encode(self, read: tuple[int, Any]) -> EncodedBatch:
+        number, rows = read
+        return self._encoders[number].encode(rows)
+
+
+Encoder = OnlineEncoder | LatentCache | BucketEncoder
 
 
 def open_encoder(
@@ -226,7 +265,8 @@ def open_encoder(
     mesh: Mesh,
     say: Callable[[str], None],
     watch: Callable[[Iterable[int], int], Iterable[int]],
-) -> OnlineEncoder | LatentCache:
+    buckets: Buckets | None = None,
+) -> Encoder:
     """What makes latents and embeddings of rows: a cache where one is configured. Every rank must call it.
 
     Args:
@@ -235,15 +275,28 @@ def open_encoder(
         mesh: the ranks, of which the first makes the cache.
         say: is told of broken rows.
         watch: see ``open_cache``.
+        buckets: of the rows; each has a cache of its own.
 
     Raises:
         DataError: as ``open_cache``.
     """
     bad_rows = BadRows(config.max_bad_rows, say)
-    if config.cache_dir is None:
-        return OnlineEncoder(dataset, model, bad_rows)
-    with mesh.first_rank_first():
-        return open_cache(config.cache_dir, dataset, model, bad_rows, watch=watch)
+
+    def open_one(rows: Dataset, probe: list[torch.Tensor] | None) -> OnlineEncoder | LatentCache:
+        if config.cache_dir is None:
+            return OnlineEncoder(rows, model, bad_rows)
+        return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, probe=probe)
+
+    with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():
+        if buckets is None:
+            return open_one(dataset, None)
+        numbers = np.unique(buckets.numbers).tolist()
+        rows = {
+            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
+            for number in numbers
+        }
+        probe = None if config.cache_dir is None else probe_encoders(model)
+        return BucketEncoder({number: open_one(rows[number], probe) for number in numbers}, rows)
 
 
 def open_cache(
@@ -253,6 +306,7 @@ def open_cache(
     bad_rows: BadRows,
     batch_size: int | None = None,
     watch: Callable[[Iterable[int], int], Iterable[int]] | None = None,
+    probe: list[torch.Tensor] | None = None,
 ) -> LatentCache:
     """Opens the cache of a dataset and a model, making it first if it is not there.
 
@@ -262,12 +316,13 @@ def open_cache(
         bad_rows: what to do with broken rows.
         batch_size: images or videos encoded together; None is 64 frames.
         watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
+        probe: what ``probe_encoders`` gave, so that several caches need it only once.
 
     Raises:
         DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
     """
     make_cache_folder(Path(cache_dir))
-    folder = Path(cache_dir) / _fingerprint(dataset, model)
+    folder = Path(cache_dir) / _fingerprint(dataset, probe_encoders(model) if probe is None else probe)
     if not (folder / MANIFEST).is_file():
         building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
         shutil.rmtree(building, ignore_errors=True)
@@ -276,9 +331,9 @@ def open_cache(
         _build(building, dataset, model, bad_rows, batch_size, watch or (lambda starts, _count: starts))
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
-    cache = LatentCache(folder, model.device)
+    cache = LatentCache(folder, model.device, dataset.size[:2])
     for index, message in cache.bad_rows:
-        bad_rows.add(index, DataError(message))
+        bad_rows.add(dataset.describe(index), DataError(message))
     return cache
 
 
@@ -295,7 +350,7 @@ def _build(
     writer.add({name: tensor[0] for name, tensor in embed_nothing(model, dataset.size).tensors.items()})
     number_of = {("", ""): 0}  # -1 where an embedding is not finite
     starts = range(0, len(dataset), batch_size)
-    broken, no_latents = [], None
+    broken = []
     for start in watch(starts, len(starts)):
         indices = range(start, min(start + batch_size, len(dataset)))
         images, captions, sources = {}, {}, {}
@@ -305,7 +360,7 @@ def _build(
                 sources[index] = dataset.source(index, pixels) if model.takes_image else None
                 images[index], captions[index] = pixels, caption
             except DataError as error:
-                bad_rows.add(index, error)
+                bad_rows.add(dataset.describe(index), error)
                 broken.append((index, str(error)))
         digests = {index: image_digest(sources[index]) for index in images}
         wanted = {(captions[index], digests[index]): sources[index] for index in images}
@@ -320,14 +375,12 @@ def _build(
                 writer.add({name: tensor[row] for name, tensor in embedded.items()})
             model.forget_prompts()
         latents = encode_rows(dataset, model, torch.stack(list(images.values()))) if images else None
-        if latents is not None:
-            is_finite, no_latents = finite_rows(latents).tolist(), torch.zeros_like(latents[0])
-        elif no_latents is None:
-            raise DataError(f"the first {batch_size} rows are all broken; the first error: {broken[0][1]}")
+        is_finite = [] if latents is None else finite_rows(latents).tolist()
+        empty = no_latents(dataset, model) if latents is None else torch.zeros_like(latents[0])
         position = {index: row for row, index in enumerate(images)}
         for row, index in enumerate(images):
             if not is_finite[row] or min(number_of[text, digests[index]] for text in (captions[index], "")) < 0:
-                bad_rows.add(index, error := not_finite_error(dataset, index))
+                bad_rows.add(dataset.describe(index), error := not_finite_error(dataset, index))
                 broken.append((index, str(error)))
                 del position[index]
         for index in indices:
@@ -336,7 +389,7 @@ def _build(
             writer.add({"captions": torch.tensor(number)})
             if model.takes_image:
                 writer.add({"negatives": torch.tensor(0 if row is None else number_of["", digests[index]])})
-            writer.add({"latents": no_latents if row is None else latents[row]})
+            writer.add({"latents": empty if row is None else latents[row]})
     writer.close({"bad_rows": broken})
 
 
@@ -378,16 +431,20 @@ def _map(path: Path, spec: dict[str, Any]) -> torch.Tensor:
     return flat.reshape(spec["rows"], *spec["shape"])
 
 
-def _fingerprint(dataset: Dataset, model: DiffusionModel) -> str:
-    """Identifies data and encoders: what the encoders make of a fixed image and a fixed prompt is part of it."""
-    digest = hashlib.blake2b(digest_size=10)
-    digest.update(dataset.fingerprint().encode())
+def probe_encoders(model: DiffusionModel) -> list[torch.Tensor]:
+    """What the encoders make of a fixed image and a fixed prompt, which tells their weights apart."""
     size = model.probe_size
     probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
     image = probe[0].permute(1, 2, 0).numpy()
     embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None)
-    outputs = [model.encode_pixels(probe), *embedded.tensors.values()]
-    for output in outputs:
+    return [model.encode_pixels(probe), *embedded.tensors.values()]
+
+
+def _fingerprint(dataset: Dataset, probe: list[torch.Tensor]) -> str:
+    """Identifies data and encoders."""
+    digest = hashlib.blake2b(digest_size=10)
+    digest.update(dataset.fingerprint().encode())
+    for output in probe:
         digest.update(f"{output.dtype}{tuple(output.shape)}".encode())
         digest.update(output.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.checkpoint.identity import Identity, identify
+from sfumato.data.buckets import Buckets
 from sfumato.data.file_rows import FileRows
 from sfumato.data.image_text import FolderRows, ImageTextDataset
 from sfumato.data.prompts import Prompt
@@ -31,10 +32,16 @@ def identify_text(config: Any, sources: Sources, held_out: Sources | None, trans
     return identify(config, content | tokens)
 
 
-def identify_images(config: Any, dataset: Any, global_batch_size: int, held_out: Any = None) -> Identity:
-    """The identity of a task that trains on images; see ``identify``."""
+def identify_images(
+    config: Any, dataset: Any, global_batch_size: int, held_out: Any = None, buckets: Buckets | None = None
+) -> Identity:
+    """The identity of a task that trains on images; see ``identify``. Buckets make the order depend on more."""
     content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
-    return identify(config, content, {"train.global_batch_size": global_batch_size})
+    numbers = {"train.global_batch_size": global_batch_size}
+    if buckets is not None:
+        content["data.buckets of the images"] = buckets.digest
+        numbers["train.micro_batch_size (data.buckets)"] = config.train.micro_batch_size
+    return identify(config, content, numbers)
 
 
 def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ from sfumato.data.pictures import (
     IMAGE_ENDINGS,
     VERSION,
     VIDEO_ENDINGS,
+    File,
     find_file,
     find_frames,
     fitted,
@@ -33,6 +35,23 @@ if TYPE_CHECKING:
 KEYS = ("image_key", "text_key", "source_image_key")
 
 Item = TypeVar("Item")
+
+SAME_RATIO = 1e-9
+"""Logarithms of aspect ratios that differ by no more are of one ratio."""
+
+
+def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """The position of the size whose aspect ratio is nearest, by its logarithm, to that of an image.
+
+    Of several with this ratio it is the largest that the image fills without being enlarged, else the smallest.
+    """
+
+    def misfit(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
+        ratio = abs(math.log(size[0] * width / (size[1] * height)))
+        is_enlarged, area = size[0] > height or size[1] > width, size[0] * size[1]
+        return round(ratio / SAME_RATIO), is_enlarged, area if is_enlarged else -area, size
+
+    return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
 
 
 class FolderRows:
@@ -103,18 +122,30 @@ class ImageTextDataset:
         """Caption of a row. Raises DataError that names the row."""
         return text_field(self.rows[index], self.config.text_key, self.describe(index))
 
-    def pixels(self, index: int) -> torch.Tensor:
+    def file(self, index: int) -> File:
+        """The file of a row's image, or what it holds. Raises DataError when there is none."""
+        row = self.rows[index]
+        return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
+
+    def pixels(self, index: int, size: tuple[int, int] | None = None) -> torch.Tensor:
         """Image of a row: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``.
 
-        Raises DataError that names row and file.
+        Args:
+            index: of the row.
+            size: height and width to bring an image to; None takes that of the image's bucket.
+
+        Raises:
+            DataError: names row and file.
         """
         row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
         key, num_frames = self._image_key(row), self.config.num_frames
         if num_frames == 1:
-            pixels = self._fitted(read_image(find_file(row, key, folder, where), where))
+            image = read_image(find_file(row, key, folder, where), where)
+            sizes = self.config.sizes
+            pixels = self._fitted(image, size or sizes[nearest_size(image.height, image.width, sizes)])
             return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame) for frame in frames]))
+        video = torch.from_numpy(np.stack([self._fitted(frame, self.size[:2]) for frame in frames]))
         return video.permute(3, 0, 1, 2).contiguous()
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
@@ -122,7 +153,7 @@ class ImageTextDataset:
 
         Args:
             index: of the row.
-            pixels: of the row; the first frame of a video is its source where the row has none.
+            pixels: of the row, whose size it gets; the first frame of a video is its source where the row has none.
 
         Raises:
             DataError: when it is missing or broken.
@@ -130,7 +161,8 @@ class ImageTextDataset:
         if pixels.ndim == 4 and not self.has_source(index):
             return pixels[:, 0].permute(1, 2, 0).numpy()
         row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        return self._fitted(read_image(find_file(row, self.config.source_image_key, folder, where), where))
+        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
+        return self._fitted(image, tuple(pixels.shape[-2:]))
 
     def has_source(self, index: int) -> bool:
         """Whether the row has a source image of its own."""
@@ -145,7 +177,8 @@ class ImageTextDataset:
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
-        return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index))))
+        size = self.size[:2]
+        return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index, size))))
 
     def fingerprint(self) -> str:
         """Identifies the images, for caches: the source with its size and time, and how it is read.
@@ -173,8 +206,8 @@ class ImageTextDataset:
         is_image_folder = key == "image" and key not in row and Path(str(self.config.train_path)).is_dir()
         return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
 
-    def _fitted(self, image: Image.Image) -> np.ndarray:
-        return fitted(image, self.config.height, self.config.width, self.config.crop)
+    def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+        return fitted(image, *size, self.config.crop)
 
 
 def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:
@@ -227,10 +260,14 @@ class PairDataset:
         """Prompt of a pair. Raises DataError that names the row."""
         return self.sides[0].caption(self.indices[index])
 
+    def file(self, index: int) -> File:
+        """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
+        return self.sides[0].file(self.indices[index])
+
     def pixels(self, index: int) -> torch.Tensor:
         """Both images, the better one first: uint8 ``[2, 3, height, width]``; videos ``[2, 3, frames, height, width]``.
 
-        Raises DataError that names the row.
+        Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
         row = self.indices[index]
         label, where = self.labels[row], self.describe(index)
@@ -238,7 +275,9 @@ class PairDataset:
             raise label
         if label not in (0, 1):
             raise DataError(f"{where}: column {self.config.label_key!r} must be a number, not {label!r}")
-        images = [side.pixels(row) for side in (self.sides if label else self.sides[::-1])]
+        first = self.sides[0].pixels(row)
+        second = self.sides[1].pixels(row, tuple(first.shape[-2:]))
+        images = [first, second] if label else [second, first]
         if torch.equal(*images):
             raise DataError(f"{where}: both images are the same")
         return torch.stack(images)

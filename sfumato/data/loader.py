@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.config.sections import EpochTrainConfig
+from sfumato.data.buckets import Buckets
+from sfumato.data.packing import deal
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 
@@ -22,6 +25,8 @@ class IndexBatch:
     """Row numbers in the dataset."""
     sample_ids: list[int]
     """Positions in the stream of all samples of the run, from which their noise is keyed."""
+    bucket: int = 0
+    """Number of the bucket that all of them are in."""
 
 
 MOST_TIMES = 100
@@ -57,16 +62,53 @@ class EpochOrder:
         return int(self._order[offset])
 
 
-class IndexLoader:
-    """Which rows each step trains on, the same whatever the number of processes and the micro-batch size."""
+class BucketOrder:
+    """As ``EpochOrder``, of rows in buckets: a function of (seed, key, epoch), the buckets and ``run``.
 
-    def __init__(self, num_rows: int, train: EpochTrainConfig, mesh: Mesh) -> None:
+    Positions from one multiple of ``run`` to the next are of one bucket, as far as its rows go: what is left of each
+    bucket stands at the beginning and at the end of the epoch.
+    """
+
+    def __init__(self, buckets: np.ndarray, run: int, seed: int, key: str) -> None:
+        """Args: the bucket of each row, integers ``[N]``; how many of one bucket follow each other; of the keys."""
+        self.buckets, self.run, self.seed, self.key = buckets, run, seed, key
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.buckets))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._arranged(epoch)
+        return int(self._order[offset])
+
+    def _arranged(self, epoch: int) -> np.ndarray:
+        count, run = len(self.buckets), self.run
+        rows = keyed_permutation(count, self.seed, self.key, epoch).numpy()
+        rows = rows[np.argsort(self.buckets[rows], kind="stable")]
+        sizes = np.bincount(self.buckets[rows])
+        place = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its bucket
+        is_whole = place < np.repeat(sizes // run * run, sizes)
+        runs = rows[is_whole].reshape(-1, run)
+        runs = runs[keyed_permutation(len(runs), self.seed, f"{self.key} of runs", epoch).numpy()]
+        before = min(-epoch * count % run, count)  # positions before the first multiple
+        room = (count - before) // run
+        rest = np.concatenate([rows[~is_whole], runs[room:].reshape(-1)])
+        return np.concatenate([rest[:before], runs[:room].reshape(-1), rest[before:]])
+
+
+class IndexLoader:
+    """Which rows each step trains on, the same whatever the number of processes and the micro-batch size.
+
+    With buckets the order depends on the micro-batch size, of which each has rows of one bucket.
+    """
+
+    def __init__(self, num_rows: int, train: EpochTrainConfig, mesh: Mesh, buckets: Buckets | None = None) -> None:
         """Plans the run: ``max_steps`` steps, or those that the epochs fill, without a last incomplete one.
 
         Args:
             num_rows: rows of the dataset.
             train: the task's section.
             mesh: the ranks.
+            buckets: of the rows.
 
         Raises:
             DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
@@ -81,7 +123,10 @@ class IndexLoader:
             )
         refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
         self._micro_batch_size, self._rank, self._num_ranks = train.micro_batch_size, mesh.data_rank, mesh.data_size
-        self._rows = EpochOrder(num_rows, train.seed, "order")
+        self._buckets = buckets
+        self._rows: EpochOrder | BucketOrder = EpochOrder(num_rows, train.seed, "order")
+        if buckets is not None:
+            self._rows = BucketOrder(buckets.numbers, train.micro_batch_size, train.seed, "order")
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
         """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""
@@ -89,7 +134,9 @@ class IndexLoader:
             yield step, self.micro_batches(step)
 
     def micro_batches(self, step: int) -> list[IndexBatch]:
-        """This rank's micro-batches of a step: contiguous parts of the step's samples."""
+        """This rank's micro-batches of a step: contiguous parts of the step's samples, or of those of each bucket."""
+        if self._buckets is not None:
+            return self._of_buckets(step, self._buckets)
         per_rank = self.global_batch_size // self._num_ranks
         first = step * self.global_batch_size + self._rank * per_rank
         batches = []
@@ -98,22 +145,49 @@ class IndexLoader:
             batches.append(IndexBatch([self._rows[position] for position in ids], ids))
         return batches
 
+    def _of_buckets(self, step: int, buckets: Buckets) -> list[IndexBatch]:
+        """As many micro-batches as on each other rank: the largest are halved until that can be."""
+        first = step * self.global_batch_size
+        rows = {position: self._rows[position] for position in range(first, first + self.global_batch_size)}
+        own: dict[int, list[int]] = {}
+        for position, row in rows.items():
+            own.setdefault(int(buckets.numbers[row]), []).append(position)
+        size = self._micro_batch_size
+        pieces = [(number, ids[at : at + size]) for number, ids in own.items() for at in range(0, len(ids), size)]
+        while len(pieces) % self._num_ranks:  # there are as many samples as ranks, or a multiple
+            largest = max(range(len(pieces)), key=lambda index: (len(pieces[index][1]), -index))
+            number, ids = pieces[largest]
+            half = len(ids) // 2
+            pieces[largest : largest + 1] = [(number, ids[:half]), (number, ids[half:])]
+        costs = [len(ids) * math.prod(buckets.sizes[number]) for number, ids in pieces]
+        dealt = deal([[index] for index in range(len(pieces))], costs, self._num_ranks)[self._rank]
+        return [IndexBatch([rows[each] for each in ids], ids, number) for number, ids in (pieces[i] for [i] in dealt)]
 
-def evaluation_batches(num_rows: int, micro_batch_size: int, mesh: Mesh) -> list[IndexBatch]:
+
+def evaluation_batches(
+    num_rows: int, micro_batch_size: int, mesh: Mesh, buckets: Buckets | None = None
+) -> list[IndexBatch]:
     """This data-parallel rank's part of all rows, each once, in as many full batches as every other rank has.
 
     Args:
         num_rows: rows of the dataset.
         micro_batch_size: samples of one pass of one rank.
         mesh: the ranks.
+        buckets: of the rows; a batch has rows of one.
 
     Returns:
         Batches whose sample ids are the row numbers; those below 0 only fill a batch up and are not to be counted.
     """
-    num_batches = math.ceil(num_rows / (micro_batch_size * mesh.data_size))
+    numbers = np.zeros(num_rows, np.int16) if buckets is None else buckets.numbers
+    pieces: list[tuple[int, Sequence[int]]] = []
+    for number in np.unique(numbers).tolist():
+        rows = np.flatnonzero(numbers == number).tolist()
+        pieces += [(number, rows[at : at + micro_batch_size]) for at in range(0, num_rows, micro_batch_size)]
+    pieces = [piece for piece in pieces if piece[1]]
     batches = []
-    for number in range(mesh.data_rank, num_batches * mesh.data_size, mesh.data_size):
-        places = range(number * micro_batch_size, (number + 1) * micro_batch_size)
-        ids = [place if place < num_rows else -1 for place in places]
-        batches.append(IndexBatch([max(sample_id, 0) for sample_id in ids], ids))
+    for index in range(mesh.data_rank, math.ceil(len(pieces) / mesh.data_size) * mesh.data_size, mesh.data_size):
+        number, rows = pieces[index] if index < len(pieces) else (pieces[0][0], [])
+        missing = micro_batch_size - len(rows)
+        filler = int(np.flatnonzero(numbers == number)[0])
+        batches.append(IndexBatch([*rows, *[filler] * missing], [*rows, *[-1] * missing], number))
     return batches

@@ -53,7 +53,7 @@ def pack(
             by_length, lengths, capacity, num * num_ranks
         )
         if bins is not None:
-            return _deal(bins, costs, num_ranks)
+            return deal(bins, costs, num_ranks)
         num += multiple
 
 
@@ -121,7 +121,7 @@ def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[
     return chosen
 
 
-def _deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
+def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     """Hands bins out, the costliest first: in each round one to each rank, the costliest to the rank with the least."""
     work = {index: sum(costs[position] for position in members) for index, members in enumerate(bins)}
     order = sorted(work, key=lambda index: (-work[index], index))

@@ -33,6 +33,9 @@ VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
 
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
+"""EXIF's number of how an image is turned, and what swaps height and width."""
+
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
 """What Pillow raises for files that are damaged, or made to break it."""
 
@@ -100,6 +103,14 @@ def check_image(source: File, where: str) -> None:
     """Reads the head of an image. Raises DataError when it is none."""
     with _opened(source, where):
         pass
+
+
+def read_size(source: File, where: str) -> tuple[int, int]:
+    """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
+    with _opened(source, where) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(ORIENTATION) in QUARTER_TURNS
+    return (width, height) if turned else (height, width)
 
 
 def check_video(source: File, where: str) -> None:

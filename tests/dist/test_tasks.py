@@ -1,13 +1,16 @@
 """Whole tasks on several ranks, chosen by configuration only, against the same task in one process."""
 
 import functools
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
 from sfumato.config.load import merge
@@ -195,6 +198,40 @@ def test_rl(mode, ranks, tmp_path):
     ranks.run(num_ranks, functools.partial(run_rank, task), merge(config, _in(tmp_path / "many")))
     one = run_task_here(task, merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
     assert_equal_runs(one, tmp_path / "many", 1e-5, LAST_BITS)
+
+
+BUCKETS = {
+    "train_dit": {"data_parallel_mode": "fsdp2", "micro_batch_size": 2},
+    "train_dit_dpo": {"data_parallel_mode": "ddp", "micro_batch_size": 2},
+    "train_dit ulysses": {"ulysses_parallel_size": 2, "micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if n else ()) for n, mode in enumerate(BUCKETS)]
+)
+def test_buckets(mode, ranks, tmp_path):
+    task, rows = mode.split()[0], []
+    for index in range(13):
+        size = [(20, 21), (16, 30), (40, 22)][index % 7 % 3]
+        names = {"image": f"{index}.png", "chosen": f"{index}.png", "rejected": f"{index + 1}.png"}
+        Image.fromarray(np.random.default_rng(index).integers(0, 256, (*size, 3), np.uint8)).save(
+            tmp_path / names["image"]
+        )
+        rows.append({**names, "text": f"no {index}", "prompt": f"no {index}"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows[:-1])))
+    make = tiny_dit_dpo_config if task == "train_dit_dpo" else tiny_dit_config
+    config = make(tmp_path, train={"max_steps": STEPS, "global_batch_size": 8, **BUCKETS[mode]})
+    config["data"] = {"train_path": str(tmp_path / "rows.jsonl"), "height": 16, "width": 16, "buckets": 8}
+    if task == "train_dit_dpo":
+        config["data"] |= {"eval_path": str(tmp_path / "rows.jsonl")}
+        config = merge(config, {"eval": {"every_steps": 2, "num_rows": 5}, "dpo": {"beta": 10.0}})
+    ranks.run(2, functools.partial(run_rank, task), merge(config, _in(tmp_path / "many")))
+    one = run_task_here(task, merge(merge(config, {"train": PLAIN}), _in(tmp_path / "one")))
+    rewards = [
+        f"{kind}/{name}" for kind in ("pairs", "eval") for name in ("margin", "reward_chosen", "reward_rejected")
+    ]
+    assert_equal_runs(one, tmp_path / "many", 1e-5, dict.fromkeys(rewards, 1e-5))
 
 
 def test_edits(ranks, tmp_path):

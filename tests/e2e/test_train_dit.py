@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from sfumato.data.encoded import EncodedBatch
+from sfumato.errors import CheckpointError
 from sfumato.tracking.trackers import read_jsonl
-from tests.tiny import run_task_here, tiny_dit_config
+from tests.tiny import load_task, run_task_here, tiny_dit_config
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
 
@@ -31,11 +36,13 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def run(tmp_path: Path, images: Path, name: str, **overrides: Any) -> list[dict[str, Any]]:
+def run(
+    tmp_path: Path, images: Path, name: str, task: str | ModuleType = "train_dit", **overrides: Any
+) -> list[dict[str, Any]]:
     config = tiny_dit_config(tmp_path, **overrides)
     config["data"] = {"train_path": str(images), "height": 16, "width": 16, **overrides.get("data", {})}
     config["train"]["output_dir"] = str(tmp_path / name)
-    return read_jsonl(run_task_here("train_dit", config) / "metrics.jsonl")
+    return read_jsonl(run_task_here(task, config) / "metrics.jsonl")
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
@@ -84,3 +91,61 @@ def test_prompt_dropout_uniform_timesteps_and_shift_are_used(tmp_path: Path, ima
     base = losses(run(tmp_path, images, "base"))
     for name, value in (("prompt_dropout", 0.9), ("timestep_sampling", "uniform"), ("shift", 3.0)):
         assert losses(run(tmp_path, images, name, flow={name: value})) != base, name
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    """Thirty images of several aspect ratios, listed in metadata.jsonl."""
+    folder, rows = tmp_path / "shapes", []
+    folder.mkdir()
+    for index in range(30):
+        size = [(20, 21), (16, 30), (40, 22), (24, 60)][(index * index) % 7 % 4]
+        pixels = np.random.default_rng(index).integers(0, 256, (*size, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        rows.append({"file_name": f"{index}.png", "text": f"a number {index}"})
+    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+BUCKETS = {"buckets": 8, "height": 16, "width": 16}
+
+
+def test_buckets_train_the_mean_over_samples_one_by_one(tmp_path: Path, shapes: Path) -> None:
+    data, train = {**BUCKETS, "max_bad_rows": 1}, {"micro_batch_size": 4, "global_batch_size": 8, "max_steps": 9}
+    (shapes / "4.png").write_bytes(b"no image")
+    alone: dict[int, list[float]] = {}
+
+    def watched(model: Any, batch: EncodedBatch, flow: Any, seed: int, step: int) -> torch.Tensor:
+        """Each sample by itself, before the pass of its micro-batch."""
+        assert batch.latents.shape[1:] == model.latent_shape(*batch.size)
+        for row in range(batch.num_images):
+            one = slice(row, row + 1)
+            own = replace(
+                batch,
+                latents=batch.latents[one],
+                conditioning=batch.conditioning.rows(one),
+                sample_ids=batch.sample_ids[one],
+            )
+            with torch.no_grad():
+                alone.setdefault(step, []).append(float(losses_of(model, own, flow, seed, step)))
+        return losses_of(model, batch, flow, seed, step)
+
+    task = load_task("train_dit")
+    losses_of, task.denoising_losses = task.denoising_losses, watched
+    lines = run(tmp_path, shapes, "run", task, data=data, train={**train, "save_steps": 4})
+    assert {len(each) for each in alone.values()} == {7, 8}, "a broken row is missing where it is"
+    for step, found in alone.items():
+        assert lines[step]["loss"] == pytest.approx(np.mean(found), rel=1e-5)
+        assert lines[step]["images"] == len(found)
+    assert "30 rows in" in (tmp_path / "run" / "log.txt").read_text()
+    # a cache of each bucket gives the same; a run that is resumed too; another micro-batch size is refused
+    cache = {**data, "cache_dir": str(tmp_path / "cache")}
+    assert losses(run(tmp_path, shapes, "cached", data=cache, train=train)) == pytest.approx(losses(lines), rel=1e-5)
+    first = str(tmp_path / "run" / "checkpoints" / "global_step_4")
+    resumed = {**train, "load_checkpoint_path": first}
+    assert losses(run(tmp_path, shapes, "resumed", data=data, train=resumed)) == losses(lines)[4:]
+    with pytest.raises(CheckpointError, match=r"train.micro_batch_size \(data.buckets\) was 4, is 2"):
+        run(tmp_path, shapes, "other", data=data, train={**resumed, "micro_batch_size": 2})
+    Image.new("RGB", (90, 20)).save(shapes / "3.png")
+    with pytest.raises(CheckpointError, match=r"data.buckets of the images has another content"):
+        run(tmp_path, shapes, "moved", data=data, train=resumed)

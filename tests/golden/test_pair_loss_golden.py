@@ -41,7 +41,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Policies, Enc
         for each in model.denoiser.parameters():
             each += 0.02 * torch.randn(each.shape, generator=generator)
     latents = torch.randn(2, 2, *model.latent_shape(16, 16), generator=generator)
-    return policies, EncodedBatch(latents, model.encode_prompts(["write A", "write B"]), IDS, 2), config
+    return policies, EncodedBatch(latents, model.encode_prompts(["write A", "write B"]), IDS, 2, (16, 16)), config
 
 
 def losses_of(policies: Policies, batch: EncodedBatch, config: dict[str, Any], **dpo: Any) -> torch.Tensor:
@@ -95,6 +95,6 @@ def test_every_setting_of_the_loss_is_used(pairs: tuple[Policies, EncodedBatch, 
 def test_prompts_are_dropped_for_both_images_of_a_pair(pairs: tuple[Policies, EncodedBatch, dict[str, Any]]) -> None:
     policies, batch, config = pairs
     empty = batch.conditioning.without_prompt(torch.tensor([True, True]))
-    without = EncodedBatch(batch.latents, empty, IDS, 2)
+    without = EncodedBatch(batch.latents, empty, IDS, 2, (16, 16))
     dropped = {**config, "flow": {"prompt_dropout": 0.999}}
     assert torch.equal(losses_of(policies, batch, dropped), losses_of(policies, without, config))

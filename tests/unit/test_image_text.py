@@ -606,7 +606,7 @@ def test_an_interrupted_cache_is_not_used_and_is_made_again(tmp_path, rows, mode
     assert len(folders(tmp_path / "cache")) == 1, "what the interrupted one left is gone"
     assert_same_batch(
         cache.batch(IndexBatch([11], [0])),
-        LatentCache(next((tmp_path / "cache").iterdir()), model.device).batch(IndexBatch([11], [0])),
+        LatentCache(next((tmp_path / "cache").iterdir()), model.device, (16, 16)).batch(IndexBatch([11], [0])),
     )
 
 

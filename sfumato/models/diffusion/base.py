@@ -375,23 +375,29 @@ def read_pipeline_class(folder: Path) -> str:
     return name
 
 
-def set_output(model: DiffusionModel, size: tuple[int, int, int], section: str) -> None:
+def set_output(
+    model: DiffusionModel, size: tuple[int, int, int], section: str, buckets: Sequence[tuple[int, int]] = ()
+) -> None:
     """Tells a model what it is to make, before anything is embedded.
 
     Args:
         model: takes note of the number of frames.
         size: height and width in pixels, and frames; 1 is an image.
         section: of the configuration, for messages.
+        buckets: heights and widths that it is trained on besides.
 
     Raises:
         ConfigError: when the model cannot make it.
     """
+    height, width, frames = size
+    _check_output(model, size, f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}")
+    for height, width in buckets:
+        _check_output(model, (height, width, 1), f"{section}.buckets: {height} x {width} (height x width)")
+    model.frames = frames
+
+
+def _check_output(model: DiffusionModel, size: tuple[int, int, int], named: str) -> None:
     try:
         model.latent_shape(*size)
     except ValueError as error:
-        height, width, frames = size
-        raise ConfigError(
-            f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}: "
-            f"{model.pipeline_class} cannot make that: {error}"
-        ) from error
-    model.frames = size[2]
+        raise ConfigError(f"{named}: {model.pipeline_class} cannot make that: {error}") from error
