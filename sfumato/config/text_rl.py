@@ -61,11 +61,11 @@ class TextRolloutConfig(RolloutConfig):
 
     @property
     def staleness(self) -> int:
-        """How far a sampler may lag behind the actor; ``max_staleness`` bounds the tokens of partial rollouts besides,
-        of which those under way grow older without a lag."""
-        if self.partial_rollout and self.async_strategy != "fully-async":
-            return STALENESS[self.async_strategy]
-        return super().staleness
+        """How far a sampler may lag behind the actor. With partial rollouts ``max_staleness`` bounds the age of tokens,
+        of which a lag takes no more than half: what is under way when it is drawn must have some left to go on."""
+        if not self.partial_rollout:
+            return super().staleness
+        return max(self.max_age // 2, 1) if self.async_strategy == "fully-async" else STALENESS[self.async_strategy]
 
     @property
     def leaves_under_way(self) -> bool:
@@ -111,11 +111,10 @@ class TextRolloutConfig(RolloutConfig):
                 f"rollout.over_sampling_batch_size {at_a_time} must be above num_prompts {self.num_prompts}, and with "
                 f"n {self.n} at most {MAX_SAMPLES:,} samples: raise it, lower it, or leave it out"
             )
-        lag = 1 if self.async_strategy == "one-step-off" else 0
-        if self.partial_rollout and self.max_age <= lag:
+        if self.partial_rollout and self.max_age <= self.staleness:
             raise ValueError(
                 f"rollout.max_staleness {self.max_age} drops every partial rollout, which with async_strategy "
-                f"{self.async_strategy} is at least {lag + 1} updates old: raise it, or leave it out"
+                f"{self.async_strategy} is at least {self.staleness + 1} updates old: raise it, or leave it out"
             )
         found = {
             "kind": (self.kind.type, "single_turn", "a turn of a tool or an environment cannot be taken up again"),

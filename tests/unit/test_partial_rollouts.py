@@ -311,7 +311,8 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tm
         ({}, (4, 0)),
         ({"hybrid_engine": False, "async_strategy": "one-step-off"}, (4, 1)),
         ({"hybrid_engine": False, "async_strategy": "one-step-off", "max_staleness": 3}, (3, 1)),
-        ({"hybrid_engine": False, "async_strategy": "fully-async", "max_staleness": 3}, (3, 3)),
+        ({"hybrid_engine": False, "async_strategy": "fully-async", "max_staleness": 2}, (2, 1)),
+        ({"hybrid_engine": False, "async_strategy": "fully-async"}, (4, 2)),
     ],
 )
 def test_bounds_of_staleness(rollout: dict[str, Any], bounds: tuple[int, int], tmp_path: Path) -> None:
