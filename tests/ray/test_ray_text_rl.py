@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.dist.test_rl_text_ranks import ROUNDING, config_with_maker
 from tests.dist.test_tasks import LAST_BITS, STEPS, assert_equal_runs
 from tests.many_ends import N, partial_config
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
+from tests.role_runs import RoleRun
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
@@ -124,6 +126,21 @@ def test_answers_go_on_under_new_weights_fully_asynchronously_within_the_bound(t
             mixed += len(set(versions)) > 1
     assert mixed > 0  # answers of several versions of the weights
     assert len(set(prompts)) == len(prompts)  # none is learned from twice before all others
+
+
+@pytest.mark.parametrize("more", [{}, ONE_STEP_OFF], ids=["synchronous", "one-step-off"])
+def test_a_sampler_that_is_killed_loses_nothing_that_was_under_way(more: dict[str, Any], tmp_path: Path) -> None:
+    config = merge(partial_config(tmp_path, train={"max_steps": 10, "output_dir": str(tmp_path / "ray")}), more)
+    path = write_config(merge(config, merge(APART, more)), tmp_path / "ray.yaml")
+    with RoleRun(path, script="tasks/rl_text.py") as run:
+        for step in (2, 5):
+            run.wait_for_step(step)
+            assert run.signal("sampler", signal.SIGKILL)
+        assert run.wait(400) == 0, run.output
+        assert "role sampler: its processes are replaced (2 of 3)" in run.output
+    one = run_task_here("rl_text", merge(config, {"train": {"output_dir": str(tmp_path / "one")}}))
+    assert (run.folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    assert weights_in(run.folder / "hf_ckpt") == weights_in(one / "hf_ckpt")
 
 
 def test_what_is_drawn_without_learning_is_that_of_one_process(tmp_path: Path) -> None:
