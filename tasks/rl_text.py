@@ -97,7 +97,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         roles,
         run.say,
         requests=partial(requests_of, loader),
-        generate=partial(generate, config=config),
+        generate=generate,
         score=partial(Scorer.score, objective_only=True),  # the others are left to the evaluation
         more_groups=dynamic_sampling(config, loader, config.rollout.max_extra_groups),
     )
@@ -164,7 +164,7 @@ def build_actor(
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
-    engine, dumps = TextEngine(config, model, flops, prompts=prompts), RolloutDumps(config, mesh, run.say)
+    engine, dumps = TextEngine(config, mesh, model, flops), RolloutDumps(config, mesh, run.say)
     others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.under_way}
     others |= {"critic": critic.state} if critic is not None else {}
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
@@ -175,18 +175,18 @@ def build_actor(
 def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, *, prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
     """Loads a model that draws texts only, or starts an engine with weights of its own."""
     if config.rollout.engine.type != "embedded":
-        return Sampler(None, mesh, prompts, config.runtime.offload_idle, TextEngine(config, served=True))
+        return Sampler(None, mesh, prompts, config.runtime.offload_idle, TextEngine(config, mesh, served=True))
     model, _ = build_text_policy(config)
     model.parallelize(mesh, config.runtime.sampler_train(config.train))
-    return Sampler(model, mesh, prompts, config.runtime.offload_idle, TextEngine(config, model))
+    return Sampler(model, mesh, prompts, config.runtime.offload_idle, TextEngine(config, mesh, model))
 
 
 def generate(
-    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: TextRLConfig
-) -> tuple[TextRollout, list[Sample]]:
-    """Draws answers, all requests at the same time."""
+    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, *under_way: object
+) -> tuple[TextRollout, list[Sample], *tuple[object, ...]]:
+    """Draws answers, all requests at the same time; those under way go on, where iterations leave some to the next."""
     with sampler.policy():
-        return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version)
+        return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version, *under_way)
 
 
 def update_policy(
@@ -213,7 +213,7 @@ def update_policy(
     actor.end_update(step + 1)
     found = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
     found |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
-    return update.metrics(found | of_critic | actor.engine.metrics | update.advantages.metrics)
+    return update.metrics(found | of_critic | actor.engine.keep(part.under_way) | update.advantages.metrics)
 
 
 def policy_loss(

@@ -72,6 +72,11 @@ class RolloutConfig(Section):
         """Whether the policy learns from what is drawn."""
         return True
 
+    @property
+    def leaves_under_way(self) -> bool:
+        """Whether an iteration leaves samples to the next that are under way."""
+        return False
+
     @model_validator(mode="after")
     def _strategy_fits(self) -> RolloutConfig:
         if self.hybrid_engine and self.staleness:

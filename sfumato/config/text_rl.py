@@ -61,8 +61,16 @@ class TextRolloutConfig(RolloutConfig):
 
     @property
     def staleness(self) -> int:
-        """How far a sampler may lag behind the actor; with partial rollouts not at all."""
-        return 0 if self.partial_rollout else super().staleness
+        """How far a sampler may lag behind the actor. With partial rollouts ``max_staleness`` bounds the age of tokens,
+        of which a lag takes no more than half: what is under way when it is drawn must have some left to go on."""
+        if not self.partial_rollout:
+            return super().staleness
+        return max(self.max_age // 2, 1) if self.async_strategy == "fully-async" else STALENESS[self.async_strategy]
+
+    @property
+    def leaves_under_way(self) -> bool:
+        """Whether an iteration leaves groups to the next, or at least the number of those that were begun."""
+        return self.over_sampling_batch_size is not None
 
     @property
     def is_learned_from(self) -> bool:
@@ -103,13 +111,13 @@ class TextRolloutConfig(RolloutConfig):
                 f"rollout.over_sampling_batch_size {at_a_time} must be above num_prompts {self.num_prompts}, and with "
                 f"n {self.n} at most {MAX_SAMPLES:,} samples: raise it, lower it, or leave it out"
             )
-        if self.partial_rollout and self.max_staleness == 0:
-            raise ValueError("rollout.max_staleness 0 drops every partial rollout: raise it, or leave it out")
+        if self.partial_rollout and self.max_age <= self.staleness:
+            raise ValueError(
+                f"rollout.max_staleness {self.max_age} drops every partial rollout, which with async_strategy "
+                f"{self.async_strategy} is at least {self.staleness + 1} updates old: raise it, or leave it out"
+            )
         found = {
             "kind": (self.kind.type, "single_turn", "a turn of a tool or an environment cannot be taken up again"),
-            "engine": (self.engine.type, "embedded", "others do not say how many tokens they drew at what time"),
-            "hybrid_engine": (self.hybrid_engine, True, "a sampler of its own does not keep what is under way"),
-            "async_strategy": (self.async_strategy, "sync", "the next iteration would begin before this one ends"),
             "max_extra_groups": (self.max_extra_groups, 0, "groups are not drawn one after the other"),
         }
         for name, (value, needed, why) in found.items():
@@ -300,14 +308,6 @@ class TextRLConfig(RecipeRLConfig):
         if self.rollout.engine.type != "embedded" and self.model.model_path is None:
             raise ValueError(
                 f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path"
-            )
-        if self.rollout.over_sampling_batch_size is not None and (
-            self.runtime.backend == "ray" or self.runtime.actor_processes > 1
-        ):
-            raise ValueError(
-                "rollout.over_sampling_batch_size is for one process: of several each would choose what ends first "
-                "among its own, and a result would depend on their number: leave it out, or start one process, "
-                "without Ray"
             )
         if self.rollout.load_dump is not None and self.runtime.backend == "ray":
             raise ValueError(

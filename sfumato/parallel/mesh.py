@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -155,6 +156,21 @@ class Mesh:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=self.group(over))
         return values
+
+    def exchange(self, values: Sequence[Any], over: str = "data") -> list[Any]:
+        """Gives each rank of an axis or view its value of ``values``, which are in rank order.
+
+        Returns:
+            What the ranks gave this one, in rank order.
+        """
+        if self.size_of(over) == 1:
+            return list(values)
+        sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+        sizes = self.gather([len(each) for each in sent], over)
+        received_sizes = [each[self.rank_in(over)] for each in sizes]
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes[self.rank_in(over)], self.group(over))
+        return [pickle.loads(each.numpy()) for each in received.split(received_sizes)]
 
     def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
         """Named values of all ranks of an axis or view; of one name, that of the last rank that has it."""

@@ -9,7 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,14 +87,23 @@ class Passes:
     """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
 
 
-Part = tuple[Sequence[Rollout], Sequence[list[Sample]], Mapping[int, int]]
-"""What a data-parallel rank learns from: micro-batches, what of them rewards saw, and the ids of its samples, all of
-which are in these micro-batches, with their places among the samples of all ranks."""
+class Part(NamedTuple):
+    """What a data-parallel rank learns from."""
+
+    rollouts: Sequence[Rollout]
+    """Micro-batches."""
+    seen: Sequence[list[Sample]]
+    """What of them rewards saw."""
+    sample_ids: Mapping[int, int]
+    """Ids of the rank's samples, all of which are in these micro-batches, with their places among the samples of all
+    ranks."""
+    under_way: Any = None
+    """What the iteration left to the next, where it leaves something."""
 
 
 def join(part: Part, device: torch.device) -> Any:
     """A rank's samples as one ``Rollout`` in the order of their ids, on the model's device."""
-    rollouts, samples, ids = part
+    rollouts, samples, ids, _ = part
     whole = type(rollouts[0]).cat(rollouts)
     whole = dataclasses.replace(whole, samples=[sample for some in samples for sample in some])
     row_of = {sample_id: row for row, sample_id in enumerate(whole.sample_ids)}
@@ -131,7 +140,7 @@ def records_of(
         seed: of the run.
         num_groups: how many.
     """
-    rollouts, samples, ids = part
+    rollouts, samples, ids, _ = part
     rows = [
         (request, sample, version)
         for rollout, some in zip(rollouts, samples, strict=True)

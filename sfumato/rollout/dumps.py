@@ -69,7 +69,7 @@ class RolloutDump:
     def part(self) -> Part:
         """What an update takes, with ``advantages``, where these samples are all of an iteration."""
         ids = {sample_id: row for row, sample_id in enumerate(self.rollout.sample_ids)}
-        return [self.rollout], [[None] * len(ids)], ids  # type: ignore[list-item]  # what rewards saw is not kept
+        return Part([self.rollout], [[None] * len(ids)], ids)  # type: ignore[list-item]  # what rewards saw is not kept
 
 
 def dump_path(output_dir: Path, step: int, data_rank: int = 0) -> Path:

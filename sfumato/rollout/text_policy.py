@@ -35,9 +35,11 @@ from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.partial import OverSampling
+from sfumato.rollout.race import OtherRankError
 from sfumato.rollout.replay import DumpedRollouts
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.under_way import Pool, UnderWay
 
 
 def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
@@ -81,19 +83,19 @@ class TextEngine:
     def __init__(
         self,
         config: TextRLConfig,
+        mesh: Mesh,
         model: LanguageModel | None = None,
         flops: FlopCount | None = None,
         served: bool = False,
-        prompts: Sequence[TextPrompt] = (),
     ) -> None:
         """Starts an engine that has weights of its own; makes the embedded one when it is first needed.
 
         Args:
             config: of the task.
-            model: the policy, on its mesh; None for an engine with weights of its own.
+            mesh: of the role's ranks.
+            model: the policy, on the mesh; None for an engine with weights of its own.
             flops: of the policy that is trained.
             served: use the engine that ``rollout.engine`` names, which has weights of its own.
-            prompts: those of training, where more groups are under way than an iteration learns from.
 
         Raises:
             ConfigError: when that engine cannot be what the configuration says.
@@ -104,15 +106,16 @@ class TextEngine:
         else:
             tokenizer, reader = model.tokenizer, None if model.vision is None else model.vision.reader
         self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer, reader), flops
+        self.mesh = mesh
         self.served = build_served(config) if served else None
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """What takes weights; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
         self._is_resting = False
-        more = config.rollout.over_sampling_batch_size is not None
-        self.under_way = OverSampling(config, prompts) if more and model is not None else None
-        """Groups that are drawn beyond what an iteration learns from, where there are some."""
+        self.under_way = UnderWay() if config.rollout.leaves_under_way else None
+        """What finished iterations have left to the next, in the actor, which keeps it with its checkpoints."""
+        self._over_sampling: OverSampling | None = None
         self._dumped = None
         if config.rollout.load_dump is not None:
             self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
@@ -201,26 +204,65 @@ class TextEngine:
             raise RoleLostError("engine", (), f"{error}\n{problem}") from problem
 
     def draw_requests(
-        self, requests: Sequence[SampleRequest], prompts: Sequence[TextPrompt], iteration: int, version: int
-    ) -> tuple[TextRollout, list[Sample]]:
-        """Draws the samples of an iteration that are asked for. ``prompts`` are those of training; see ``draw``.
+        self,
+        requests: Sequence[SampleRequest],
+        prompts: Sequence[TextPrompt],
+        iteration: int,
+        version: int,
+        pool: Pool | None = None,
+    ) -> tuple[Any, ...]:
+        """Draws the samples of an iteration that are asked for, or with ``rollout.load_dump`` reads them.
 
-        Where more groups are under way than are asked for, those that end first take the places of these. With
-        ``rollout.load_dump`` they are read.
+        Args:
+            requests: of this rank.
+            prompts: those of training.
+            iteration: that is drawn.
+            version: of the policy.
+            pool: what the iteration before left, where more groups are under way than are asked for: those that end
+                first then take the places of these.
+
+        Returns:
+            The rollout, and what rewards see of it; with a pool also the one of the next iteration, on Ray of the first
+            rank alone, whose speaks for all.
+
+        Raises:
+            RoleLostError: when drawing fails, and nothing brings the engine back.
         """
         if self._dumped is not None:
             return self._dumped.draw(requests, iteration)
         version = 0 if self.config.rollout.rollout_only else version
         weights = ("rollout", version)
-        if self.under_way is not None:
-            try:
-                return self.under_way.draw(*self._ready(weights, version), self.template, version, iteration)
-            except EngineError as error:  # with it what was under way
-                raise RoleLostError("engine", (), str(error)) from error
+        if pool is not None:
+            assert pool.iteration == iteration, f"iteration {iteration} cannot go on from what {pool.iteration} does"
+            return self._draw_from(pool, requests, prompts, weights, version)
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
         sequences, samples = self.draw(weights, version, wanted, groups, keys)
         return TextRollout(requests=list(requests), versions=[version] * len(requests), sequences=sequences), samples
+
+    def _draw_from(
+        self,
+        pool: Pool,
+        requests: Sequence[SampleRequest],
+        prompts: Sequence[TextPrompt],
+        weights: tuple[str, int],
+        version: int,
+    ) -> tuple[TextRollout, list[Sample], Pool | None]:
+        if self._over_sampling is None:
+            self._over_sampling = OverSampling(self.config, prompts, self.mesh)
+        places = list(dict.fromkeys(request.group_id for request in requests))
+        while True:
+            drawing = (*self._ready(weights, version), self.template, version, pool, places)
+            try:
+                rollout, samples, after = self._over_sampling.draw(*drawing)
+                break
+            except EngineError as error:
+                if self.served is None:
+                    raise RoleLostError("engine", (), str(error)) from error
+                if not isinstance(error, OtherRankError):
+                    self._restart(error)
+        is_given_on = self.config.runtime.backend != "ray" or self.mesh.data_rank == 0
+        return rollout, samples, after if is_given_on else None
 
     def _ready(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
         """What draws by these weights, and how; arguments as of ``draw``."""
@@ -235,11 +277,16 @@ class TextEngine:
             sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
         return engine, sampling, LengthLimits(longest, self.config.max_seq_len)
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Of the iteration that was drawn last, where there is more to say than its samples do."""
-        source = self.under_way or self._dumped
-        return {} if source is None else source.metrics
+    def keep(self, left: Pool | None) -> dict[str, float]:
+        """Keeps what an iteration that was learned from has left to the next. In the actor.
+
+        Returns:
+            Metrics of the iteration, where there is more to say than its samples do.
+        """
+        if self.under_way is not None:
+            self.under_way.pool = left
+            return left.metrics
+        return {} if self._dumped is None else self._dumped.metrics
 
     def close(self) -> None:
         """Ends the engine, where there is one."""

@@ -25,7 +25,8 @@ class Unit:
 
     requests: Sequence[Request]
     made: tuple[Handle, ...] = ()
-    """What was generated, for the update and for the rewards; empty before it is begun."""
+    """What was generated, for the update and for the rewards, and what is left to the next iteration, where something
+    is; empty before it is begun."""
     scores: Future | None = None
     """Its scores, once scoring has begun."""
 
@@ -52,6 +53,12 @@ class Round:
     def units(self) -> list[Unit]:
         """Those of the ranks that have something to do."""
         return [unit for unit in self.by_rank if unit is not None]
+
+    @property
+    def under_way(self) -> Handle | None:
+        """What it leaves to the next iteration; the first of the ranks that this process drives speaks for all."""
+        made = self.units[0].made
+        return made[2] if len(made) > 2 else None
 
     @property
     def handles(self) -> list[Handle]:
@@ -253,6 +260,8 @@ class RankSamples(NamedTuple):
     """What rewards saw of these units."""
     sample_ids: dict[int, int]
     """Ids of its samples, with their places among the samples of all ranks, which ``StreamBatch`` has in order."""
+    under_way: Handle | None = None
+    """What the iteration left to the next, where it leaves something."""
 
 
 class DrawnSample(NamedTuple):

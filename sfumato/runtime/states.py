@@ -135,6 +135,10 @@ class Actor(Generic[Model]):
         del module
         return self.engine.rescore(self.model, tokens)
 
+    def under_way(self, _nothing: Any = None) -> Any:
+        """What the next iteration goes on from, of what the one before has left."""
+        return self.engine.under_way.pool
+
     def begin_update(self) -> None:
         """Call it before the forward passes of an update."""
         self.wake()

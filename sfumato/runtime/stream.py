@@ -22,7 +22,9 @@ group. Units of all ranks that are drawn at the same time are a round. What alwa
    an iteration is delivered and begins when the next is waited for.
 6. **Recovery.** What a lost sampler had not finished, and samples that are lost with a machine, are drawn again with
    the same noise, with staleness 0 and 1 by the same version; then they are not scored twice.
-7. **More.** Whoever may ask for more groups is shown each group once, in the order in which they were asked for, and
+7. **Under way.** What an iteration leaves to the next, such as answers that have not ended, is what the next goes on
+   from, also when that is drawn again; when an iteration is drawn again, so is all that went on from it.
+8. **More.** Whoever may ask for more groups is shown each group once, in the order in which they were asked for, and
    the next iteration begins when no more can be asked for. So what is asked for follows from scores alone.
 """
 
@@ -36,7 +38,7 @@ from typing import Any
 from sfumato.config.rl import RLConfig
 from sfumato.errors import RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.runtime.roles import Roles, labelled
+from sfumato.runtime.roles import Handle, Roles, labelled
 from sfumato.runtime.rounds import (
     DrawnSample,
     InFlight,
@@ -49,6 +51,7 @@ from sfumato.runtime.rounds import (
     Unit,
 )
 from sfumato.runtime.sampler_weights import SamplerWeights
+from sfumato.runtime.states import Actor
 
 
 class RolloutStream:
@@ -69,6 +72,7 @@ class RolloutStream:
         offload: bool = False,
         log: Callable[[str], None] = print,
         more_groups: Callable[[int, Sequence[ScoredGroup], int], Sequence[Sequence[Request]]] | None = None,
+        under_way: Callable[[Any, Any], Any] | None = None,
         max_queued: int = 2,
         store_fraction: float = 0.7,
         max_idle_turns: int = 100,
@@ -95,6 +99,9 @@ class RolloutStream:
                 ``scored`` holds all so far in the order in which they were asked for, of ``num_requested`` in all.
                 Each is then drawn by itself, whatever ``micro_batch_size``. Under torchrun a rank is asked for its
                 own groups. A sampler whose ranks compute together is to be given as many as it has ranks.
+            under_way: ``(actor_state, nothing)`` to what the first iteration goes on from, where each leaves something
+                to the next: ``generate`` is given it, too, and returns as a third value what it leaves. An iteration
+                is one round then.
             max_queued: rounds that the sampler is given at a time: one to work on, one to go on with.
             store_fraction: of the memory for samples on their way; the rest is for what is being written and for
                 weights.
@@ -103,7 +110,9 @@ class RolloutStream:
         self.roles, self.requests, self.generate, self.score = roles, requests, generate, score
         self.total_steps, self.micro_batch_size, self.more_groups = total_steps, micro_batch_size, more_groups
         self.with_reward, self.max_staleness, self.max_idle_turns = with_reward, max_staleness, max_idle_turns
-        self.log = log
+        self.log, self.under_way = log, under_way
+        self._left: Handle | None = None
+        """What the iteration left that was delivered last."""
         self.weights = SamplerWeights(
             roles,
             total_steps=total_steps,
@@ -128,6 +137,7 @@ class RolloutStream:
             with_reward=config.rollout.with_reward,
             max_pending=config.reward.max_pending,
             max_staleness=config.rollout.staleness,
+            under_way=Actor.under_way if config.rollout.leaves_under_way else None,
             offload=config.runtime.offload_idle,
             log=log,
             **functions,
@@ -146,6 +156,9 @@ class RolloutStream:
             ConfigError: when an iteration does not fit into the memory for samples on their way.
         """
         self.weights.actor_version, self._next_step, self.in_flight.iterations = from_step, from_step, []
+        if self.under_way is not None:
+            nothing = [()] * len(self.roles.actor.data_ranks)
+            ((self._left,), *_) = self.roles.actor.map_remote(self.under_way, nothing, kind="load")
         self.roles.driver.on_progress(self._listen)
         try:
             for step in range(from_step, self.total_steps):
@@ -201,6 +214,7 @@ class RolloutStream:
             if not any(round_.is_begun and not round_.is_generated for round_ in rounds):
                 wait_s += time.perf_counter() - started
         self.in_flight.iterations.remove(iteration)
+        self._left = iteration.rounds[-1].under_way
         self.in_flight.delivered_bytes = sum(round_.nbytes for round_ in iteration.rounds)
         return self._batch(iteration, wait_s)
 
@@ -222,6 +236,7 @@ class RolloutStream:
                 [unit.made[0] for unit in some],
                 [unit.made[1] for unit in some],
                 {sample_id: places[sample_id] for sample_id in ids},
+                iteration.rounds[-1].under_way,
             )
             for some, ids in self._samples_of_actor(iteration)
         ]
@@ -324,13 +339,28 @@ class RolloutStream:
             round_.forget_samples(and_scores=True)
         requests = [None if unit is None else unit.requests for unit in round_.by_rank]
         with labelled(self.roles.driver.record, step + 1, round_.version):
+            goes_on_from = self._goes_on_from(round_)
             made = self.roles.sampler.map_remote(
-                self.generate, requests, step, round_.version, num_values=2, kind="generate"
+                self.generate,
+                requests,
+                step,
+                round_.version,
+                *goes_on_from,
+                num_values=2 + len(goes_on_from),
+                kind="generate",
             )
         for unit, handles in zip(round_.by_rank, made, strict=True):
             if unit is not None:
                 unit.made = handles
         return True
+
+    def _goes_on_from(self, round_: Round) -> list[Handle]:
+        """What the iteration before the one of a round has left, where it leaves something."""
+        if self.under_way is None:
+            return []
+        rounds = self.in_flight.rounds
+        before = rounds.index(round_) - 1
+        return [self._left if before < 0 else rounds[before].under_way]
 
     def _plan(self, step: int) -> Iteration:
         sampler = self.roles.sampler
@@ -379,6 +409,9 @@ class RolloutStream:
 
     def _draw_again(self, rounds: Sequence[Round], problem: ValuesLostError) -> None:
         """Has samples made again by the weights that made them, with the same noise; their scores are kept."""
+        if self.under_way is not None:  # what was drawn after them went on from what they left
+            begun = [round_ for round_ in self.in_flight.rounds if round_.is_begun]
+            rounds = begun[min(map(begun.index, rounds)) :]
         self.log(f"{problem}\n{len(rounds)} micro-batches are drawn again")
         for round_ in rounds:
             round_.forget_samples(and_scores=round_.lost is not None)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
+from sfumato.tracking.trackers import read_jsonl
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS
+from tests.many_ends import partial_config
 from tests.tiny import run_task_here, run_task_process, tiny_text_config, tiny_text_rl_config, write_config
 
 MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -75,6 +77,35 @@ def test_ranks_share_the_rollouts_that_one_process_has_dumped(ranks: RankPool, t
     ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
+
+
+PARTIAL_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"data_parallel_mode": "ddp"}),
+    "fsdp2": (2, {}),
+    "ddp x tp": (4, {"data_parallel_mode": "ddp", "tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(each, marks=() if each == "ddp" else pytest.mark.slow) for each in PARTIAL_MESHES]
+)
+def test_ranks_share_answers_that_are_under_way(mesh: str, ranks: RankPool, tmp_path: Path) -> None:
+    """They take the groups of one process, and what they have saved one process goes on with."""
+    num_ranks, train = PARTIAL_MESHES[mesh]
+    few = {"engine": {"type": "embedded", "max_batch_size": 10}}  # so that some wait, and others run ahead
+    train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, "save_steps": 1, **train}
+    config = partial_config(tmp_path, train=train, rollout=few)
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
+    plain = merge(config, {"train": NO_CUTS | PLAIN, "rollout": {"engine": "embedded"}})
+    run_task_here("rl_text", merge(plain, one))
+    lines = read_jsonl(tmp_path / "one" / "metrics.jsonl")[1:]
+    assert max(line["staleness/max"] for line in lines) > 0 and all(line["rollout/kept_groups"] == 3 for line in lines)
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
+    middle = min((tmp_path / "many" / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name[12:]))
+    going_on = {"train": {"output_dir": str(tmp_path / "many"), "load_checkpoint_path": str(middle)}}
+    resumed = run_task_here("rl_text", merge(plain, going_on))
+    assert_equal_runs(tmp_path / "one", resumed, 1e-5, LAST_BITS | ROUNDING)
 
 
 def config_with_maker(tmp_path: Path) -> dict[str, Any]:

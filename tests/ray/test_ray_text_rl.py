@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from sfumato.config.load import merge
-from sfumato.rollout.dumps import dump_path
+from sfumato.rollout.dumps import dump_path, read_dump
 from sfumato.tracking.trackers import read_jsonl
-from tests.dist.test_rl_text_ranks import config_with_maker
+from tests.dist.test_rl_text_ranks import ROUNDING, config_with_maker
+from tests.dist.test_tasks import LAST_BITS, STEPS, assert_equal_runs
+from tests.many_ends import N, partial_config
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
+from tests.role_runs import RoleRun
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
@@ -63,6 +68,79 @@ def test_fully_asynchronous_within_the_bound(tmp_path: Path) -> None:
     folder = on_ray(tmp_path, "ray", RAY, {"rollout": rollout, "train": {"max_steps": 6}})
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "staleness/max" in line]
     assert len(lines) == 6 and max(line["staleness/max"] for line in lines) <= 2
+
+
+def partial_on_ray(tmp_path: Path, name: str, *overrides: dict[str, Any]) -> Path:
+    config = partial_config(tmp_path, train={"output_dir": str(tmp_path / name)})
+    for each in (APART, *overrides):
+        config = merge(config, each)
+    done = run_task_process("rl_text", write_config(config, tmp_path / f"{name}.yaml"), timeout_s=400)
+    assert done.returncode == 0, done.output
+    return done.output_dir
+
+
+@pytest.mark.parametrize("more", [{}, ONE_STEP_OFF], ids=["synchronous", "one-step-off"])
+def test_answers_go_on_in_a_pool_of_samplers_as_in_one_process(more: dict[str, Any], tmp_path: Path) -> None:
+    ray = partial_on_ray(tmp_path, "ray", more)
+    one = run_task_here("rl_text", merge(partial_config(tmp_path), more))
+    assert (ray / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    assert weights_in(ray / "hf_ckpt") == weights_in(one / "hf_ckpt")
+    lines = [line for line in read_jsonl(ray / "metrics.jsonl") if "staleness/max" in line]
+    oldest = [line["staleness/max"] for line in lines]
+    assert max(oldest) == 2 if more else 1 <= max(oldest) <= 2, oldest
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["colocated", "three samplers"])
+def test_answers_go_on_in_several_processes_as_in_one(hybrid: bool, tmp_path: Path) -> None:
+    quarter = {"cpus": 0.25}
+    pools = {"actor": {"processes": 2, **quarter}, "scorer": quarter}
+    pools |= {} if hybrid else {"sampler": {"processes": 3, **quarter}}
+    train = {"max_steps": STEPS, "eps": 1e-4, "data_parallel_mode": "ddp"}
+    config = partial_config(tmp_path, train={**train, "output_dir": str(tmp_path / "ray")})
+    where = {
+        "runtime": {"backend": "ray", "object_store_gb": 0.5, "pools": pools},
+        "rollout": {"hybrid_engine": hybrid},
+    }
+    done = run_task_process("rl_text", write_config(merge(config, where), tmp_path / "ray.yaml"), timeout_s=400)
+    assert done.returncode == 0, done.output
+    one = run_task_here("rl_text", merge(config, {"train": {"output_dir": str(tmp_path / "one")}}))
+    assert_equal_runs(one, done.output_dir, 1e-5, LAST_BITS | ROUNDING)
+
+
+def test_answers_go_on_under_new_weights_fully_asynchronously_within_the_bound(tmp_path: Path) -> None:
+    """Also when what was going on has to be taken up from a checkpoint."""
+    ahead = {"rollout": {"async_strategy": "fully-async", "max_staleness": 4, "dump": True}}
+    ahead |= {"train": {"max_steps": 8, "save_steps": 1}}
+    folder = partial_on_ray(tmp_path, "ray", ahead)
+    resumed = partial_on_ray(tmp_path, "ray", ahead, {"train": {"max_steps": 12, "load_checkpoint_path": "auto"}})
+    assert resumed == folder
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "staleness/max" in line]
+    assert len(lines) == 12 and 1 <= max(line["staleness/max"] for line in lines) <= 4
+    mixed, prompts = 0, []
+    for step in range(1, 13):
+        rollout = read_dump(dump_path(folder, step)).rollout
+        prompts += [request.prompt_id for request in rollout.requests[::N]]
+        for (one,) in rollout.sequences:
+            versions = one.versions[one.drawn]
+            assert (np.diff(versions) >= 0).all() and 0 <= step - 1 - versions.min() <= 4
+            mixed += len(set(versions)) > 1
+    assert mixed > 0  # answers of several versions of the weights
+    assert len(set(prompts)) == len(prompts)  # none is learned from twice before all others
+
+
+@pytest.mark.parametrize("more", [{}, ONE_STEP_OFF], ids=["synchronous", "one-step-off"])
+def test_a_sampler_that_is_killed_loses_nothing_that_was_under_way(more: dict[str, Any], tmp_path: Path) -> None:
+    config = merge(partial_config(tmp_path, train={"max_steps": 10, "output_dir": str(tmp_path / "ray")}), more)
+    path = write_config(merge(config, merge(APART, more)), tmp_path / "ray.yaml")
+    with RoleRun(path, script="tasks/rl_text.py") as run:
+        for step in (2, 5):
+            run.wait_for_step(step)
+            assert run.signal("sampler", signal.SIGKILL)
+        assert run.wait(400) == 0, run.output
+        assert "role sampler: its processes are replaced (2 of 3)" in run.output
+    one = run_task_here("rl_text", merge(config, {"train": {"output_dir": str(tmp_path / "one")}}))
+    assert (run.folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    assert weights_in(run.folder / "hf_ckpt") == weights_in(one / "hf_ckpt")
 
 
 def test_what_is_drawn_without_learning_is_that_of_one_process(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text_prompts import TextPrompt, load_text_prompts
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 from sfumato.rollout import text_policy
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.complete import complete
@@ -26,6 +30,7 @@ from sfumato.rollout.engines.embedded import EmbeddedEngine
 from sfumato.rollout.partial import OverSampling
 from sfumato.rollout.tokens import TextRollout
 from sfumato.rollout.turns import LengthLimits, request_seed
+from sfumato.rollout.under_way import Pool, UnderWay
 from sfumato.tracking.trackers import read_jsonl
 from tests.plain_engine import tiny_model
 from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
@@ -48,7 +53,8 @@ class Bench:
         self.prompts: list[TextPrompt] = load_text_prompts(self.config.data, self.template, "train")
         self.module: nn.Module = tiny_model()
         self.engine = EmbeddedEngine(self.module, max_length=100, max_batch_size=max_batch_size)
-        self.groups = OverSampling(self.config, self.prompts)
+        self.groups = OverSampling(self.config, self.prompts, Mesh(Layout(), torch.device("cpu")))
+        self.under_way = UnderWay()
 
     def draw(self, version: int) -> TextRollout:
         """An iteration, by weights that follow from the version."""
@@ -58,10 +64,19 @@ class Bench:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.flush()
         self.engine.version = version
-        rollout, samples = self.groups.draw(self.engine, SAMPLING, LIMITS, self.template, version, version)
+        pool = dataclasses.replace(self.under_way.pool, iteration=version)
+        before = state_tokens(pool)
+        drawing = (SAMPLING, LIMITS, self.template, version, pool, range(P))
+        rollout, samples, self.under_way.pool = self.groups.draw(self.engine, *drawing)
+        assert state_tokens(pool) == before  # it may be drawn from again
         assert [sample.num_tokens for sample in samples] == rollout.num_rows
         assert rollout.sample_ids == list(range(P * N))
         return rollout
+
+    @property
+    def pool(self) -> Pool:
+        """What goes on in the next iteration."""
+        return self.under_way.pool
 
 
 def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
@@ -72,8 +87,8 @@ def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
     ]
 
 
-def state_tokens(groups: OverSampling) -> list[Any]:
-    return [(group.number, [(one.token_ids, one.versions) for one in group.answers]) for group in groups.groups]
+def state_tokens(pool: Pool) -> list[Any]:
+    return [(each.number, [(list(one.token_ids), list(one.versions)) for one in each.answers]) for each in pool.groups]
 
 
 def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
@@ -97,19 +112,19 @@ def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
     for place, (one,) in zip(expected, first.sequences, strict=True):
         assert one.token_ids[one.drawn].tolist() == alone[place].token_ids
         np.testing.assert_allclose(one.log_probs[one.drawn], alone[place].log_probs, atol=1e-5)
-    for group in bench.groups.groups:
+    for group in bench.pool.groups:
         assert group.number not in chosen
         for member, answer in enumerate(group.answers):
             whole = alone[group.number * N + member].token_ids
             assert answer.token_ids == whole[:last]
             assert (answer.finish_reason is None) == (len(whole) > last)
-    assert bench.groups.metrics["rollout/kept_groups"] == M - P
+    assert bench.pool.metrics["rollout/kept_groups"] == M - P
 
 
 def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.draw(1)
-    kept = copy.deepcopy(bench.groups.groups)
+    kept = copy.deepcopy(bench.pool.groups)
     second = bench.draw(2)
     by_prompt = {group.prompt_id: group for group in kept}
     gone_on = 0
@@ -129,9 +144,9 @@ def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
             said = logits.log_softmax(-1).gather(-1, given[1:, None])[:, 0][one.drawn[1:]]
             np.testing.assert_allclose(log_probs[count:], said[count:], atol=1e-5)
             assert not np.allclose(log_probs[:count], said[:count], atol=1e-3)  # they were other weights
-    assert gone_on >= 2 and bench.groups.metrics["staleness/max"] == 1
+    assert gone_on >= 2 and bench.pool.metrics["staleness/max"] == 1
     ages = np.concatenate([2 - one.versions[one.drawn] for (one,) in second.sequences])
-    assert bench.groups.metrics["staleness/mean"] == ages.mean()
+    assert bench.pool.metrics["staleness/mean"] == ages.mean()
 
 
 def test_what_ends_first_depends_on_no_batch(tmp_path: Path) -> None:
@@ -139,18 +154,18 @@ def test_what_ends_first_depends_on_no_batch(tmp_path: Path) -> None:
     together, in_turns = Bench(tmp_path), Bench(tmp_path, max_batch_size=5)
     for version in (1, 2, 3, 4):
         assert values(together.draw(version)) == values(in_turns.draw(version))
-        assert state_tokens(together.groups) == state_tokens(in_turns.groups)
+        assert state_tokens(together.pool) == state_tokens(in_turns.pool)
 
 
 def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for version in (1, 2):
         bench.draw(version)
-    state, module = json.loads(json.dumps(bench.groups.state())), copy.deepcopy(bench.module.state_dict())
+    state, module = json.loads(json.dumps(bench.under_way.state())), copy.deepcopy(bench.module.state_dict())
     expected = [bench.draw(version) for version in (3, 4)]
     bench.module.load_state_dict(module)
-    bench.groups = OverSampling(bench.config, bench.prompts)
-    bench.groups.restore(state)
+    bench.under_way = UnderWay()
+    bench.under_way.restore(state)
     for version, whole in zip((3, 4), expected, strict=True):
         again = bench.draw(version)
         assert values(again) == values(whole)
@@ -158,33 +173,29 @@ def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.log_probs, other.log_probs)
 
 
-def test_an_iteration_that_was_not_learned_from_is_drawn_again(tmp_path: Path) -> None:
-    """As after a reward that ended the run: the checkpoint is written when the iteration has been drawn already."""
+def test_an_iteration_that_was_lost_is_drawn_again(tmp_path: Path) -> None:
+    """As when its sampler was killed: from the same pool, which has been on its way to another process."""
     bench = Bench(tmp_path)
     bench.draw(1)
-    module = copy.deepcopy(bench.module.state_dict())
-    whole, after = bench.draw(2), state_tokens(bench.groups)
-    state = json.loads(json.dumps(bench.groups.state()))
+    module, pool = copy.deepcopy(bench.module.state_dict()), pickle.dumps(bench.pool)
+    whole, after = bench.draw(2), state_tokens(bench.pool)
     bench.module.load_state_dict(module)
-    bench.groups = OverSampling(bench.config, bench.prompts)
-    bench.groups.restore(state)
-    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.groups) == after
-    bench.module.load_state_dict(module)
-    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.groups) == after
+    bench.under_way.pool = pickle.loads(pool)
+    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.pool) == after
 
 
 def test_an_engine_that_fails_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, untouched = Bench(tmp_path), Bench(tmp_path)
     for each in (bench, untouched):
         each.draw(1)
-    before = state_tokens(bench.groups)
+    before = state_tokens(bench.pool)
     module, step = copy.deepcopy(bench.module.state_dict()), bench.engine._step
     steps = iter(range(4))
     monkeypatch.setattr(bench.engine, "_step", lambda: step() if next(steps, None) is not None else 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         bench.draw(2)
     monkeypatch.undo()
-    assert state_tokens(bench.groups) == before
+    assert state_tokens(bench.pool) == before
     bench.module.load_state_dict(module)
     assert values(bench.draw(2)) == values(untouched.draw(2))
 
@@ -195,13 +206,13 @@ def test_groups_that_became_too_old_are_dropped(tmp_path: Path) -> None:
     for version in range(1, 9):
         rollout = bench.draw(version)
         oldest.append(version - min(rollout.versions))
-        dropped += bench.groups.metrics["rollout/too_old_groups"]
+        dropped += bench.pool.metrics["rollout/too_old_groups"]
         assert all(version - each <= 1 for each in rollout.versions)
     assert dropped > 0 and max(oldest) == 1
     longer = Bench(tmp_path, max_staleness=100)
     for version in range(1, 9):
         longer.draw(version)
-        assert longer.groups.metrics["rollout/too_old_groups"] == 0
+        assert longer.pool.metrics["rollout/too_old_groups"] == 0
 
 
 def test_every_prompt_is_begun_once(tmp_path: Path) -> None:
@@ -209,7 +220,7 @@ def test_every_prompt_is_begun_once(tmp_path: Path) -> None:
     learned = [
         request.prompt_id for version in range(6) for request in bench.draw(version).requests if request.is_first
     ]
-    learned += [group.prompt_id for group in bench.groups.groups]
+    learned += [group.prompt_id for group in bench.pool.groups]
     begun = [each for iteration in range(8) for each in bench.groups._loader.groups(iteration)][: 6 * P + M - P]
     assert sorted(learned) == sorted(begun)
 
@@ -219,22 +230,22 @@ def test_without_partial_rollout_the_rest_is_thrown_away(tmp_path: Path) -> None
     bench = Bench(tmp_path, **settings)
     for version in (1, 2):
         assert set(bench.draw(version).versions) == {version}
-        metrics = bench.groups.metrics
+        metrics = bench.pool.metrics
         assert metrics["rollout/aborted_groups"] == M - P and metrics["rollout/aborted_tokens"] > 0
-        assert metrics["staleness/max"] == 0 and bench.groups.groups == []
+        assert metrics["staleness/max"] == 0 and bench.pool.groups == []
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({}, "over_sampling_batch_size"),
-        ({"drawn": 3, "before": {"begun": 1, "groups": [{"number": 1}]}, "after": {}}, "do not hold together"),
-        ({"drawn": 3, "before": {"begun": 1, "groups": None}, "after": {}}, "do not hold together"),
+        ({"under_way": {"iteration": 3, "begun": 1, "groups": [{"number": 1}]}}, "do not hold together"),
+        ({"under_way": {"iteration": 3, "begun": 1, "groups": None}}, "do not hold together"),
     ],
 )
-def test_a_state_of_something_else_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_state_of_something_else_is_refused(state: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Bench(tmp_path).groups.restore(state)
+        UnderWay().restore(state)
 
 
 def run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, task: Any = "rl_text") -> Path:
@@ -276,13 +287,14 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"rollout": {"over_sampling_batch_size": None}}, "set that above num_prompts 4"),
     ({"rollout": {"over_sampling_batch_size": 4}}, "above num_prompts 4"),
     ({"rollout": {"max_staleness": 0}}, "drops every partial rollout"),
+    (
+        {"rollout": {"max_staleness": 1, "hybrid_engine": False, "async_strategy": "one-step-off"}},
+        "at least 2 updates old",
+    ),
     ({"rollout": {"kind": "tools"}}, "for kind single_turn"),
-    ({"rollout": {"hybrid_engine": False}}, "for hybrid_engine True"),
-    ({"rollout": {"engine": "vllm", "hybrid_engine": False}}, "for engine embedded"),
     ({"rollout": {"max_extra_groups": 2}}, "for max_extra_groups 0"),
     ({"rollout": {"micro_batch_size": 8}}, "micro_batch_size 8"),
     ({"rollout": {"partial_rollout": False}}, "max_staleness"),
-    ({"runtime": {"backend": "ray"}}, "is for one process"),
 ]
 
 
@@ -293,7 +305,18 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tm
         load_config(TextRLConfig, overrides=config)
 
 
-def test_the_bound_of_staleness_has_a_default(tmp_path: Path) -> None:
-    config = tiny_text_rl_config(tmp_path, rollout={**PARTIAL, "max_staleness": None})
-    rollout = load_config(TextRLConfig, overrides=config).rollout
-    assert (rollout.max_age, rollout.staleness) == (4, 0)
+@pytest.mark.parametrize(
+    ("rollout", "bounds"),
+    [
+        ({}, (4, 0)),
+        ({"hybrid_engine": False, "async_strategy": "one-step-off"}, (4, 1)),
+        ({"hybrid_engine": False, "async_strategy": "one-step-off", "max_staleness": 3}, (3, 1)),
+        ({"hybrid_engine": False, "async_strategy": "fully-async", "max_staleness": 2}, (2, 1)),
+        ({"hybrid_engine": False, "async_strategy": "fully-async"}, (4, 2)),
+    ],
+)
+def test_bounds_of_staleness(rollout: dict[str, Any], bounds: tuple[int, int], tmp_path: Path) -> None:
+    """Of tokens, and of the sampler's weights."""
+    config = tiny_text_rl_config(tmp_path, rollout={**PARTIAL, "max_staleness": None, **rollout})
+    found = load_config(TextRLConfig, overrides=config).rollout
+    assert (found.max_age, found.staleness) == bounds
