@@ -78,7 +78,52 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         if kind == "qwen3_vl_moe":
             text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
         return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
+    if kind.startswith("qwen3_5"):
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        vision = qwen | vision | {"num_position_embeddings": 16, "initializer_range": 0.1}
+        mrope["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text |= mrope | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        if kind == "qwen3_5_moe":
+            text.pop("intermediate_size")
+            text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
+            text["shared_expert_intermediate_size"] = 16
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
+    if kind == "glm4v":
+        vision = qwen | {"hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+        vision |= {"image_size": 16, "initializer_range": 0.1}
+        ids = {"image_start_token_id": 259, "image_end_token_id": 260, "image_token_id": 261}
+        ids |= {"video_token_id": 262, "video_start_token_id": 263, "video_end_token_id": 264}
+        mrope["rope_parameters"]["partial_rotary_factor"] = 1.0
+        text = text | mrope | {"vocab_size": 265}
+        text.pop("bos_token_id")
+        text.pop("eos_token_id")
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
+    if kind == "gemma4":
+        vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+        vision |= {"position_embedding_size": 1024, "initializer_range": 0.1}
+        text |= {"head_dim": 8, "sliding_window": 512, "hidden_size_per_layer_input": 8}
+        text |= {"vocab_size": 267, "max_position_embeddings": 1024}
+        text |= {"vocab_size_per_layer_input": 267, "use_bidirectional_attention": "vision"}
+        text["layer_types"] = ["sliding_attention", "full_attention"]
+        text["global_head_dim"] = 8
+        ids = {"boi_token_id": 259, "eoi_token_id": 260, "image_token_id": 261, "boa_token_id": 263}
+        ids |= {"eoa_token_index": 264, "audio_token_id": 265, "video_token_id": 266}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     siglip = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "smolvlm":
+        text |= {"model_type": "llama", "max_position_embeddings": 1024}
+        vision = siglip | {"image_size": 16, "patch_size": 4, "initializer_range": 0.1}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+    if kind in ("llava", "llava_next"):
+        text["model_type"] = "llama"
+        vision = siglip | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4, "projection_dim": 16}
+        ids = {"image_token_index": 261}
+        if kind == "llava_next":
+            ids["image_grid_pinpoints"] = [[16, 32], [32, 16], [32, 32]]
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     siglip["vision_use_head"] = False
     if kind == "gemma3":
         text |= {"head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8}

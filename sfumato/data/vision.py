@@ -145,7 +145,9 @@ class Beside:
 class ImageReader:
     """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
 
-    def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float]) -> None:
+    def __init__(
+        self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], filled_to: int | None = None
+    ) -> None:
         """Use ``build_vision``.
 
         Args:
@@ -153,6 +155,7 @@ class ImageReader:
             arguments: what the model's ``forward`` takes.
             patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
                 language model that a patch becomes.
+            filled_to: patches that every image is filled up to, where the model is given images so.
         """
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.placeholder: str = processor.image_token
@@ -161,6 +164,8 @@ class ImageReader:
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
+        self.filled_to = filled_to
+        """Patches that every image is filled up to; None: images are as large as they are."""
         self.media: tuple[str, ...] = ("image",)
         """What documents may have: image, and video or audio or both."""
 
@@ -193,7 +198,8 @@ class ImageReader:
             ConfigError: when the model takes neither in a way that is known, or limits contradict each other.
         """
         videos = getattr(self.processor, "video_processor", None)
-        takes_videos, takes_audio = isinstance(videos, VideoProcessor), hasattr(self.processor, "feature_extractor")
+        takes_videos = isinstance(videos, VideoProcessor)
+        takes_audio = getattr(self.processor, "feature_extractor", None) is not None
         if not takes_videos and (not takes_audio or any(limit is not None for limit in limits.values())):
             raise ConfigError(
                 f"data.data_type: the videos of {type(self.processor).__name__} need torchvision in transformers, and "
@@ -232,7 +238,7 @@ class ImageReader:
         """
         if min_pixels is None and max_pixels is None:
             return self
-        size = dict(self.processor.image_processor.size)
+        size = dict(self.processor.image_processor.size or {})
         if not {"shortest_edge", "longest_edge"} <= size.keys() or not self.has_grid:
             raise ConfigError(
                 f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} scales images to a size of "
@@ -372,12 +378,15 @@ class ImageReader:
             kinds = (KIND_OF.get(type(medium), "image") for medium in media)
             return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
         count = len(media)
+        if "image_position_ids" in found:  # rows of patches, filled up; column and row of each, or -1
+            columns, rows = np.asarray(found["image_position_ids"]).max(axis=1).T + 1
+            return np.stack([np.ones_like(rows), rows, columns], axis=1).astype(np.int32)
         pixels = np.asarray(found["pixel_values"])
-        if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
-            tiles = np.full(count, pixels.shape[1])
+        if pixels.ndim == 5 and len(pixels) == count:  # filled up to as many tiles of each image, with zeros
+            tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
         else:  # tiles of all images, one after the other; each is as many tokens
             counts = [entry["replacement"].count(self.placeholder) for entry in found["text_replacement_offsets"][0]]
-            tiles = np.array(counts) * len(pixels) // sum(counts)
+            tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
 

@@ -37,13 +37,15 @@ AUDIO_NAMED = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
     "audio_token": "<|audio_pad|>",
+    "boa_token": "<|audio_bos|>",
+    "eoa_token": "<|audio_eos|>",
 }
 """Likewise."""
 
 
 def add_image_tokens(tokenizer: Any, described: Any) -> None:
     """Gives the tokenizer of bytes the tokens that processors ask for; those of audio for a model that hears."""
-    hears = getattr(described, "audio_config", None) is not None
+    hears = getattr(described, "audio_config", None) is not None or hasattr(described, "boa_token_id")
     special, named = ((*SPECIAL, *AUDIO), NAMED | AUDIO_NAMED) if hears else (SPECIAL, NAMED)
     known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
     tokenizer.add_special_tokens({"additional_special_tokens": [*known, *special]})
@@ -81,9 +83,11 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     (shapes,) = first.reader.place([_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
     ratio = _num_tokens(first, described.image_token_id) / patches
-    if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
+    if hasattr(described, "image_grid_pinpoints"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
-    return Vision(ImageReader(processor, arguments, (edge, ratio)), rule)
+    seen = first.reader.of_opened([_square()])
+    filled_to = seen["pixel_values"].shape[1] if "image_position_ids" in seen else None
+    return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to), rule)
 
 
 def _square() -> Any:
@@ -158,16 +162,18 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
     settings = {key: value for key, value in settings.items() if key in parameters and not key.endswith("processor")}
-    if folder is None and "image_seq_length" in parameters:
-        settings["image_seq_length"] = _tokens_per_tile(described)
+    if folder is None and (sizes := {"image_seq_length", "image_seq_len"} & parameters.keys()):
+        settings |= dict.fromkeys(sizes, _tokens_per_tile(described))
     if folder is None and kind == "janus":
         settings["num_image_tokens"] = _tokens_per_tile(described)
     if folder is None and kind.startswith("llava"):
-        settings |= _llava_settings(described)
+        settings |= {name: value for name, value in _llava_settings(described).items() if name in parameters}
     parts = {"image_processor": images, "tokenizer": tokenizer}
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, images, folder)
     if "feature_extractor" in parameters:
+        parts["feature_extractor"] = None
+    if kind.endswith("_thinker"):
         parts["feature_extractor"] = _build_audio(described, folder)
         processor_window = getattr(cls, "n_window", None)
         if processor_window not in (None, described.audio_config.n_window):
@@ -181,6 +187,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:
         processor.__init__(**parts, **settings)
+    except ImportError as error:
+        raise MissingDependencyError(f"the processor {name} of {kind} cannot be made: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"the processor {name} of {kind} cannot be made: {error}") from error
     del processor.check_argument_for_proper_class
@@ -197,7 +205,8 @@ def _set_template(processor: Any, described: Any, is_made: bool) -> None:
     tokenizer = processor.tokenizer
     if is_made:
         image, video = processor.image_token, str(getattr(processor, "video_token", None))
-        if getattr(described, "vision_start_token_id", None) is not None or hasattr(processor, "vision_bos_token"):
+        begins = (getattr(described, name, None) for name in ("vision_start_token_id", "image_start_token_id"))
+        if any(token is not None for token in begins) or hasattr(processor, "vision_bos_token"):
             image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
         text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
         tokenizer.chat_template = (
@@ -249,7 +258,8 @@ def _made_image_processor(described: Any) -> Any:
     if "pil" not in names:
         raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")
     cls = getattr(transformers, names["pil"])
-    known = {name: getattr(vision, name, None) for name in ("patch_size", "temporal_patch_size")}
+    names_of_sizes = ("patch_size", "temporal_patch_size", "pooling_kernel_size")
+    known = {name: getattr(vision, name, None) for name in names_of_sizes}
     known["merge_size"] = getattr(vision, "spatial_merge_size", None)
     settings = {name: value for name, value in known.items() if value is not None and hasattr(cls, name)}
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
@@ -259,23 +269,35 @@ def _made_image_processor(described: Any) -> Any:
         size = size if isinstance(size, int) else size[0]
         settings["size"] = {"height": size, "width": size}
         settings.pop("patch_size", None)
+        if getattr(cls, "crop_size", None) is not None:
+            settings["crop_size"] = settings["size"]
+        if getattr(cls, "max_image_size", None) is not None:  # of a tile, of which there may be two in a row
+            settings |= {"max_image_size": {"longest_edge": size}, "size": {"longest_edge": 2 * size}}
     return cls(**settings)
 
 
 def _tokens_per_tile(described: Any) -> int:
-    """Tokens of the language model for an image, or a tile of one, of the encoder's size."""
+    """Tokens of the language model for an image, or a tile of one, of the encoder's size; 0 where images have sizes of
+    their own."""
     if getattr(described, "mm_tokens_per_image", None):
         return described.mm_tokens_per_image
+    if not hasattr(described.vision_config, "image_size"):
+        return 0
     size, edge = (
         value if isinstance(value, int) else value[0]
         for value in (described.vision_config.image_size, described.vision_config.patch_size)
     )
-    return int((size // edge) ** 2 * getattr(described, "downsample_ratio", 1.0) ** 2)
+    shrinks = getattr(described, "downsample_ratio", 1.0) / getattr(described, "scale_factor", 1)
+    return int((size // edge) ** 2 * shrinks**2)
 
 
 def _llava_settings(described: Any) -> dict[str, Any]:
+    """What processors of LLaVA models are told of the encoder; of one that drops its first token, that it has one."""
     size, edge = described.vision_config.image_size, described.vision_config.patch_size
+    strategy = described.vision_feature_select_strategy
     return {
         "num_image_tokens": (size // edge) ** 2,
-        "vision_feature_select_strategy": described.vision_feature_select_strategy,
+        "patch_size": edge,
+        "num_additional_image_tokens": int(strategy == "default"),
+        "vision_feature_select_strategy": strategy,
     }

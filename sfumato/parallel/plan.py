@@ -111,7 +111,22 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
     blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
+    if decoder:
+        blocks = _whole_layers(module, blocks, decoder)
     return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)
+
+
+def _whole_layers(module: nn.Module, blocks: tuple[str, ...], decoder: str) -> tuple[str, ...]:
+    """Class names of blocks, for those of which an encoder's layers have one (SmolVLM names their attention) the layers'."""
+    parts, found = dict(module.named_modules()), dict.fromkeys(blocks)
+    for name, submodule in parts.items():
+        layer, _, _ = name.rpartition(".")
+        if type(submodule).__name__ not in blocks or not layer or name.startswith(f"{decoder}."):
+            continue
+        if isinstance(parts[layer.rpartition(".")[0]], nn.ModuleList):
+            found.pop(type(submodule).__name__, None)
+            found[type(parts[layer]).__name__] = None
+    return tuple(found)
 
 
 def _largest_list(module: nn.Module) -> tuple[str, ...]:
