@@ -15,13 +15,15 @@ from tests.tiny import _train, merge, write_config
 
 IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
 
+TOKENS = {"gemma4": 768, "glm4v": 384, "llava_next": 384, "llava_onevision": 384, "smolvlm": 768}
+"""Tokens that hold a conversation with two pictures, of models that make more than 128 of them."""
+
 
 def tiny_vision_description(kind: str) -> dict[str, Any]:
     """A model of width 32 with two layers and an encoder of width 16, for the tokenizer of bytes with 4 tokens more.
 
     Args:
-        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl, janus or llava_onevision, or the thinker
-            of an omni model.
+        kind: transformers' ``model_type``.
     """
     text = {
         "vocab_size": 263,
@@ -255,7 +257,7 @@ def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: An
             "data_type": data_type,
             "train_path": str(write_image_rows(tmp_path / "rows.jsonl", 24)),
             "eval_path": str(write_image_rows(tmp_path / "held_out.jsonl", 5, 50)),
-            "max_seq_len": 128,
+            "max_seq_len": TOKENS.get(kind, 128),
         },
         "train": {**_train(tmp_path), "micro_batch_size": 1, "global_batch_size": 4},
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 2, "max_new_tokens": 4},

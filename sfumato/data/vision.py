@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,21 +20,13 @@ import torch
 
 from sfumato.data.clips import Clip, VideoProcessor
 from sfumato.data.pictures import File, check_image, check_video, read_image
+from sfumato.data.processor_files import save_processor
 from sfumato.data.sounds import Sound, check_sound, read_sound
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-"""Files of a transformers folder that say how images and texts become tensors."""
 
 KINDS = ("token_type_ids", "mm_token_type_ids")
 """What transformers' models call the kinds of tokens."""
@@ -178,6 +168,8 @@ class ImageReader:
         own = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
+        if hasattr(self.processor.image_processor, "image_grid_pinpoints"):
+            settings += " tiles that are not filled up"  # counted with them once
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
         if "audio" in self.media:
@@ -331,19 +323,7 @@ class ImageReader:
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
-        self.processor.image_processor.save_pretrained(folder)
-        if "audio" in self.media:
-            file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
-            image = json.loads(file.read_text(encoding="utf-8"))
-            self.processor.feature_extractor.save_pretrained(folder)
-            said = json.dumps(json.loads(file.read_text(encoding="utf-8")) | image, indent=2)
-            file.write_text(f"{said}\n", encoding="utf-8")
-        if "video" in self.media:
-            said = json.dumps(self.processor.video_processor.to_dict(), indent=2)
-            (folder / "video_preprocessor_config.json").write_text(f"{said}\n", encoding="utf-8")
-        for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
-            if path.name in PROCESSOR_FILES:
-                shutil.copyfile(path, folder / path.name)
+        save_processor(self.processor, self.media, folder, source)
 
     def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> Any:
         kinds = [KIND_OF.get(type(medium), "image") for medium in media]

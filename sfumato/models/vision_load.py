@@ -54,6 +54,8 @@ def add_image_tokens(tokenizer: Any, described: Any) -> None:
 
 def _name_tokens(tokenizer: Any, named: dict[str, str]) -> None:
     for name, token in named.items():
+        if hasattr(tokenizer, name) or token not in tokenizer.get_vocab():
+            continue
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
 
@@ -158,6 +160,8 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
         raise ConfigError(f"transformers has no processor for {kind}")
+    if tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None):
+        _name_tokens(tokenizer, NAMED | AUDIO_NAMED)  # the tokenizer of bytes, read from a folder
     images = _made_image_processor(described) if folder is None else _read_image_processor(folder)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
@@ -181,8 +185,6 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
                 f"audio_config.n_window of {kind} is {described.audio_config.n_window}, but its processor counts "
                 f"tokens for {processor_window}: correct it"
             )
-        if not hasattr(tokenizer, "audio_token"):  # the tokenizer of bytes, read from a folder
-            _name_tokens(tokenizer, NAMED | AUDIO_NAMED)
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:

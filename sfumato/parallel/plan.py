@@ -117,7 +117,7 @@ def language_plan(module: nn.Module) -> ParallelPlan:
 
 
 def _whole_layers(module: nn.Module, blocks: tuple[str, ...], decoder: str) -> tuple[str, ...]:
-    """Class names of blocks, for those of which an encoder's layers have one (SmolVLM names their attention) the layers'."""
+    """Class names of blocks; of an encoder's layers, where a part of them is named (SmolVLM's attention), theirs."""
     parts, found = dict(module.named_modules()), dict.fromkeys(blocks)
     for name, submodule in parts.items():
         layer, _, _ = name.rpartition(".")

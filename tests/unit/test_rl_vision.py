@@ -81,7 +81,7 @@ def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
 
 def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) -> list[TokenSequence]:
     """Three answers to each prompt by the embedded engine."""
-    engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision, **settings)
+    engine = EmbeddedEngine(model.module, vision=model.vision, **settings)
     asked = [prompt for prompt in prompts for _ in range(3)]
     requests = [GenerationRequest(each.token_ids, seed, most, images=each.images) for seed, each in enumerate(asked)]
     stop = tuple(model.vision.reader.media_tokens())
