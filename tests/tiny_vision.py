@@ -149,7 +149,8 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
     if kind == "internvl":
         vision = siglip | {"image_size": [16, 16], "patch_size": [4, 4]}
         vision.pop("vision_use_head")
-        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+        ids = {"image_token_id": 261, "tie_word_embeddings": False}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     vision = siglip | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
     ids = {"image_token_index": 261, "video_token_index": 262, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
     return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
