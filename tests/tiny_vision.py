@@ -15,13 +15,15 @@ from tests.tiny import _train, merge, write_config
 
 IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
 
+TOKENS = {"gemma4": 768, "glm4v": 384, "llava_next": 384, "llava_onevision": 384, "smolvlm": 768}
+"""Tokens that hold a conversation with two pictures, of models that make more than 128 of them."""
+
 
 def tiny_vision_description(kind: str) -> dict[str, Any]:
     """A model of width 32 with two layers and an encoder of width 16, for the tokenizer of bytes with 4 tokens more.
 
     Args:
-        kind: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3, internvl, janus or llava_onevision, the thinker
-            of an omni model, or qwen2_audio, which hears up to a second.
+        kind: transformers' ``model_type``; qwen2_audio hears up to a second.
     """
     text = {
         "vocab_size": 263,
@@ -88,7 +90,52 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         if kind == "qwen3_vl_moe":
             text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
         return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
+    if kind.startswith("qwen3_5"):
+        vision = {"hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        vision = qwen | vision | {"num_position_embeddings": 16, "initializer_range": 0.1}
+        mrope["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text |= mrope | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        if kind == "qwen3_5_moe":
+            text.pop("intermediate_size")
+            text |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
+            text["shared_expert_intermediate_size"] = 16
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **IDS}
+    if kind == "glm4v":
+        vision = qwen | {"hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+        vision |= {"image_size": 16, "initializer_range": 0.1}
+        ids = {"image_start_token_id": 259, "image_end_token_id": 260, "image_token_id": 261}
+        ids |= {"video_token_id": 262, "video_start_token_id": 263, "video_end_token_id": 264}
+        mrope["rope_parameters"]["partial_rotary_factor"] = 1.0
+        text = text | mrope | {"vocab_size": 265}
+        text.pop("bos_token_id")
+        text.pop("eos_token_id")
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
+    if kind == "gemma4":
+        vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+        vision |= {"position_embedding_size": 1024, "initializer_range": 0.1}
+        text |= {"head_dim": 8, "sliding_window": 512, "hidden_size_per_layer_input": 8}
+        text |= {"vocab_size": 267, "max_position_embeddings": 1024}
+        text |= {"vocab_size_per_layer_input": 267, "use_bidirectional_attention": "vision"}
+        text["layer_types"] = ["sliding_attention", "full_attention"]
+        text["global_head_dim"] = 8
+        ids = {"boi_token_id": 259, "eoi_token_id": 260, "image_token_id": 261, "boa_token_id": 263}
+        ids |= {"eoa_token_index": 264, "audio_token_id": 265, "video_token_id": 266}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     siglip = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "smolvlm":
+        text |= {"model_type": "llama", "max_position_embeddings": 1024}
+        vision = siglip | {"image_size": 16, "patch_size": 4, "initializer_range": 0.1}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+    if kind in ("llava", "llava_next"):
+        text["model_type"] = "llama"
+        vision = siglip | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4, "projection_dim": 16}
+        ids = {"image_token_index": 261}
+        if kind == "llava_next":
+            ids["image_grid_pinpoints"] = [[16, 32], [32, 16], [32, 32]]
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     siglip["vision_use_head"] = False
     if kind == "gemma3":
         text |= {"head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8}
@@ -112,7 +159,8 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
     if kind == "internvl":
         vision = siglip | {"image_size": [16, 16], "patch_size": [4, 4]}
         vision.pop("vision_use_head")
-        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+        ids = {"image_token_id": 261, "tie_word_embeddings": False}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
     vision = siglip | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
     ids = {"image_token_index": 261, "video_token_index": 262, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
     return {"model_type": kind, "text_config": text, "vision_config": vision, **ids}
@@ -231,7 +279,7 @@ def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: An
             "data_type": data_type,
             "train_path": str(write_image_rows(tmp_path / "rows.jsonl", 24)),
             "eval_path": str(write_image_rows(tmp_path / "held_out.jsonl", 5, 50)),
-            "max_seq_len": 128,
+            "max_seq_len": TOKENS.get(kind, 128),
         },
         "train": {**_train(tmp_path), "micro_batch_size": 1, "global_batch_size": 4},
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 2, "max_new_tokens": 4},

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import merge, tiny_text_rl_config, write_config
-from tests.tiny_vision import audio_row, image_row, media_row, sound_row, tiny_vision_config, tiny_vision_description
+from tests.tiny_vision import (
+    TOKENS,
+    audio_row,
+    image_row,
+    media_row,
+    sound_row,
+    tiny_vision_config,
+    tiny_vision_description,
+)
 
 
 def prompt_row(index: int) -> dict[str, Any]:
@@ -32,7 +40,7 @@ def tiny_vision_rl_config(tmp_path: Path, kind: str = "qwen3_vl", **overrides: A
         "data_type": {"type": "image_prompts", **limits},
         "train_path": str(write_prompts(tmp_path / "prompts.jsonl", 12)),
         "eval_path": str(write_prompts(tmp_path / "held_out_prompts.jsonl", 5, 50)),
-        "max_prompt_tokens": 160,
+        "max_prompt_tokens": TOKENS.get(kind, 160),
     }
     return merge(base, overrides)
 

@@ -209,6 +209,8 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
         "qwen3_omni_moe_thinker": True,
         "qwen3_vl": False,
         "qwen3_vl_moe": False,
+        "qwen3_5": False,
+        "qwen3_5_moe": False,
     }
     if kind not in families:
         return None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,21 +20,13 @@ import torch
 from sfumato.data.clips import Clip, VideoProcessor
 from sfumato.data.media import KIND_OF, NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.pictures import read_image
+from sfumato.data.processor_files import save_processor
 from sfumato.data.sounds import Sound, read_sound
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-"""Files of a transformers folder that say how images and texts become tensors."""
 
 KINDS = ("token_type_ids", "mm_token_type_ids")
 """What transformers' models call the kinds of tokens."""
@@ -113,6 +103,7 @@ class ImageReader:
         processor: Any,
         arguments: Sequence[str],
         patches: tuple[int, float],
+        filled_to: int | None = None,
         least_samples: int = 0,
         begins: Iterable[int] = (),
     ) -> None:
@@ -123,6 +114,7 @@ class ImageReader:
             arguments: what the model's ``forward`` takes.
             patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
                 language model that a patch becomes.
+            filled_to: patches that every image is filled up to, where the model is given images so.
             least_samples: of audio; a shorter one transformers computes in another way.
             begins: tokens before media, of models that find these by them.
         """
@@ -131,6 +123,8 @@ class ImageReader:
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
+        self.filled_to = filled_to
+        """Patches that every image is filled up to; None: images are as large as they are."""
         self._least_samples, self._begins = least_samples, {*begins}
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """What documents may have: image, and video or audio or both, or audio alone."""
@@ -144,6 +138,8 @@ class ImageReader:
         own = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
+        if hasattr(self.processor.image_processor, "image_grid_pinpoints"):
+            settings += " tiles that are not filled up"  # counted with them once
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
         if "audio" in self.media:
@@ -177,7 +173,8 @@ class ImageReader:
             ConfigError: when the model takes neither in a way that is known, or limits contradict each other.
         """
         videos = getattr(self.processor, "video_processor", None)
-        takes_videos, takes_audio = isinstance(videos, VideoProcessor), hasattr(self.processor, "feature_extractor")
+        takes_videos = isinstance(videos, VideoProcessor)
+        takes_audio = getattr(self.processor, "feature_extractor", None) is not None
         given = [name for name, limit in limits.items() if limit is not None]
         if not takes_videos and takes_audio and given:
             raise ConfigError(
@@ -238,7 +235,7 @@ class ImageReader:
                 f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} takes no images: remove "
                 "them"
             )
-        size = dict(self.processor.image_processor.size)
+        size = dict(self.processor.image_processor.size or {})
         if not {"shortest_edge", "longest_edge"} <= size.keys() or not self.has_grid:
             raise ConfigError(
                 f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} scales images to a size of "
@@ -331,22 +328,7 @@ class ImageReader:
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
-        if self.sees:
-            self.processor.image_processor.save_pretrained(folder)
-        if self.media == ("audio",):
-            self.processor.feature_extractor.save_pretrained(folder)
-        elif "audio" in self.media:
-            file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
-            image = json.loads(file.read_text(encoding="utf-8"))
-            self.processor.feature_extractor.save_pretrained(folder)
-            said = json.dumps(json.loads(file.read_text(encoding="utf-8")) | image, indent=2)
-            file.write_text(f"{said}\n", encoding="utf-8")
-        if "video" in self.media:
-            said = json.dumps(self.processor.video_processor.to_dict(), indent=2)
-            (folder / "video_preprocessor_config.json").write_text(f"{said}\n", encoding="utf-8")
-        for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
-            if path.name in PROCESSOR_FILES:
-                shutil.copyfile(path, folder / path.name)
+        save_processor(self.processor, self.media, folder, source)
 
     def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> Any:
         kinds = [KIND_OF.get(type(medium), "image") for medium in media]
@@ -382,13 +364,16 @@ class ImageReader:
             kinds = (KIND_OF.get(type(medium), "image") for medium in media)
             return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
         count = len(media)
+        if "image_position_ids" in found:  # rows of patches, filled up; column and row of each, or -1
+            columns, rows = np.asarray(found["image_position_ids"]).max(axis=1).T + 1
+            return np.stack([np.ones_like(rows), rows, columns], axis=1).astype(np.int32)
         pixels = np.asarray(found["pixel_values"])
-        if pixels.ndim == 5:  # each image has as many tiles, some of them filled up
-            tiles = np.full(count, pixels.shape[1])
+        if pixels.ndim == 5 and len(pixels) == count:  # filled up to as many tiles of each image, with zeros
+            tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
         else:  # tiles of all images, one after the other; each is as many tokens
             placeholder = self.placeholders()["image"]
             counts = [entry["replacement"].count(placeholder) for entry in found["text_replacement_offsets"][0]]
-            tiles = np.array(counts) * len(pixels) // sum(counts)
+            tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
 

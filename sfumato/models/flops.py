@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.data.text_loader import SightedCost
-from sfumato.data.vision import Vision
+from sfumato.data.vision import ImageReader, Vision
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.sound_flops import sound_flops
@@ -26,6 +26,9 @@ from sfumato.parallel.shards import trainable_parameters
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Names of the number of experts that a token goes to, in configurations."""
 
+
+CLASS_TOKENS = ("cls_token", "class_embedding")
+"""Names of the weight that encoders put beside the patches of each tile."""
 
 DRAWS = ("flow_head", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
 """Names of parts that draw, of models put together here and of Janus, which no token passes, and no image seen."""
@@ -55,7 +58,7 @@ class FlopCount:
         self._output = _output_weights(model)
         self.attention = _attention_by_window(model, [*encoder.values(), *draws])
         """Operations for a pair of tokens in all layers together that have the same window."""
-        self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader.tokens_per_patch)
+        self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader)
         self.sight = None if vision is None else SightedCost(vision, self.encoder.training)
         """What images cost, for the loader."""
 
@@ -110,29 +113,30 @@ class FlopCount:
 class EncoderFlops:
     """Operations of an image encoder, with what brings its output into a language model.
 
-    Layers within a list of blocks, and those before it, work on each patch; those after it (a merger, a projector) on
-    each token of the language model. Attention: all pairs of patches of a frame or tile, or of a window of it where
-    the encoder has windows.
+    Layers before the list of blocks work on each patch, the blocks on these and on a class token where there is one,
+    and layers behind them (a merger, a projector) on each token of the language model. Attention: all pairs within a
+    frame or tile, or within a window of it where the encoder has windows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], tokens_per_patch: float) -> None:
-        """Args are the encoder's modules by name, and the tokens that a patch becomes."""
+    def __init__(self, modules: Mapping[str, nn.Module], reader: ImageReader) -> None:
+        """Args are the encoder's modules by name, and the reader of its images."""
         modules = dict(modules)
         tower = modules.pop("audio_tower", None)
         self.sound = None if tower is None else sound_flops(tower, modules)
-        self.tokens_per_patch = tokens_per_patch
-        self.of_patch, self.of_token = {True: 0, False: 0}, {True: 0, False: 0}
-        """Weights that a patch, and a token, is multiplied with: trained, and frozen."""
+        self.tokens_per_patch, self.filled_to = reader.tokens_per_patch, reader.filled_to
+        self.of_patch, self.of_place, self.of_token = ({True: 0, False: 0} for _ in range(3))
+        """Weights that a patch, a place in the blocks, and a token is multiplied with: trained, and frozen."""
         self.windows: dict[int | None, int] = {}
-        """Operations for a pair of patches in all layers together that have windows of the same edge, in patches."""
-        self.is_trained = False
+        """Operations for a pair of places in all layers together that have windows of the same edge, in patches."""
+        self.extra, self.is_trained = 0, False
         for module in modules.values():
             self._count(module)
 
     def forward(self, shapes: np.ndarray) -> int:
         """Operations of a forward pass over images of these ``Images.shapes``."""
-        patches = self._patches(shapes)
-        matrices = sum(self.of_patch.values()) * patches + sum(self.of_token.values()) * patches * self.tokens_per_patch
+        matrices = sum(
+            count * (weights[True] + weights[False]) for count, weights in zip(*self._matrices(shapes), strict=True)
+        )
         return round(2 * matrices) + self._attention(shapes) + self._sound(shapes, False)
 
     def _sound(self, shapes: np.ndarray, training: bool) -> int:
@@ -146,32 +150,49 @@ class EncoderFlops:
         heard = self._sound(shapes, True)
         if not self.is_trained:
             return self.forward(shapes) - self._sound(shapes, False) + heard
-        patches = self._patches(shapes)
-        trained = self.of_patch[True] * patches + self.of_token[True] * patches * self.tokens_per_patch
-        frozen = self.of_patch[False] * patches + self.of_token[False] * patches * self.tokens_per_patch
-        behind = 4 if self.of_patch[True] else 2  # nothing is sent back through a tower that is frozen as a whole
-        attention = self._attention(shapes) * (3 if self.of_patch[True] else 1)
-        return round(6 * trained + behind * frozen) + attention + heard
+        tower_is_trained = bool(self.of_patch[True] or self.of_place[True])
+        behind = 4 if tower_is_trained else 2  # nothing is sent back through a tower that is frozen as a whole
+        matrices = sum(
+            count * (6 * weights[True] + behind * weights[False])
+            for count, weights in zip(*self._matrices(shapes), strict=True)
+        )
+        return round(matrices) + self._attention(shapes) * (3 if tower_is_trained else 1) + heard
 
-    def _patches(self, shapes: np.ndarray) -> int:
-        return int(np.prod(np.asarray(shapes, np.int64), axis=1).sum())
+    def _matrices(self, shapes: np.ndarray) -> tuple[list[float], list[dict[bool, int]]]:
+        """How many patches, places and tokens there are, and the weights of each."""
+        parts, rows, columns = np.asarray(shapes, np.int64).reshape(-1, 3).T
+        seen = parts * rows * columns
+        patches = int((parts * (rows > 0)).sum()) * self.filled_to if self.filled_to else int(seen.sum())
+        places = patches + self.extra * int((parts * (rows > 0)).sum())
+        tokens = int(seen.sum()) * self.tokens_per_patch
+        return [patches, places, tokens], [self.of_patch, self.of_place, self.of_token]
 
     def _attention(self, shapes: np.ndarray) -> int:
         total = 0
         for edge, flops in self.windows.items():
-            for frames, rows, columns in np.asarray(shapes, np.int64).tolist():
-                total += flops * frames * _squares(rows, edge) * _squares(columns, edge)
+            for parts, rows, columns in np.asarray(shapes, np.int64).tolist():
+                if edge is None:
+                    places = (self.filled_to or rows * columns) + self.extra if rows else 0
+                    total += flops * parts * places**2
+                else:
+                    total += flops * parts * _squares(rows, edge) * _squares(columns, edge)
         return total
 
     def _count(self, tower: nn.Module) -> None:
         blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList)]
         block_names = [name for name in blocks if any(_heads(part) for part in tower.get_submodule(name).modules())]
+        names = [name for name, _ in tower.named_parameters(remove_duplicate=False)]
+        self.extra += any(name.rpartition(".")[2] in CLASS_TOKENS for name in names)
+        found = self.of_patch if block_names else self.of_token
         for name, module in tower.named_modules():
             if isinstance(module, nn.Embedding):
                 continue
             is_inside = any(f"{name}.".startswith(f"{block}.") for block in block_names)
+            if is_inside:
+                found = self.of_place
+            elif found is self.of_place:
+                found = self.of_token
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-            found = self.of_patch if is_inside or is_convolution else self.of_token
             for parameter in module.parameters(recurse=False):
                 self.is_trained |= parameter.requires_grad
                 if parameter.ndim == 2 or (is_convolution and parameter.ndim > 2):
@@ -192,10 +213,10 @@ def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _heads(module: nn.Module) -> int:
     """The width of all heads of an encoder's attention together; 0 of any other module."""
-    heads, width = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
-    if not heads or not width or not hasattr(module, "config"):
+    width, config = getattr(module, "head_dim", None), getattr(module, "config", None)
+    if not width or config is None:
         return 0
-    return heads * width
+    return (getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 0)) * width
 
 
 def _window_edge(config: Any, number: int) -> int | None:
@@ -206,10 +227,8 @@ def _window_edge(config: Any, number: int) -> int | None:
     return config.window_size // config.patch_size
 
 
-def _squares(size: int, edge: int | None) -> int:
+def _squares(size: int, edge: int) -> int:
     """The sum of the squares of the sizes of windows along an axis."""
-    if edge is None:
-        return size**2
     return size // edge * edge**2 + (size % edge) ** 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -155,7 +156,7 @@ class LanguageModel(PackedModel[TokenScores]):
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
         if self.vision is not None:
-            check_sighted(mesh)
+            check_sighted(self.module, mesh)
 
     def _from_pipeline(self, logits: Tensor) -> TokenScores:
         return TokenScores(logits, (logits.shape[0], logits.shape[1]))
@@ -188,13 +189,33 @@ class LanguageModel(PackedModel[TokenScores]):
         return self._output_layer.hidden(output) if self._chunked else output
 
 
-def check_sighted(mesh: Mesh) -> None:
+def check_sighted(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigError for meshes that a model that sees cannot be put on."""
-    if mesh.layout.pp > 1:
+    if mesh.layout.pp == 1:
+        return
+    if mesh.layout.cp > 1:
         raise ConfigError(
-            "train.pipeline_parallel_size: the stages of a pipeline are those of a language model, and a model that "
-            "sees images has an encoder beside it: set it to 1"
+            "train.pipeline_parallel_size and train.ulysses_parallel_size or context_parallel_size exclude each other "
+            "for a model that sees images, whose rows are cut in the first stage: set one side to 1"
         )
+    apart = needs_rows_apart(module)
+    if apart is not None:
+        raise ConfigError(
+            f"train.pipeline_parallel_size: {type(module).__name__} {apart}, so that its documents need rows of their "
+            "own, which a pipeline's stages do not know: set it to 1"
+        )
+
+
+def needs_rows_apart(module: nn.Module) -> str | None:
+    """Why the documents of a model that sees cannot share a row, where its configuration says so."""
+    config = module.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"has layers of {', '.join(sorted(kinds))}"
+    both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"
+    if both_ways or "token_type_ids" in inspect.signature(module.forward).parameters:
+        return "lets the tokens of an image see each other"
+    return None
 
 
 def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:

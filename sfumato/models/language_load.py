@@ -34,6 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
 OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
+OTHER_KEYS |= {"global_head_dim", "num_global_key_value_heads"}
 """Keys of config.json files that some configurations' classes have no field for."""
 
 HEAR = ("qwen2_audio",)

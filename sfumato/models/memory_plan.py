@@ -116,7 +116,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
     gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
-        blocks = find_blocks(module, planned.plan)
+        decoder = f"{planned.plan.decoder}." if layout.pp > 1 and planned.plan.decoder else ""
+        blocks = {name: block for name, block in find_blocks(module, planned.plan).items() if name.startswith(decoder)}
         if layout.tp > 1:
             module = parallelize(module, mesh, config, planned.plan)
         if planned.dtype is not None and not gathers_low:
@@ -245,8 +246,8 @@ def _add_activations(
         memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
     outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
     memory.parts["activations outside blocks"] = outside // share
-    if planned.encoder_bytes:
-        memory.parts["activations of encoders"] = planned.encoder_bytes
+    if planned.encoder_bytes and 0 in ends:
+        memory.parts["activations of encoders"] = planned.encoder_bytes * waiting
     if len(owners) - 1 in ends:
         memory.parts["loss"] = planned.loss_bytes // share
 

@@ -31,11 +31,11 @@ from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
-from sfumato.parallel.pipeline import Pipeline, build_pipeline
+from sfumato.parallel.pipeline import Pipeline, StageArguments, build_pipeline, positions_alone
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.positions import remember_whole
 from sfumato.parallel.shards import whole_shapes
-from sfumato.parallel.stages import pad_together
+from sfumato.parallel.stages import Batch, pad_together
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 COMPILED_MULTIPLE = 256
@@ -244,7 +244,9 @@ class PackedModel(ABC, Generic[Output]):
             given = [self._to_device(row) | {"batch": torch.tensor(index)} for index, row in enumerate(rows)]
             with self.autocast():
                 return self._pipeline.train_step(
-                    given, lambda logits, row: loss(self._from_pipeline(logits), row, batches[int(row["batch"])])
+                    given,
+                    lambda logits, row: loss(self._from_pipeline(logits), row, batches[int(row["batch"])]),
+                    self._of_stages(batches),
                 )
         losses = Numbers()
         for index, row in accumulate(self.module, list(enumerate(rows))):
@@ -275,9 +277,9 @@ class PackedModel(ABC, Generic[Output]):
                 for index, row in enumerate(rows):
                     yield index, *self._score(self._filled(row), batches[index].media)
                 return
-            rows = [self._to_device(row) for row in rows]
+            rows = [self._to_device(row) | {"batch": torch.tensor(index)} for index, row in enumerate(rows)]
             with self.autocast():
-                found = self._pipeline.forward(rows)
+                found = self._pipeline.forward(rows, self._of_stages(batches))
             for index, logits in enumerate(found or []):
                 yield index, self._from_pipeline(logits), shard_sequence(rows[index], self.mesh)
 
@@ -356,6 +358,17 @@ class PackedModel(ABC, Generic[Output]):
             more["position_ids"] = row["position_ids"]
         with self.autocast():
             return self._forward(row["input_ids"], **more)
+
+    def _of_stages(self, batches: Sequence[TextBatch]) -> StageArguments:
+        """What the stages of a pipeline are given of micro-batches: all of them positions, the first one images."""
+        if self.vision is None:
+            return positions_alone
+
+        def arguments(row: Batch, first: bool) -> Tensors:
+            media = join_media(batches[int(row["batch"])].media) if first else {}
+            return self._seen(row["position_ids"], Beside(media, row.get("positions"), row["kinds"]))
+
+        return arguments
 
     def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """The same, of tokens ``[B, T]``."""

@@ -186,7 +186,7 @@ def _plan_tokens(
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
     vision, encoder = None, 0
     if seen is not None:
-        check_sighted(mesh)
+        check_sighted(module, mesh)
         vision = vision_on_meta(model, module, seen)
         encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(

@@ -31,7 +31,10 @@ NAMED = {
 AUDIO = ("<|audio_bos|>", "<|audio_eos|>")
 """Likewise, for a model that hears; the third, which stands for audio, is the processor's own."""
 
-AUDIO_NAMED = {"audio_bos_token": AUDIO[0], "audio_eos_token": AUDIO[1]}
+AUDIO_NAMED = {
+    **dict.fromkeys(("audio_bos_token", "boa_token"), AUDIO[0]),
+    **dict.fromkeys(("audio_eos_token", "eoa_token"), AUDIO[1]),
+}
 """Likewise."""
 
 
@@ -52,7 +55,7 @@ def _sees(described: Any) -> bool:
 def _named_tokens(described: Any) -> dict[str, str]:
     """What the processor of a model calls the tokens that the tokenizer of bytes has for it."""
     named = NAMED if _sees(described) else {}
-    if getattr(described, "audio_config", None) is None:
+    if getattr(described, "audio_config", None) is None and not hasattr(described, "boa_token_id"):
         return named
     default = inspect.signature(_processor_class(described).__init__).parameters.get("audio_token")
     audio = default.default if default is not None else "<|audio_pad|>"
@@ -62,6 +65,8 @@ def _named_tokens(described: Any) -> dict[str, str]:
 
 def _name_tokens(tokenizer: Any, described: Any) -> None:
     for name, token in _named_tokens(described).items():
+        if hasattr(tokenizer, name) or token not in tokenizer.get_vocab():
+            continue
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
 
@@ -96,10 +101,12 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     (shapes,) = first.reader.place([_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
     ratio = _num_tokens(first, described.image_token_id) / patches
-    if hasattr(described, "vision_feature_select_strategy"):  # LLaVA: the projector comes before tokens are left out
+    if hasattr(described, "image_grid_pinpoints"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
+    seen = first.reader.of_opened([_square()])
+    filled_to = seen["pixel_values"].shape[1] if "image_position_ids" in seen else None
     begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
-    return Vision(ImageReader(processor, arguments, (edge, ratio), _least_samples(processor), begins), rule)
+    return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to, _least_samples(processor), begins), rule)
 
 
 def _least_samples(processor: Any) -> int:
@@ -187,6 +194,10 @@ def _processor_class(described: Any) -> Any:
 def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
     """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
     kind, cls = described.model_type, _processor_class(described)
+    hears = kind.endswith("_thinker") or not _sees(described)
+    is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
+    if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):  # the tokenizer of bytes, read from a folder
+        _name_tokens(tokenizer, described)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
     own = [key for key in settings if key in parameters and not key.endswith(("processor", "extractor"))]
@@ -198,13 +209,13 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, parts["image_processor"], folder)
     if "feature_extractor" in parameters:
-        parts["feature_extractor"] = _build_audio(described, folder, cls)
-        if not hasattr(tokenizer, "audio_token"):  # the tokenizer of bytes, read from a folder
-            _name_tokens(tokenizer, described)
+        parts["feature_extractor"] = _build_audio(described, folder, cls) if hears else None
     processor = cls.__new__(cls)
     processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
     try:
         processor.__init__(**parts, **settings)
+    except ImportError as error:
+        raise MissingDependencyError(f"the processor {cls.__name__} of {kind} cannot be made: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"the processor {cls.__name__} of {kind} cannot be made: {error}") from error
     del processor.check_argument_for_proper_class
@@ -219,12 +230,12 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
 
 def _made_settings(described: Any, parameters: Any) -> dict[str, Any]:
     """Settings of the processor of a model that is described alone."""
-    found = {}
-    if "image_seq_length" in parameters:
-        found["image_seq_length"] = _tokens_per_tile(described)
-    if described.model_type == "janus":
-        found["num_image_tokens"] = _tokens_per_tile(described)
-    return found | (_llava_settings(described) if described.model_type.startswith("llava") else {})
+    names = {"image_seq_length", "image_seq_len"} & parameters.keys()
+    names |= {"num_image_tokens"} if described.model_type == "janus" else set()
+    found = dict.fromkeys(names, _tokens_per_tile(described)) if names else {}
+    if described.model_type.startswith("llava"):
+        found |= {name: value for name, value in _llava_settings(described).items() if name in parameters}
+    return found
 
 
 def _set_template(processor: Any, described: Any, is_made: bool) -> None:
@@ -232,7 +243,8 @@ def _set_template(processor: Any, described: Any, is_made: bool) -> None:
     tokenizer = processor.tokenizer
     if is_made:
         image, video = (str(getattr(processor, f"{kind}_token", None)) for kind in ("image", "video"))
-        if getattr(described, "vision_start_token_id", None) is not None or hasattr(processor, "vision_bos_token"):
+        begins = (getattr(described, name, None) for name in ("vision_start_token_id", "image_start_token_id"))
+        if any(token is not None for token in begins) or hasattr(processor, "vision_bos_token"):
             image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
         text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
         tokenizer.chat_template = (
@@ -314,7 +326,8 @@ def _made_image_processor(described: Any) -> Any:
     if "pil" not in names:
         raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")
     cls = getattr(transformers, names["pil"])
-    known = {name: getattr(vision, name, None) for name in ("patch_size", "temporal_patch_size")}
+    names_of_sizes = ("patch_size", "temporal_patch_size", "pooling_kernel_size")
+    known = {name: getattr(vision, name, None) for name in names_of_sizes}
     known["merge_size"] = getattr(vision, "spatial_merge_size", None)
     settings = {name: value for name, value in known.items() if value is not None and hasattr(cls, name)}
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
@@ -324,23 +337,35 @@ def _made_image_processor(described: Any) -> Any:
         size = size if isinstance(size, int) else size[0]
         settings["size"] = {"height": size, "width": size}
         settings.pop("patch_size", None)
+        if getattr(cls, "crop_size", None) is not None:
+            settings["crop_size"] = settings["size"]
+        if getattr(cls, "max_image_size", None) is not None:  # of a tile, of which there may be two in a row
+            settings |= {"max_image_size": {"longest_edge": size}, "size": {"longest_edge": 2 * size}}
     return cls(**settings)
 
 
 def _tokens_per_tile(described: Any) -> int:
-    """Tokens of the language model for an image, or a tile of one, of the encoder's size."""
+    """Tokens of the language model for an image, or a tile of one, of the encoder's size; 0 where images have sizes of
+    their own."""
     if getattr(described, "mm_tokens_per_image", None):
         return described.mm_tokens_per_image
+    if not hasattr(described.vision_config, "image_size"):
+        return 0
     size, edge = (
         value if isinstance(value, int) else value[0]
         for value in (described.vision_config.image_size, described.vision_config.patch_size)
     )
-    return int((size // edge) ** 2 * getattr(described, "downsample_ratio", 1.0) ** 2)
+    shrinks = getattr(described, "downsample_ratio", 1.0) / getattr(described, "scale_factor", 1)
+    return int((size // edge) ** 2 * shrinks**2)
 
 
 def _llava_settings(described: Any) -> dict[str, Any]:
+    """What processors of LLaVA models are told of the encoder; of one that drops its first token, that it has one."""
     size, edge = described.vision_config.image_size, described.vision_config.patch_size
+    strategy = described.vision_feature_select_strategy
     return {
         "num_image_tokens": (size // edge) ** 2,
-        "vision_feature_select_strategy": described.vision_feature_select_strategy,
+        "patch_size": edge,
+        "num_additional_image_tokens": int(strategy == "default"),
+        "vision_feature_select_strategy": strategy,
     }

@@ -29,8 +29,10 @@ from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.stages import (
     SPLIT_BACKWARD,
-    Absent,
     Batch,
+    Part,
+    absent,
+    check_added_features,
     check_hands_on,
     check_micro_batches,
     check_schedule,
@@ -41,9 +43,13 @@ from sfumato.parallel.stages import (
     plan_of_stage,
     ranks_of_stages,
     split_layers,
+    weights_of,
 )
 
 LogitsLoss = Callable[[Tensor, Batch], Tensor]
+
+StageArguments = Callable[[Batch, bool], dict[str, Any]]
+"""From a micro-batch, and whether it is for the first stage, to what a stage is given beside tokens or hidden states."""
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -59,6 +65,11 @@ LENGTH_MULTIPLE = 64
 
 A new shape costs some milliseconds: new buffers and two short messages between neighbouring stages.
 """
+
+
+def positions_alone(batch: Batch, first: bool) -> dict[str, Any]:
+    """What the stages of a model that reads text are given."""
+    return {"position_ids": batch["position_ids"]}
 
 
 class Stages(nn.Module):
@@ -104,6 +115,7 @@ class Pipeline:
         self._ranks = ranks_of_stages(config)
         self._made: tuple[tuple[int, ...], Any] | None = None
         self._loss: LogitsLoss | None = None
+        self._arguments: StageArguments = positions_alone
         self._batches: list[dict[str, Tensor]] = []
         self._autocast: Callable[[], Any] = nullcontext
 
@@ -112,7 +124,9 @@ class Pipeline:
         """Whether this rank has the last stage, which makes logits and losses."""
         return len(self._ranks) - 1 in self._stages
 
-    def train_step(self, micro_batches: Sequence[Batch], loss: LogitsLoss) -> Numbers:
+    def train_step(
+        self, micro_batches: Sequence[Batch], loss: LogitsLoss, arguments: StageArguments = positions_alone
+    ) -> Numbers:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Rows of all micro-batches are padded to one length. Autocast that is on applies to forward passes and losses.
@@ -124,6 +138,7 @@ class Pipeline:
             loss: from logits (rows, padded length, vocabulary) and the padded micro-batch to its part of the loss, a
                 scalar that is divided by the count over all ranks and micro-batches already. Under sequence
                 parallelism both are this rank's part, so labels must be shifted already.
+            arguments: what a stage is given of the padded micro-batch.
 
         Returns:
             The loss of each micro-batch, on every rank of the pipeline.
@@ -137,7 +152,7 @@ class Pipeline:
         kind = self._mesh.device.type
         if torch.is_autocast_enabled(kind):
             self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-        self._loss, self._batches = loss, batches
+        self._loss, self._arguments, self._batches = loss, arguments, batches
         losses: list[Tensor] = []
         try:
             with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
@@ -146,7 +161,6 @@ class Pipeline:
                     target=torch.arange(len(batches)),
                     losses=losses,
                     return_outputs=False,
-                    position_ids=torch.cat([batch["position_ids"] for batch in batches]),
                 )
         finally:
             self._loss, self._batches, self._autocast = None, [], nullcontext
@@ -157,13 +171,16 @@ class Pipeline:
         return Numbers(values)
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Batch]) -> list[Tensor] | None:
+    def forward(
+        self, micro_batches: Sequence[Batch], arguments: StageArguments = positions_alone
+    ) -> list[Tensor] | None:
         """Logits of micro-batches, for evaluation; their number and shapes are free.
 
         Stages of one rank wait for each other, so that schedules with one stage in each rank are faster here.
 
         Args:
             micro_batches: the same ones on each rank of a pipeline: ``input_ids`` and ``position_ids`` (rows, length).
+            arguments: what a stage is given of the micro-batch.
 
         Returns:
             Logits (rows, length, vocabulary) of each, under sequence parallelism of this rank's tokens, on the rank
@@ -180,7 +197,7 @@ class Pipeline:
                     shape = (*batch["input_ids"].shape, self._hidden[0])
                     hidden = torch.empty(shape, dtype=self._hidden[1], device=self._mesh.device)
                     dist.recv(hidden, group=group, group_src=self._ranks[index - 1])
-                hidden = self._stages[index](hidden, position_ids=batch["position_ids"])
+                hidden = self._stages[index](hidden, **arguments(batch, index == 0))
                 if index == len(self._ranks) - 1:
                     found.append(hidden)
                 elif self._ranks[index + 1] != mine:
@@ -236,15 +253,19 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose forward passes run under the pipeline's autocast."""
+    """torch's stage, whose forward passes run under the pipeline's autocast and take what it gives them."""
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pipeline = pipeline
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._pipeline._autocast():
-            output = super().forward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any
+    ) -> Tensor:
+        pipeline = self._pipeline  # torch would cut arguments along dimension 0, where media have as many as there are
+        kwargs = pipeline._arguments(pipeline._batches[fwd_chunk_id], self.is_first)
+        with pipeline._autocast():
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **more)
         if not self.is_last:
             self._pipeline._check_dtype(self.stage_index, output)
         return output
@@ -260,15 +281,15 @@ def build_pipeline(
 ) -> Pipeline:
     """Cuts a language model into stages, keeps this rank's and parallelises each on its own.
 
-    Layers are shared out as evenly as ``split_layers`` says; the first stage has the embedding, the last one the final
-    norm and the head. A stage is the unmodified model with ``Absent`` in the place of what other stages have. Inside a
+    Layers are shared out as evenly as ``split_layers`` says; the first stage has the embedding, and the encoders of a
+    model that sees, the last one the final norm and the head. A stage is the unmodified model with ``Absent`` in the place of what other stages have. Inside a
     pipeline fsdp keeps weights that it has gathered until the last backward pass of the step, and reduces gradients
     then: it would do both for every micro-batch otherwise. With a ``param_dtype``, zero_bubble and zbv may add
     gradients of weights of neighbouring micro-batches in that dtype before they are added up in float32.
 
     Args:
-        module: an unmodified transformers causal language model, adapters included, with weights or on meta; give it
-            up afterwards, so that parts of other stages are freed.
+        module: an unmodified transformers causal language model, or one that sees, adapters included, with weights or
+            on meta; give it up afterwards, so that parts of other stages are freed.
         mesh: the ranks; their axis pp has more than one.
         config: schedule, and what is applied to each stage.
         plan: the model's blocks and cuts.
@@ -284,20 +305,21 @@ def build_pipeline(
         find_experts(module, "train.expert_parallel_size must be 1")
     check_ties(before, after)
     check_hands_on(module, [*before, *layers, *after])
-    rest = iter(layers)
-    parts = [[*islice(rest, size)] for size in split_layers(len(layers), len(ranks_of_stages(config)))]
+    rest, sizes = iter(layers), split_layers(len(layers), len(ranks_of_stages(config)))
+    check_added_features(module, sizes[0])
+    parts: list[list[Part]] = [[*islice(rest, size)] for size in sizes]
     parts[0] += before
     parts[-1] += after
-    trained = [any(parameter.requires_grad for part in stage for parameter in part.parameters()) for stage in parts]
+    trained = [any(weight.requires_grad for part in stage for weight in weights_of(part)) for stage in parts]
 
     dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
-    hidden = (module.config.hidden_size, dtype or module.get_input_embeddings().weight.dtype)
+    hidden = (module.config.get_text_config().hidden_size, dtype or module.get_input_embeddings().weight.dtype)
     within = config.model_copy(update={"enable_reshard_after_forward": False})
     stages = {}
     for index, rank in enumerate(ranks_of_stages(config)):
         if rank != mesh.rank_in("pp"):
             continue
-        stands = {id(part): part if index == owner else Absent() for owner, own in enumerate(parts) for part in own}
+        stands = {id(part): part if index == owner else absent(part) for owner, own in enumerate(parts) for part in own}
         stage = copy_around(module, stands)
         stage.register_forward_pre_hook(partial(_to_model, first=index == 0), with_kwargs=True)
         stage.register_forward_hook(partial(_from_model, last=index == len(parts) - 1))

@@ -89,10 +89,6 @@ NORMS_OF_HEADS = dict.fromkeys(
 without them each rank would learn from its own heads alone."""
 
 
-PARTS_OF_BLOCKS = {"Qwen2AudioAttention"}
-"""What transformers names among the blocks of a model, though other blocks contain it."""
-
-
 def language_plan(module: nn.Module) -> ParallelPlan:
     """The plan that a transformers language model carries itself.
 
@@ -114,8 +110,26 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    blocks = tuple({*(module._no_split_modules or ())} - PARTS_OF_BLOCKS) or _largest_list(module)
+    blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
+    if decoder:
+        blocks = _whole_layers(module, blocks, decoder)
     return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)
+
+
+def _whole_layers(module: nn.Module, blocks: tuple[str, ...], decoder: str) -> tuple[str, ...]:
+    """Class names of blocks; of an encoder's layers, where a part of them is named, theirs.
+
+    transformers names the attention alone of SmolVLM's and Qwen2-Audio's encoders.
+    """
+    parts, found = dict(module.named_modules()), dict.fromkeys(blocks)
+    for name, submodule in parts.items():
+        layer, _, _ = name.rpartition(".")
+        if type(submodule).__name__ not in blocks or not layer or name.startswith(f"{decoder}."):
+            continue
+        if isinstance(parts[layer.rpartition(".")[0]], nn.ModuleList):
+            found.pop(type(submodule).__name__, None)
+            found[type(parts[layer]).__name__] = None
+    return tuple(found)
 
 
 def _largest_list(module: nn.Module) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ from sfumato.parallel.plan import ParallelPlan, matcher
 
 Batch = Mapping[str, Tensor]
 
+Part = nn.Module | nn.Parameter
+"""What one stage has and others have not."""
+
 TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Schedules with two stages in each rank."""
 
@@ -34,6 +37,16 @@ class Absent(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the hidden states, any shape."""
         return hidden_states
+
+
+def absent(part: Part) -> Absent | None:
+    """What stands for a part in other stages."""
+    return Absent() if isinstance(part, nn.Module) else None
+
+
+def weights_of(part: Part) -> list[nn.Parameter]:
+    """The weights of a part."""
+    return [*part.parameters()] if isinstance(part, nn.Module) else [part]
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
@@ -117,6 +130,7 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
             if name == "position_ids":
                 places = (torch.arange(length, device=tensor.device) - shape[1]) % length  # 0 after the row's end
                 found[name] = places.to(tensor.dtype).repeat(rows, 1)
+                found[name][shape[0] :] = torch.arange(length, device=tensor.device)
             else:
                 found[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
             found[name][: shape[0], : shape[1]] = tensor
@@ -141,31 +155,75 @@ def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
         )
 
 
-def parts_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+DECODER = ("embed_tokens", "layers", "norm")
+"""Parts of the language models that see of which transformers' configuration does not say them (Qwen3-VL)."""
+
+
+def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     """What goes before the layers, the layers, and what goes after them, in order.
 
-    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model.
+    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In one that
+    sees they are those of its language model; all that is beside that goes before.
     """
-    name = type(module).__name__
-    plan = getattr(module.config, "base_model_pp_plan", None)
-    head = getattr(type(module), "_pp_plan", None)
+    name, config = type(module).__name__, getattr(module.config, "get_text_config", lambda: module.config)()
+    plan, head = getattr(config, "base_model_pp_plan", None), getattr(type(module), "_pp_plan", None)
+    decoder, before = module, []
+    if config is not module.config:
+        decoder, head = module.get_decoder(), [_name_of(module, module.get_output_embeddings())]
+        before = _beside(module, decoder)
+        plan = plan or (DECODER if all(hasattr(decoder, part) for part in DECODER) else None)
+    elif plan and head:
+        decoder = module.base_model
     if not plan or not head:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: only causal language models of transformers can, which say "
             "what their parts are. Set train.pipeline_parallel_size to 1 and share the model with "
             "train.data_parallel_mode fsdp2, train.tensor_parallel_size or train.ulysses_parallel_size"
         )
-    parts = [module.base_model.get_submodule(path) for path in plan]
+    parts = [decoder.get_submodule(path) for path in plan]
     places = [place for place, part in enumerate(parts) if isinstance(part, nn.ModuleList)]
     if len(places) != 1:
         raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
     after = parts[places[0] + 1 :] + [module.get_submodule(path) for path in head]
-    return parts[: places[0]], [*parts[places[0]]], after
+    return [*before, *parts[: places[0]]], [*parts[places[0]]], after
 
 
-def check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
-    first = {id(parameter): parameter for part in before for parameter in part.parameters()}
-    tied = [parameter for part in after for parameter in part.parameters() if id(parameter) in first]
+def _name_of(module: nn.Module, part: nn.Module) -> str:
+    return next(name for name, submodule in module.named_modules() if submodule is part)
+
+
+def _beside(module: nn.Module, decoder: nn.Module) -> list[Part]:
+    """Encoders, projectors and single weights of a model that sees, beside its language model and the head."""
+    found: list[Part] = []
+    for owner in {module, module.base_model}:
+        kept = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
+        found += [child for child in owner.children() if id(child) not in kept]
+        found += [weight for weight in owner.parameters(recurse=False)]
+    return found
+
+
+def check_added_features(module: nn.Module, layers: int) -> None:
+    """Whether the first stage has all layers to whose output features of images are added: later ones see no image.
+
+    Args:
+        module: the whole model.
+        layers: of the first stage.
+
+    Raises:
+        ConfigError: when it has fewer.
+    """
+    wanted = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if layers < wanted:
+        raise ConfigError(
+            f"train.pipeline_parallel_size: {type(module).__name__} adds features of images to the output of its first "
+            f"{wanted} layers (vision_config.deepstack_visual_indexes), of which the first stage has {layers}: lower "
+            "it, or take a train.pipeline_schedule with one stage in each rank"
+        )
+
+
+def check_ties(before: Sequence[Part], after: Sequence[Part]) -> None:
+    first = {id(parameter): parameter for part in before for parameter in weights_of(part)}
+    tied = [parameter for part in after for parameter in weights_of(part) if id(parameter) in first]
     if any(parameter.requires_grad or parameter.is_meta for parameter in tied):
         raise ConfigError(
             "the embedding and the head share one weight (tie_word_embeddings), but lie in the first and the last "
@@ -174,25 +232,32 @@ def check_ties(before: list[nn.Module], after: list[nn.Module]) -> None:
         )
 
 
-def check_hands_on(module: nn.Module, parts: list[nn.Module]) -> None:
+def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
     """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
-    shell = copy_around(module, {id(part): Absent() for part in parts})
-    left = [name for name, _ in shell.named_parameters()]
+    name = type(module).__name__
+    shell = copy_around(module, {id(part): absent(part) for part in parts})
+    left = [weight for weight, _ in shell.named_parameters()]
     if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
     device = next((buffer.device for buffer in shell.buffers()), torch.device("cpu"))
-    hidden = torch.arange(2 * module.config.hidden_size, device=device).reshape(1, 2, -1).float()
-    with torch.no_grad():
-        handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
+    hidden = torch.arange(2 * module.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
+    try:
+        with torch.no_grad():
+            handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it asks the embedding, which is elsewhere
+        raise ConfigError(
+            f"{name} cannot be cut into pipeline stages: given hidden states alone it stops with {error}; set "
+            "train.pipeline_parallel_size to 1"
+        ) from error
     if left or not torch.equal(handed, hidden):
         does = f"has weights ({', '.join(left[:3])})" if left else "changes hidden states"
         raise ConfigError(
-            f"{type(module).__name__} {does} outside its embedding, layers, norm and head, so that every stage of a "
-            "pipeline would do it again; set train.pipeline_parallel_size to 1"
+            f"{name} {does} outside its embedding, layers, norm and head, so that every stage of a pipeline would do "
+            "it again; set train.pipeline_parallel_size to 1"
         )
 
 
-def copy_around(module: nn.Module, parts: dict[int, nn.Module]) -> nn.Module:
+def copy_around(module: nn.Module, parts: dict[int, Part | None]) -> nn.Module:
     """A copy of a model with these modules in the place of those with these ids; the configuration stays the same."""
     return copy.deepcopy(module, parts | {id(module.config): module.config})
 

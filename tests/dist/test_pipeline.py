@@ -310,6 +310,6 @@ def test_padding_is_a_document_of_its_own():
     first, second = pad_together(batches, 4)
     assert first["input_ids"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
     assert first["labels"].tolist() == [[1, 1, 1, -100, -100, -100, -100, -100], [-100] * 8]
-    assert first["position_ids"][0].tolist() == [0, 1, 0, 0, 1, 2, 3, 4]
+    assert first["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2, 3, 4], [*range(8)]]
     assert second["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
     assert first["id"].tolist() == [1]

@@ -12,6 +12,7 @@ from tests.dist.test_tasks import PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.tiny import run_task_here, tiny_text_config
 
 NO_CUTS = {**PLAIN, "expert_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
+NO_CUTS["pipeline_schedule"] = "1f1b"
 LORA = {"rank": 4, "alpha": 8, "init_weights": "default"}
 
 TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {

@@ -2,15 +2,24 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sfumato.config.load import merge
+from sfumato.parallel.stages import TWO_STAGES
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
-from tests.tiny import run_task_here
-from tests.tiny_vision import audio_row, image_row, media_row, tiny_media_config, tiny_vision_config
+from tests.tiny import run_task_here, write_config
+from tests.tiny_vision import (
+    audio_row,
+    image_row,
+    media_row,
+    tiny_media_config,
+    tiny_vision_config,
+    tiny_vision_description,
+)
 from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
 
 PARTS = {"model": {"freeze": [r"visual\.blocks", r"embed_tokens"]}}
@@ -58,11 +67,53 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+PIPELINES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "pp": (2, "qwen2_5_vl", {}, {}),
+    "pp, gpipe, older positions": (2, "qwen2_vl", {"pipeline_schedule": "gpipe"}, {}),
+    "pp, zbv": (2, "qwen3_vl", {"pipeline_schedule": "zbv"}, {}),
+    "pp, interleaved": (2, "qwen2_5_vl", {"pipeline_schedule": "interleaved_1f1b"}, {}),
+    "pp, features of later layers": (2, "qwen3_vl", {}, {}),
+    "pp, experts": (2, "qwen3_vl_moe", {}, {}),
+    "pp, tiles": (2, "internvl", {}, {}),
+    "pp, tiles of an image": (2, "llava_onevision", {}, {}),
+    "pp, a weight beside": (2, "llava_next", {}, {}),
+    "pp, a class token": (2, "llava", {}, {}),
+    "pp, GLM": (2, "glm4v", {}, {}),
+    "pp, SmolVLM": (2, "smolvlm", {}, {}),
+    "pp, padded rows": (2, "qwen2_5_vl", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
+    "pp, meta, recompute": (2, "qwen2_5_vl", {"init_device": "meta", "activation_checkpointing": "full"}, {}),
+    "pp, parts frozen, rate by part": (
+        2,
+        "qwen2_5_vl",
+        {"param_groups": [{"match": "visual", "lr_scale": 0.1}]},
+        PARTS,
+    ),
+    "pp, adapters": (
+        2,
+        "qwen2_5_vl",
+        {},
+        {"model": {"lora": {"rank": 4, "alpha": 8, "init_weights": "default"}}},
+    ),
+    "pp x fsdp2": (4, "qwen3_vl", {}, {}),
+    "pp x ddp": (4, "qwen2_5_vl", {"data_parallel_mode": "ddp"}, {}),
+    "pp x tp": (4, "qwen2_5_vl", {"tensor_parallel_size": 2}, {}),
+    "pp x tp, features of later layers": (4, "qwen3_vl", {"tensor_parallel_size": 2}, {}),
+}
+MODES |= {
+    name: (num, kind, {"pipeline_parallel_size": 2} | train, settings)
+    for name, (num, kind, train, settings) in PIPELINES.items()
+}
+
+
 @pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses")))
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     num_ranks, kind, train, settings = MODES[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
     config = merge(tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2}), settings)
+    if train.get("pipeline_schedule") in TWO_STAGES:
+        deep = tiny_vision_description(kind)
+        deep["text_config"]["num_hidden_layers"] = 4
+        write_config(deep, Path(config["model"]["config_path"]))
     rows = [image_row(index if index % 4 == 2 else 3 * index) for index in range(24)]  # most have no image
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from sfumato.config.load import merge
+from sfumato.config.load import load_config, merge
+from sfumato.config.text import TrainTextConfig
+from sfumato.models.language_load import build_language_model
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
 from tests.tiny_vision import tiny_media_config, tiny_vision_config
 from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
@@ -75,6 +78,32 @@ def test_a_run_begins_from_the_folder_that_another_exported(settings: dict, whol
     plain, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert plain.config.model_type == "qwen3_vl"
+
+
+ENCODERS = r"\.(visual|vision_tower|vision_model)\."
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "glm4v", "internvl", "llava", "llava_next", "llava_onevision")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*FAMILIES, "smolvlm"])
+def test_families_are_trained_exported_and_go_on_with_their_processor(kind: str, tmp_path: Path) -> None:
+    """Frozen encoders are exported as they were drawn; the folder has what the images are read with."""
+    if kind == "smolvlm":
+        pytest.importorskip("num2words", reason="transformers' processor of SmolVLM asks for it")
+    settings = tiny_vision_config(tmp_path, kind, train={"max_steps": 2}, model={"freeze": [ENCODERS]})
+    config = load_config(TrainTextConfig, overrides=settings)
+    drawn = build_language_model(config.model, config.train, data_type=config.data.data_type).plain.state_dict()
+    path = str(run_task_here("train_text", settings) / "hf_ckpt")
+    plain, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+    assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    same = {name for name, weight in plain.state_dict().items() if torch.equal(weight, drawn[name])}
+    assert any(re.search(ENCODERS, name) for name in same)
+    assert {name for name, _ in plain.named_parameters() if re.search(ENCODERS, name)} <= same
+    assert not all(name in same for name, _ in plain.named_parameters())
+    model = {"model_path": path, "config_path": None, "tokenizer_path": None}
+    train = {"output_dir": str(tmp_path / "again"), "max_steps": 1}
+    again = run_task_here("train_text", merge(settings, {"model": model, "train": train}))
+    assert evaluated(again, 0) == evaluated(tmp_path / "run", 2)
 
 
 def preferred(folder: Path, name: str) -> list[float]:

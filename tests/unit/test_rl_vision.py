@@ -39,7 +39,9 @@ from tests.tiny import run_task_here
 from tests.tiny_vision import picture
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3")]
+SLOW_KINDS = ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma4")
+SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision")
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS]
 IMAGE_TOKEN = 261
 
 
@@ -79,7 +81,7 @@ def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
 
 def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) -> list[TokenSequence]:
     """Three answers to each prompt by the embedded engine."""
-    engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision, **settings)
+    engine = EmbeddedEngine(model.module, vision=model.vision, **settings)
     asked = [prompt for prompt in prompts for _ in range(3)]
     requests = [GenerationRequest(each.token_ids, seed, most, images=each.images) for seed, each in enumerate(asked)]
     stop = tuple(model.vision.reader.media_tokens())

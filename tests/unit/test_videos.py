@@ -61,6 +61,7 @@ def inputs_of(model, row):
 
 
 SLOW = [("qwen2_vl", "packed"), ("qwen2_5_vl", "documents"), ("qwen3_vl", "packed"), ("qwen3_vl_moe", "packed")]
+SLOW += [("qwen3_5", "documents"), ("qwen3_5_moe", "documents")]
 
 
 @pytest.mark.parametrize(

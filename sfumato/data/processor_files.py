@@ -1,0 +1,54 @@
+"""The files of a transformers folder that say how images, videos and audio become tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""Their names."""
+
+
+def save_processor(processor: Any, media: Sequence[str], folder: Path, source: Path | None) -> None:
+    """Writes what transformers loads a processor from.
+
+    Args:
+        processor: transformers' processor of a model that sees or hears.
+        media: what it is used for: image, and video or audio or both, or audio alone.
+        folder: where to.
+        source: the folder that the model came from, whose files stay as they are; None: it was described.
+    """
+    if "image" in media:
+        processor.image_processor.save_pretrained(folder)
+    if source is None:
+        _write(folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)})
+    if "audio" in media:
+        file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
+        image = json.loads(file.read_text(encoding="utf-8")) if "image" in media else {}
+        processor.feature_extractor.save_pretrained(folder)
+        _write(file, json.loads(file.read_text(encoding="utf-8")) | image)
+    if "video" in media:
+        _write(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
+    for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
+        if path.name in PROCESSOR_FILES:
+            shutil.copyfile(path, folder / path.name)
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    """What a processor was made with, without its parts."""
+    named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
+    return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
+
+
+def _write(path: Path, said: dict[str, Any]) -> None:
+    path.write_text(f"{json.dumps(said, indent=2)}\n", encoding="utf-8")
