@@ -71,7 +71,7 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
         ConfigError: when transformers has no processor of a known kind for it, or the folder lacks its files.
         MissingDependencyError: when its images need torchvision.
     """
-    processor = _build_processor(described, folder, tokenizer)
+    processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
@@ -144,8 +144,9 @@ def _omni_positions(base: Any) -> Any:
     return positions
 
 
-def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
-    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
+def build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
+    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing. Its
+    chat template becomes the tokenizer's."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -154,7 +155,7 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
         raise ConfigError(f"transformers has no processor for {kind}")
-    images = _made_image_processor(described) if folder is None else _read_image_processor(folder)
+    images = _made_image_processor(described) if folder is None else read_image_processor(folder)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
     settings = {key: value for key, value in settings.items() if key in parameters and not key.endswith("processor")}
@@ -218,7 +219,8 @@ def _build_audio(described: Any, folder: Path | None) -> Any:
     return WhisperFeatureExtractor(feature_size=described.audio_config.num_mel_bins)
 
 
-def _read_image_processor(folder: Path) -> Any:
+def read_image_processor(folder: Path) -> Any:
+    """transformers' image processor of a folder, by Pillow. Raises ConfigError, MissingDependencyError."""
     from transformers import AutoImageProcessor
 
     try:
@@ -240,7 +242,7 @@ def _made_image_processor(described: Any) -> Any:
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    kind, vision = described.model_type, described.vision_config
+    kind, vision = described.model_type, getattr(described, "vision_config", None)
     names = (
         IMAGE_PROCESSOR_MAPPING_NAMES.get(kind)
         or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe").removesuffix("_thinker"))
@@ -255,6 +257,9 @@ def _made_image_processor(described: Any) -> Any:
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
         settings["image_grid_pinpoints"] = described.image_grid_pinpoints
     size = getattr(vision, "image_size", None)
+    if kind == "chameleon":
+        edge = described.vq_config.resolution
+        settings |= {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
     if known["merge_size"] is None and size is not None:
         size = size if isinstance(size, int) else size[0]
         settings["size"] = {"height": size, "width": size}
@@ -264,6 +269,8 @@ def _made_image_processor(described: Any) -> Any:
 
 def _tokens_per_tile(described: Any) -> int:
     """Tokens of the language model for an image, or a tile of one, of the encoder's size."""
+    if described.model_type == "chameleon":
+        return (described.vq_config.resolution // 2 ** (len(described.vq_config.channel_multiplier) - 1)) ** 2
     if getattr(described, "mm_tokens_per_image", None):
         return described.mm_tokens_per_image
     size, edge = (
