@@ -22,7 +22,7 @@ from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.drawing import draw_images
-from tests.tiny import run_task_here, weights_in, write_config
+from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import picture
 
@@ -49,9 +49,9 @@ def exported(trained: tuple[str, dict[str, Any], Path]) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def again(trained: tuple[str, dict[str, Any], Path], exported: tuple[Any, Any]) -> Any:
-    """The export as the model that is trained, on a mesh, with its data; of both some weights are larger, so that it
+    """The export as the model that is trained, on a mesh, with its data; what draws with Janus is drawn anew in both, so that it
     shows which code stands where."""
-    kind, config, run = trained
+    _, config, run = trained
     model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
     parsed = load_config(TrainOmniConfig, write_config(merge(config, {"model": model}), run / "again.yaml"))
     mesh, built = build_mesh(parsed.train), build_omni_model(parsed)
@@ -60,9 +60,10 @@ def again(trained: tuple[str, dict[str, Any], Path], exported: tuple[Any, Any]) 
     loader, validation, _ = open_text_data(parsed, built.tokenizer, mesh, *given)
     built.parallelize(mesh, parsed.train)
     for model in (exported[0], built.plain):
-        for name, parameter in model.named_parameters():
-            if kind == "janus" and "generation_" in name:
-                parameter.data *= 5
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in sorted(model.named_parameters()):
+            if "generation_" in name:
+                parameter.data.normal_(generator=generator)
     return built, loader, validation
 
 
@@ -176,6 +177,32 @@ def test_drawings_are_those_of_transformers_generate(trained: Any, exported: Any
     (expected,) = built.image_tokenizer.decode([codes])
     assert np.array_equal(image, expected)
     assert np.array_equal(np.asarray(pixels), expected)
+
+
+def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path) -> None:
+    """Codes are what is learned from; ends of lines are given. The export is transformers' model again."""
+    kind, _, run = trained
+    folder = str(run / "hf_ckpt")
+    size = {"size": [16, 24]} if kind == "emu3" else {}
+    rollout = {"kind": {"type": "drawing", "image_tokenizer": folder, **size}, "max_new_tokens": 8}
+    config = tiny_text_rl_config(tmp_path)
+    config["data"] = {name: each for name, each in config["data"].items() if name != "chat_template"}
+    config["data"]["synthetic"] = {"problem": "draw"}
+    parts = {"rollout": rollout, "reward": {"rewards": [{"type": "brightness"}]}, "train": {"max_steps": 2}}
+    config = merge(config, parts) | {"model": {"model_path": folder}}
+    out = run_task_here("rl_text", config)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    number = {"emu3": 6, "janus": 4}[kind]
+    assert lines[-1]["step"] == 2 and lines[-1]["rollout/tokens_per_sample"] == number
+    print(lines)
+    _, info = PUBLISHED[kind].from_pretrained(out / "hf_ckpt", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before, after = weights_in(run / "hf_ckpt"), weights_in(out / "hf_ckpt")
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed and not any("vqmodel" in name for name in changed)
+    assert kind == "emu3" or any("generation_head" in name for name in changed)
+    one, other = (AutoProcessor.from_pretrained(each / "hf_ckpt", backend="pil").to_dict() for each in (run, out))
+    assert one == other
 
 
 def _emu3_generated(plain: Any, processor: Any, prompt: Any) -> tuple[list[int], Any]:

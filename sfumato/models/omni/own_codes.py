@@ -81,9 +81,13 @@ class OwnCodes(ABC):
         """transformers' class of the whole model."""
 
     @classmethod
-    def module_class(cls) -> Any:
-        """The class of the module that is trained."""
+    def module_class(cls, has_images: bool) -> Any:
+        """The class of the module that is trained, on data with images or without."""
         return cls.published_class()
+
+    @classmethod
+    def prepare(cls, module: nn.Module, described: Any, tokenizer: Any) -> None:
+        """Tells a module which tokens those around images are."""
 
     @classmethod
     @abstractmethod
@@ -182,6 +186,19 @@ class Emu3Codes(OwnCodes):
         return Emu3ForConditionalGeneration
 
     @classmethod
+    def module_class(cls, has_images: bool) -> Any:
+        from sfumato.models.omni.over_codes import Emu3OfCodes
+
+        return cls.published_class() if has_images else Emu3OfCodes
+
+    @classmethod
+    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
+        known = described.vocabulary_map
+        first = known[cls.code_name(0)]
+        stop, line_end = first + described.vq_config.codebook_size, known[cls.LINE_END]
+        module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end
+
+    @classmethod
     def code_name(cls, code: int) -> str:
         return f"<|visual token {code:06d}|>"
 
@@ -250,10 +267,14 @@ class JanusCodes(OwnCodes):
         return JanusForConditionalGeneration
 
     @classmethod
-    def module_class(cls) -> Any:
-        from sfumato.models.omni.janus import JanusOfCodes
+    def module_class(cls, has_images: bool) -> Any:
+        from sfumato.models.omni.over_codes import JanusOfCodes
 
         return JanusOfCodes
+
+    @classmethod
+    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
+        module.around_image = tokenizer.boi_token_id, tokenizer.eoi_token_id
 
     @classmethod
     def names_in_vocabulary(cls, codebook_size: int) -> list[str]:

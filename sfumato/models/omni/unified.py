@@ -95,6 +95,8 @@ class UnifiedModel(OmniModel):
     """The tokenizer as it came, which is exported: the other one has the codes as tokens that text is cut into."""
     own_build: Callable[[], nn.Module]
     """Makes the plain model of transformers' own class."""
+    has_plain_output: bool
+    """Whether logits are what one output layer gives."""
     processor: Any
     """transformers' processor with the tokenizer as it came."""
 
@@ -120,7 +122,7 @@ class UnifiedModel(OmniModel):
                 f"train: a {self.image_tokenizer.kind} model takes data parallelism, ddp or fsdp2, alone: set the other "
                 "sizes to 1"
             )
-        if self._chunked and not self.image_tokenizer.has_plain_output:
+        if self._chunked and not self.has_plain_output:
             raise ConfigError(
                 f"train.chunked_loss: the logits of a {self.image_tokenizer.kind} model are more than one output layer: "
                 "set it to false"
@@ -195,13 +197,14 @@ def build_unified(
     if config.tokenizer_path == BYTES:
         size_of_codebook = getattr(described.vq_config, "codebook_size", None) or described.vq_config.num_embeddings
         add_own_tokens(own_tokenizer, described, family.names_in_vocabulary(size_of_codebook))
-    cls, published = family.module_class(), family.published_class()
+    has_images = data_type is not None and data_type.has_images
+    cls, published = family.module_class(has_images), family.published_class()
 
     def finish(module: nn.Module) -> None:
-        if not family.sees_codes:
-            module.around_image = own_tokenizer.boi_token_id, own_tokenizer.eoi_token_id
+        module.__class__ = cls  # transformers reads weights of its own classes alone by their published names
+        family.prepare(module, described, own_tokenizer)
 
-    module, make = build_module(config, train, described, _OneClass(cls), trains, finish)
+    module, make = build_module(config, train, described, _OneClass(published), trains, finish)
     check_vocabulary(module, own_tokenizer)
     if codes is not None or source is not None:
         vq = read_vq(codes or source, described)
@@ -218,7 +221,7 @@ def build_unified(
     processor.tokenizer = tokenizer
     begin_as_processor(processor)
     vision = None
-    if data_type is not None and data_type.has_images:
+    if has_images:
         arguments = [name for name in ("pixel_values",) if not family.sees_codes]
         edge = 1 if family.sees_codes else described.vision_config.patch_size
         kind = CodeReader if family.sees_codes else DrawingReader
@@ -228,6 +231,7 @@ def build_unified(
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
     model = UnifiedModel(module, tokenizer, *settings)
     model.own_tokenizer, model.processor, model.image_tokenizer = own_tokenizer, own_processor, image_tokenizer
+    model.has_plain_output = family.has_plain_output and cls is published
     model.own_build = partial(published._from_config, copy.deepcopy(described))
     if family.draws:
         model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)

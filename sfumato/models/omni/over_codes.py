@@ -1,7 +1,7 @@
-"""Janus over one vocabulary: tokens of its text, and after them the codes of images.
+"""Janus and Emu3 as causal models of what they draw: which tokens can follow is what the model says.
 
-transformers' ``forward`` says logits of text alone; what draws is called from within ``generate``. Here the same modules
-are called in the same order in one forward pass, so that training, drawing and RL are those of a causal model.
+All modules and weights are transformers' own. Janus' ``forward`` says logits of text alone, and what draws is called
+from within ``generate``; here the same modules are called in the same order in one forward pass.
 """
 
 from __future__ import annotations
@@ -10,11 +10,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import JanusForConditionalGeneration
+from transformers import Emu3ForConditionalGeneration, JanusForConditionalGeneration
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 IMPOSSIBLE = -1e9
 """The logit of a token that cannot follow: its probability is 0, and finite times it is 0."""
+
+
+class Emu3OfCodes(Emu3ForConditionalGeneration):
+    """Emu3 whose images have codes alone within their lines, the constraint that transformers' pages of Emu3 draw with.
+
+    Where an image or a line of it begins and after a code, other tokens than codes have no probability. Ends of lines
+    are given, so it need not say them; it is not for images that are learned from (``tasks/train_omni.py``).
+    """
+
+    within_image: tuple[int, int, int, int]
+    """The first code and the one after the last, the token before the first code, and the one that ends a line."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **more: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits ``[B, K, V]`` of tokens int64 ``[B, T]``; the rest as transformers' own."""
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **more,
+        )
+        first, stop, begin, line_end = self.within_image
+        draws = (input_ids >= first) & (input_ids < stop) | (input_ids == begin) | (input_ids == line_end)
+        tokens = torch.arange(output.logits.shape[-1], device=input_ids.device)
+        is_code = (tokens >= first) & (tokens < stop)
+        output.logits = output.logits.masked_fill(draws[:, _kept(logits_to_keep), None] & ~is_code, IMPOSSIBLE)
+        return output
 
 
 class JanusOfCodes(JanusForConditionalGeneration):
@@ -59,7 +97,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
             use_cache=use_cache,
             **more,
         )
-        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        columns = _kept(logits_to_keep)
         hidden = output.last_hidden_state[:, columns]
         begin, end = self.around_image
         is_last = _run_lengths(is_code) == self.config.vision_config.num_image_tokens
@@ -77,3 +115,7 @@ def _run_lengths(wanted: Tensor) -> Tensor:
     """Of each token of ``[B, T]`` that is wanted how many follow each other up to it; 0 of others."""
     counts = wanted.cumsum(dim=1)
     return counts - counts.masked_fill(wanted, 0).cummax(dim=1).values
+
+
+def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
