@@ -55,7 +55,7 @@ def main(config: TrainOmniConfig) -> None:
     run = start_run(config, mesh, "train_omni")
 
     model = build_omni_model(config)
-    check_length(model.module.config, config.data.max_seq_len)
+    check_length(model.module.config.get_text_config(), config.data.max_seq_len)
     flops, flops_of_image = FlopCount(model.module, model.vision), model.flops_of_image()
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
@@ -77,9 +77,9 @@ def main(config: TrainOmniConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        hidden = (config.draw.prompt_dropout, config.train.seed, step, model.tokenizer.pad_token_id)
+        hidden = (config.draw.prompt_dropout, config.train.seed, step, model.tokenizer.pad_token_id, model.kept_token)
         batches = [drop_prompts(batch, model.codes, *hidden) for batch in batches]
-        counts = count_tokens(batches, model.codes, mesh)
+        counts = count_tokens(batches, model, mesh)
         losses, seen = forward_backward(model, batches, counts, config, step)
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", losses, seen)
         lr = schedule.get_last_lr()[0]
@@ -124,10 +124,10 @@ def make_image_tokenizer(model: OmniModelConfig) -> None:
         importlib.import_module("train_image_tokenizer").main(made)  # beside this file
 
 
-def count_tokens(batches: list[TextBatch], codes: range, mesh: Mesh) -> dict[str, float]:
+def count_tokens(batches: list[TextBatch], model: OmniModel, mesh: Mesh) -> dict[str, float]:
     """Tokens of each kind that the loss mask holds, of all ranks."""
     labels = [batch.tensors["labels"] for batch in batches]
-    image = sum(int(is_image(each, codes).sum()) for each in labels)
+    image = sum(int(is_image(each, model.codes, model.line_end).sum()) for each in labels)
     return mesh.sum_dict({"text": float(sum(batch.num_tokens for batch in batches) - image), "image": float(image)})
 
 
@@ -151,7 +151,7 @@ def code_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of ``-log p`` over the text tokens of a micro-batch's loss mask, and over the codes of its images."""
     losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
-    drawn = is_image(row["labels"], model.codes)
+    drawn = is_image(row["labels"], model.codes, model.line_end)
     return losses[~drawn].sum(), losses[drawn].sum()
 
 
@@ -189,7 +189,7 @@ def evaluate(
     names = ("loss/text", "loss/image", "text", "image")
     sums, losses_of = dict.fromkeys(names, 0.0), flow_losses if model.has_head else code_losses
     for index, scores, row in model.score(validation.batches):
-        drawn = is_image(row["labels"], model.codes)
+        drawn = is_image(row["labels"], model.codes, model.line_end)
         losses = losses_of(model, scores, row, validation.batches[index], config.train.seed, 0)  # always the same noise
         found = *losses, ((row["labels"] != IGNORED) & ~drawn).sum(), drawn.sum()
         sums = {name: sums[name] + float(each) for name, each in zip(names, found, strict=True)}

@@ -62,21 +62,23 @@ class TrainImageTokenizerConfig(Section):
 class OmniModelConfig(Section):
     """A model that understands and draws images: its parts, and what of them is trained."""
 
-    foundation: PartConfig
+    unified: PartConfig | None = None
+    """A model of transformers that sees and draws by itself (Emu3, Janus); instead of foundation and encoder."""
+    foundation: PartConfig | None = None
     """A causal language model of transformers; tokens of images are added to its vocabulary."""
-    encoder: PartConfig
+    encoder: PartConfig | None = None
     """A vision encoder of transformers (CLIP, SigLIP, DINOv2, ...), whose patches are projected to tokens."""
     projector: FilePath | None = None
     """Folder `hf_ckpt` of a run of this task, whose projector is taken; null draws its weights."""
-    image_tokenizer: FilePath
+    image_tokenizer: FilePath | None = None
     """Folder of diffusers' VQModel, the codes of which are tokens that are drawn, or with head of its AutoencoderKL,
-    whose latents are; it is not trained."""
+    whose latents are; it is not trained. A unified model has its own; of one that is described, the folder of that."""
     head: PartConfig | None = None
     """diffusers' SD3Transformer2DModel, which draws latents by flow matching, told hidden states of the foundation."""
     image_tokenizer_made_by: FilePath | None = None
     """YAML file of tasks/train_image_tokenizer.py that makes image_tokenizer; it is run first when that is missing."""
     tokenizer_path: FilePath | None = None
-    """Folder of the tokenizer; null takes foundation.model_path. `bytes` is one of 259 tokens that needs no folder."""
+    """Folder of the tokenizer; null takes the model's. `bytes` is one of 259 tokens that needs no folder."""
     freeze: list[Expression] = []
     """Regular expressions; weights whose names contain one are not trained: `language_model|lm_head`, `vision_tower`,
     or both, which trains the projector alone."""
@@ -86,7 +88,22 @@ class OmniModelConfig(Section):
     """How packed rows reach the model: as they are, or a row for each document; auto measures which is right."""
 
     @model_validator(mode="after")
-    def _has_tokenizer(self) -> OmniModelConfig:
+    def _has_parts(self) -> OmniModelConfig:
+        if self.unified is not None:
+            refuse_needless(
+                self,
+                "model",
+                ("foundation", "encoder", "projector", "head"),
+                "with model.unified, which is whole: remove it",
+            )
+            if self.unified.model_path is not None and self.image_tokenizer is not None:
+                raise ValueError("model.image_tokenizer: the folder of model.unified has one: remove it")
+            if self.unified.config_path is not None and self.tokenizer_path is None:
+                raise ValueError("model.unified.config_path needs model.tokenizer_path: bytes")
+            return self
+        for name in ("foundation", "encoder", "image_tokenizer"):
+            if getattr(self, name) is None:
+                raise ValueError(f"model.{name} is missing: give it, or a model.unified, which is whole")
         if self.foundation.model_path is None and self.tokenizer_path is None:
             raise ValueError("model.foundation.config_path needs model.tokenizer_path, the folder of the tokenizer")
         if self.head is not None and self.image_tokenizer_made_by is not None:
@@ -106,6 +123,8 @@ class DrawConfig(Section):
     """Classifier-free guidance of the evaluation, on logits; 1 is none."""
     temperature: float = Field(1.0, ge=0)
     """Of the codes that the evaluation draws; 0 takes the likeliest."""
+    size: tuple[int, int] | None = None
+    """Height and width in pixels of what a unified model draws that draws any size (Emu3); null: its own."""
     num_prompts: int = Field(32, ge=1)
     """Most prompts of the validation set that are drawn."""
     reward: Annotated[Any, Variant("sfumato.rewards")] | None = None
@@ -142,7 +161,9 @@ class TrainOmniConfig(Section):
     def _fits(self) -> TrainOmniConfig:
         if not self.data.data_type.draws:
             raise ValueError("data.data_type must be omni_conversation; tasks/train_text.py trains on the others")
-        if self.train.init_device == "meta":
+        if self.draw.size is not None and self.model.unified is None:
+            raise ValueError("draw.size is of model.unified: an image tokenizer that has a folder knows its size")
+        if self.train.init_device == "meta" and (self.model.unified is None or self.model.unified.model_path is None):
             raise ValueError("train.init_device meta is not for models that are put together here: take cpu")
         if self.model.head is not None and self.train.data_parallel_mode == "fsdp1":
             raise ValueError("train.data_parallel_mode fsdp1 cannot gather model.head apart: take fsdp2 or ddp")

@@ -28,6 +28,29 @@ DRAWN = "drawn_latents"
 """What latents of a document's images that are drawn are called beside its tokens."""
 
 
+@dataclass(frozen=True)
+class ImageText:
+    """How the codes of an image that is drawn stand in text."""
+
+    opening: str = START
+    """What stands before the first code."""
+    closing: str = END
+    """What stands after the last."""
+    code: str = CODE
+    """The token of a code, a format of its number."""
+    columns: int = 0
+    """Codes of a line; 0 where lines are not told apart."""
+    line_end: str = ""
+    """The token after each line."""
+
+    def of(self, codes: Sequence[int]) -> str:
+        """The text of an image by its codes, line by line."""
+        size = self.columns or len(codes)
+        names = [self.code.format(code) for code in codes]
+        lines = ["".join(names[start : start + size]) for start in range(0, len(names), size)]
+        return self.opening + "".join(line + self.line_end for line in lines) + self.closing
+
+
 def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
     """Gives a tokenizer those of these tokens that it has not. Returns the first code's; the others follow it."""
     names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
@@ -53,7 +76,7 @@ class DrawingReader(ImageReader):
 
     def codes(self, image: Any) -> str:
         """The text whose tokens are those of an image that is drawn."""
-        return START + "".join(CODE.format(code) for code in self.image_tokenizer.encode(image)) + END
+        return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
 
     @property
     def keeps_drawn(self) -> bool:

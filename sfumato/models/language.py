@@ -43,6 +43,8 @@ class LanguageModel(PackedModel[TokenScores]):
     """A causal transformers model with its tokenizer. The transformers modules are used as they are."""
 
     says: ClassVar[tuple[str, str]] = ("a log-probability", "log-probabilities")
+    can_be_served: ClassVar[bool] = True
+    """Whether vLLM and SGLang can draw what it draws."""
 
     def __init__(
         self,

@@ -32,6 +32,9 @@ from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
+SEES_CODES = ("emu3", "chameleon")
+"""Models that see images as codes of a tokenizer that is a part of them."""
+
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
 OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
 OTHER_KEYS |= {"global_head_dim", "num_global_key_value_heads"}
@@ -65,6 +68,10 @@ def build_language_model(
 
     sees = data_type is not None and data_type.has_images
     described = read_model_config(config, sees)
+    if is_unified(described, sees):
+        from sfumato.models.omni.unified import build_unified
+
+        return build_unified(config, train, described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     module, make = build_module(config, train, described, auto_class, train_base)
@@ -92,12 +99,19 @@ def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tup
 
     Args and errors as for ``build_language_model``.
     """
-    if not data_type.has_images:
+    if not data_type.has_images and not is_unified(read_model_config(config), False):
         return build_tokenizer(config), None
     section, on_meta = config.model_copy(update={"lora": None}), train.model_copy(update={"init_device": "meta"})
     model = build_language_model(section, on_meta, data_type=data_type)
-    assert model.vision is not None
-    return model.tokenizer, model.vision.reader
+    return model.tokenizer, None if model.vision is None else model.vision.reader
+
+
+def is_unified(described: Any, sees: bool) -> bool:
+    """Whether a model that transformers describes is one over text and codes of images (``omni/unified.py``). Janus,
+    where it sees and does not draw, is a model with an encoder like others."""
+    if described.model_type == "janus":
+        return not sees
+    return getattr(described, "vocabulary_map", None) is not None and described.model_type in SEES_CODES
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
@@ -193,12 +207,8 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
-    if sees and described.model_type in ("emu3", "chameleon"):
-        raise ConfigError(
-            f"models of type {described.model_type} see images as codes of a tokenizer that is a part of them, which "
-            "is not supported: take a model with a vision encoder, or put one together with tasks/train_omni.py"
-        )
-    if sees and getattr(described, "vision_config", None) is None and described.model_type not in HEAR:
+    known = (*SEES_CODES, *HEAR)
+    if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
         raise ConfigError(
             f"data.data_type with images: a model of type {described.model_type} sees none, and of those that hear "
             f"alone {' and '.join(HEAR)} is supported: take one that does, or a data.data_type without images "
@@ -242,6 +252,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             not sees
             and found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
             and found.model_type not in names
+            and not is_unified(found, False)
         ):
             raise ConfigError(
                 f"model.model_path {folder}: {found.model_type} is a model that sees images: take data.data_type "

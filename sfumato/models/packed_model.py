@@ -69,6 +69,8 @@ class PackedModel(ABC, Generic[Output]):
     """What makes batches of a model that sees."""
     frozen_names: frozenset[str] = frozenset()
     """Weights that are left as they are, by the names of the plain module."""
+    no_text: frozenset[int] = frozenset()
+    """Tokens besides those of images that the probe's random texts are without."""
 
     def __init__(
         self,

@@ -54,11 +54,10 @@ def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int)
 def text_tokens(model: PackedModel) -> Tensor:
     """Tokens that stand for text, int64."""
     size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
-    known = torch.arange(size)
-    if model.vision is None:
-        return known
-    special = torch.tensor(sorted({*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}))
-    return known[~torch.isin(known, special)]
+    known, special = torch.arange(size), set(model.no_text)
+    if model.vision is not None:
+        special |= {*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}
+    return known[~torch.isin(known, torch.tensor(sorted(special), dtype=torch.int64))]
 
 
 def sample_of(tokens: Tensor) -> TextSample:

@@ -49,7 +49,8 @@ def add_image_tokens(tokenizer: Any, described: Any) -> None:
 
 
 def _sees(described: Any) -> bool:
-    return getattr(described, "vision_config", None) is not None
+    """Whether it takes images, which become features of an encoder or codes."""
+    return any(getattr(described, name, None) is not None for name in ("vision_config", "vq_config"))
 
 
 def _named_tokens(described: Any) -> dict[str, str]:
@@ -86,7 +87,7 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
         ConfigError: when transformers has no processor of a known kind for it, or the folder lacks its files.
         MissingDependencyError: when its images need torchvision.
     """
-    processor = _build_processor(described, folder, tokenizer)
+    processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
     if not _sees(described):
         vision = Vision(ImageReader(processor, arguments, (1, 1.0), _least_samples(processor)), None)
@@ -191,8 +192,9 @@ def _processor_class(described: Any) -> Any:
     return cls
 
 
-def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
-    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing."""
+def build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
+    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing. Its
+    chat template becomes the tokenizer's."""
     kind, cls = described.model_type, _processor_class(described)
     hears = kind.endswith("_thinker") or not _sees(described)
     is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
@@ -205,7 +207,7 @@ def _build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any
     settings |= _made_settings(described, parameters) if folder is None else {}
     parts = {"tokenizer": tokenizer}
     if _sees(described):
-        parts["image_processor"] = _made_image_processor(described) if folder is None else _read_image_processor(folder)
+        parts["image_processor"] = _made_image_processor(described) if folder is None else read_image_processor(folder)
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, parts["image_processor"], folder)
     if "feature_extractor" in parameters:
@@ -295,7 +297,8 @@ def _build_audio(described: Any, folder: Path | None, cls: Any) -> Any:
     return found
 
 
-def _read_image_processor(folder: Path) -> Any:
+def read_image_processor(folder: Path) -> Any:
+    """transformers' image processor of a folder, by Pillow. Raises ConfigError, MissingDependencyError."""
     from transformers import AutoImageProcessor
 
     try:
@@ -317,7 +320,7 @@ def _made_image_processor(described: Any) -> Any:
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    kind, vision = described.model_type, described.vision_config
+    kind, vision = described.model_type, getattr(described, "vision_config", None)
     names = (
         IMAGE_PROCESSOR_MAPPING_NAMES.get(kind)
         or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe").removesuffix("_thinker"))
@@ -333,6 +336,9 @@ def _made_image_processor(described: Any) -> Any:
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
         settings["image_grid_pinpoints"] = described.image_grid_pinpoints
     size = getattr(vision, "image_size", None)
+    if kind == "chameleon":
+        edge = described.vq_config.resolution
+        settings |= {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
     if known["merge_size"] is None and size is not None:
         size = size if isinstance(size, int) else size[0]
         settings["size"] = {"height": size, "width": size}
@@ -347,6 +353,8 @@ def _made_image_processor(described: Any) -> Any:
 def _tokens_per_tile(described: Any) -> int:
     """Tokens of the language model for an image, or a tile of one, of the encoder's size; 0 where images have sizes of
     their own."""
+    if described.model_type == "chameleon":
+        return (described.vq_config.resolution // 2 ** (len(described.vq_config.channel_multiplier) - 1)) ** 2
     if getattr(described, "mm_tokens_per_image", None):
         return described.mm_tokens_per_image
     if not hasattr(described.vision_config, "image_size"):

@@ -10,7 +10,6 @@ import torch
 
 from sfumato.algorithms.noise import keyed_generator, keyed_normal
 from sfumato.config.omni import DrawConfig
-from sfumato.data.drawing import START
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_loader import AnsweredPrompt
@@ -42,18 +41,27 @@ def draw_images(
     Returns:
         uint8 ``[B, H, W, 3]``.
     """
-    pad, start = model.tokenizer.pad_token_id, model.tokenizer.convert_tokens_to_ids(START)
+    pad, columns = model.tokenizer.pad_token_id, model.image_tokenizer.text.columns
+    opening = model.tokenizer(model.image_tokenizer.text.opening, add_special_tokens=False)["input_ids"]
     kinds = [model.vision.reader.kinds(np.array(prompt.input_ids)) for prompt in prompts]
-    hidden = [np.where(kind == 0, pad, prompt.input_ids) for kind, prompt in zip(kinds, prompts, strict=True)]
+    stays = [
+        (kind != 0) | (np.array(prompt.input_ids) == model.kept_token)
+        for kind, prompt in zip(kinds, prompts, strict=True)
+    ]
+    hidden = [np.where(kept, prompt.input_ids, pad) for kept, prompt in zip(stays, prompts, strict=True)]
     rows = [(list(prompt.input_ids), prompt.images) for prompt in prompts]
     if guidance_scale != 1:
         rows += [(row.tolist(), prompt.images) for row, prompt in zip(hidden, prompts, strict=True)]
     if model.has_head:
-        return _denoised(model, [([*ids, start], images) for ids, images in rows], len(prompts), guidance_scale, seed)
+        return _denoised(
+            model, [([*ids, *opening], images) for ids, images in rows], len(prompts), guidance_scale, seed
+        )
     generators = [keyed_generator(seed, "drawn codes", index) for index in range(len(prompts))]
     drawn: list[list[int]] = [[] for _ in prompts]
-    for _ in range(model.image_tokenizer.num_codes):
-        texts = [[*ids, start, *drawn[index % len(prompts)]] for index, (ids, _) in enumerate(rows)]
+    for place in range(model.image_tokenizer.num_codes):
+        if place and model.line_end is not None and place % columns == 0:
+            drawn = [[*row, model.line_end] for row in drawn]
+        texts = [[*ids, *opening, *drawn[index % len(prompts)]] for index, (ids, _) in enumerate(rows)]
         logits = _next_logits(model, texts, [images for _, images in rows])[:, model.codes.start : model.codes.stop]
         if guidance_scale != 1:
             conditional, unconditional = logits.chunk(2)
@@ -64,7 +72,8 @@ def draw_images(
             else:
                 code = int(torch.multinomial((logits[index] / temperature).softmax(-1), 1, generator=generator))
             drawn[index].append(model.codes.start + code)
-    return model.image_tokenizer.decode([[token - model.codes.start for token in row] for row in drawn])
+    codes = [[token - model.codes.start for token in row if token in model.codes] for row in drawn]
+    return model.image_tokenizer.decode(codes)
 
 
 def _denoised(

@@ -354,6 +354,11 @@ def build_served(config: TextRLConfig) -> Any:
     """The engine that has weights of its own, started or found."""
     on_meta, data_type = config.train.model_copy(update={"init_device": "meta"}), config.data.data_type
     described = build_language_model(config.model, on_meta, data_type=data_type)
+    if not described.can_be_served:
+        raise ConfigError(
+            f"rollout.engine {config.rollout.engine.type}: {described.name} is drawn with in the run's own processes "
+            "alone: take embedded"
+        )
     seen = {"reader": described.vision.reader} if described.vision is not None else {}
     try:
         return config.rollout.engine.build(

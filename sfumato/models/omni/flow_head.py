@@ -24,6 +24,7 @@ from sfumato.algorithms.solvers import Euler
 from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import check_weights
+from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
 from sfumato.parallel.weights import refuse_not_finite
@@ -37,6 +38,8 @@ NUM_STEPS = 20
 
 class LatentTokenizer:
     """A frozen autoencoder with the size of its images. Every image has the same tokens; latents stand beside them."""
+
+    text = ImageText()
 
     def __init__(self, vae: Any, source: Path, patch: int) -> None:
         """Args are diffusers' AutoencoderKL, its folder, and the edge of the head's patches in latents."""

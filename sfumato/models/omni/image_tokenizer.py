@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import PartConfig
+from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 
@@ -74,6 +75,8 @@ class VqModel:
 
 class ImageTokenizer:
     """A frozen VQ model with the size of its images. It can be pickled."""
+
+    text = ImageText()
 
     def __init__(self, model: Any, source: Path) -> None:
         """Args are diffusers' VQModel, and its folder."""

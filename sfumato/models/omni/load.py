@@ -57,6 +57,10 @@ class OmniModel(LanguageModel):
     image_tokenizer: ImageTokenizer | LatentTokenizer
     codes: range
     """Tokens of the codes of images."""
+    line_end: int | None = None
+    """The token that ends a line of codes, of models that have one."""
+    kept_token: int | None = None
+    """The token that begins a text, where it stays when a prompt is hidden."""
     head_class: type[nn.Module] | None = None
     """The class of the flow head, which fsdp2 gives another name."""
 
@@ -164,6 +168,10 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
     Raises:
         ConfigError: when a part is missing or broken, or the parts do not fit together.
     """
+    if config.model.unified is not None:
+        from sfumato.models.omni.unified import build_unified_omni_model  # which is made of what stands here
+
+        return build_unified_omni_model(config)
     tokenizer = build_tokenizer(_tokenizer_config(config.model))
     image_tokenizer, head = _read_drawing(config.model), config.model.head
     first = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)

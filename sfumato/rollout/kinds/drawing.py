@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sfumato.config.paths import FilePath
-from sfumato.data.drawing import CODE, START
 from sfumato.data.prompt_template import PromptTemplate
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
+from sfumato.models.omni.own_codes import OwnCodes, family_of, read_own_codes
 from sfumato.rewards.base import load_once
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
@@ -22,24 +22,36 @@ from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceI
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingKind(RolloutKind):
-    """An image, code by code, of a language model that tasks/train_omni.py exports."""
+    """An image, code by code, of a model that tasks/train_omni.py exports, or of Emu3 or Janus."""
 
     type: ClassVar[str] = "drawing"
     modality: ClassVar[str] = "image"
 
     image_tokenizer: FilePath
-    """Folder of the image tokenizer, such as hf_ckpt/image_tokenizer of that export."""
+    """Folder of the image tokenizer, such as hf_ckpt/image_tokenizer of that export; of Emu3 and Janus that of the
+    model."""
+    size: tuple[int, int] | None = None
+    """Height and width in pixels of what Emu3 draws; null: its own."""
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            object.__setattr__(self, "size", tuple(self.size))
 
     def prepare(self, template: PromptTemplate) -> None:
         """Raises ConfigError when the tokenizer has not the tokens of this image tokenizer."""
-        last = CODE.format(_load(self.image_tokenizer).codebook_size - 1)
-        vocabulary = template.tokenizer.get_vocab()
-        missing = [name for name in (START, CODE.format(0), last) if name not in vocabulary]
+        drawn, vocabulary = self._tokenizer, template.tokenizer.get_vocab()
+        names = [drawn.text.code.format(code) for code in (0, drawn.codebook_size - 1)]
+        missing = [name for name in names if name not in vocabulary]
         if missing:
             raise ConfigError(
                 f"rollout.kind drawing: the tokenizer of model.model_path has no token {missing[0]}: take the folder "
-                "hf_ckpt/foundation of a run of tasks/train_omni.py with this image tokenizer"
+                "hf_ckpt/foundation of a run of tasks/train_omni.py with this image tokenizer, or for both the folder of "
+                "a model that draws by itself"
             )
+
+    @property
+    def _tokenizer(self) -> ImageTokenizer | OwnCodes:
+        return _load((self.image_tokenizer, self.size))
 
     async def draw(
         self,
@@ -52,18 +64,26 @@ class DrawingKind(RolloutKind):
     ) -> DrawnText:
         """As ``RolloutKind.draw``. A sample among whose tokens are others than codes has no image; it is a blank one,
         so that the policy learns not to draw such."""
-        drawn = _load(self.image_tokenizer)
-        start, first = template.tokenizer.convert_tokens_to_ids([START, CODE.format(0)])
-        sequence = SequenceInMaking([*prompt.token_ids, start])
-        room = min(limits.room(len(sequence), len(sequence)), drawn.num_codes)
-        if room < drawn.num_codes:
+        drawn, text = self._tokenizer, self._tokenizer.text
+        first = template.tokenizer.convert_tokens_to_ids(text.code.format(0))
+        opening = template.tokenizer(text.opening, add_special_tokens=False)["input_ids"]
+        line_end = [template.tokenizer.convert_tokens_to_ids(text.line_end)] if text.line_end else []
+        sequence, columns = SequenceInMaking([*prompt.token_ids, *opening]), text.columns or drawn.num_codes
+        starts = range(0, drawn.num_codes, columns)
+        needed = drawn.num_codes + len(line_end) * (len(starts) - 1)
+        if limits.room(len(sequence), len(sequence)) < needed:
             raise ConfigError(
-                f"rollout.max_new_tokens must be at least {drawn.num_codes}, the codes of an image, and there must be "
-                "room for them"
+                f"rollout.max_new_tokens must be at least {needed}, the codes of an image and the ends of its lines, "
+                "and there must be room for them"
             )
-        await sequence.draw(engine, keys.request_seed(), room, sampling)
-        tokens = sequence.token_ids[sequence.num_prompt_tokens :]
-        codes = [token - first for token in tokens]
+        codes: list[int] = []
+        for start in starts:
+            if start:
+                sequence.give(line_end)
+            line = await sequence.draw(engine, keys.request_seed(), columns, sampling, first_position=start)
+            codes += [token - first for token in line]
+            if len(codes) < start + columns:  # a token that ends an answer
+                break
         is_whole = len(codes) == drawn.num_codes and all(0 <= code < drawn.codebook_size for code in codes)
         blank = np.full((drawn.height, drawn.width, 3), 255, np.uint8)
         image = drawn.decode([codes])[0] if is_whole else blank
@@ -82,4 +102,13 @@ class DrawnImage(DrawnText):
         return replace(super().sample(prompt, group_id), image=self.image, text=None)
 
 
-_load = load_once(lambda folder: ImageTokenizer.from_folder(Path(folder)))
+def _read(source: tuple[str, tuple[int, int] | None]) -> ImageTokenizer | OwnCodes:
+    folder, size = Path(source[0]), source[1]
+    if family_of(folder) is not None:
+        return read_own_codes(folder, size)
+    if size is not None:
+        raise ConfigError("rollout.kind drawing: size is of Emu3; this image tokenizer knows its own: remove it")
+    return ImageTokenizer.from_folder(folder)
+
+
+_load = load_once(_read)

@@ -1,0 +1,245 @@
+"""Published models that understand and draw images, as transformers has them: Emu3, Janus; Chameleon, which sees.
+
+Nothing is put together: the model is transformers' own, trained as a language model over text and codes of images. Its
+image tokenizer is frozen, and makes codes when data is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sfumato.config.omni import TrainOmniConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.drawing import DrawingReader
+from sfumato.data.vision import ImageReader, Images, Tensors, Vision
+from sfumato.errors import ConfigError
+from sfumato.models.language_load import (
+    BYTES,
+    DTYPES,
+    build_module,
+    build_tokenizer,
+    check_vocabulary,
+    freeze,
+    read_model_config,
+    source_of,
+)
+from sfumato.models.omni.load import OmniModel
+from sfumato.models.omni.own_codes import FAMILIES, OwnCodes, read_vq
+from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
+from sfumato.models.vision_load import build_processor
+from sfumato.parallel.mesh import Mesh
+
+GENERATION = "generation_config.json"
+
+
+class CodeReader(DrawingReader):
+    """Images that are seen are codes in the text, as those that are drawn: nothing stands beside the tokens."""
+
+    image_tokenizer: OwnCodes
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
+        """As ``ImageReader.limited``, of Emu3."""
+        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        limits = {name: value for name, value in limits.items() if value is not None}
+        if not limits:
+            return self
+        images = copy.deepcopy(self.processor.image_processor)
+        if not all(hasattr(images, name) for name in limits):
+            return super().limited(min_pixels, max_pixels)
+        for name, value in limits.items():
+            setattr(images, name, value)
+        if images.min_pixels > images.max_pixels:
+            raise ConfigError(
+                f"data.data_type: images of at least {images.min_pixels} pixels and at most {images.max_pixels}: "
+                "min_pixels must not be above max_pixels (one that is null is the processor's)"
+            )
+        images.size = {"min_pixels": images.min_pixels, "max_pixels": images.max_pixels}
+        reader = copy.copy(self)
+        reader.processor, reader.image_tokenizer = copy.copy(self.processor), copy.copy(self.image_tokenizer)
+        reader.processor.image_processor = reader.image_tokenizer.images = images
+        return reader
+
+    def place(self, images: Sequence[Any]) -> tuple[list[str], np.ndarray]:
+        """The text of each image, codes included; no shapes, since no encoder sees it."""
+        return [self.image_tokenizer.shown(image) for image in images], np.zeros((len(images), 3), np.int32)
+
+    def tensors(self, images: Images) -> Tensors:
+        """None."""
+        return {}
+
+    def of_opened(self, media: Sequence[Any]) -> Tensors:
+        """None."""
+        return {}
+
+    def kinds(self, input_ids: np.ndarray) -> np.ndarray:
+        """1 of codes, 0 of all other tokens, those around an image among them."""
+        return np.isin(input_ids, self.image_tokenizer.ids).astype(np.int64)
+
+
+class UnifiedModel(OmniModel):
+    """transformers' own model that sees and draws, over text and codes."""
+
+    image_tokenizer: OwnCodes
+    can_be_served: ClassVar[bool] = False
+    own_tokenizer: Any
+    """The tokenizer as it came, which is exported: the other one has the codes as tokens that text is cut into."""
+    own_build: Callable[[], nn.Module]
+    """Makes the plain model of transformers' own class."""
+    has_plain_output: bool
+    """Whether logits are what one output layer gives."""
+    processor: Any
+    """transformers' processor with the tokenizer as it came."""
+
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
+        """Writes the model, its processor and tokenizer as transformers loads them by themselves."""
+        build, tokenizer, vision = self._build, self.tokenizer, self.vision
+        self._build, self.tokenizer, self.vision = self.own_build, self.own_tokenizer, None
+        try:
+            super(OmniModel, self).save_export(folder, weights, merge)
+        finally:
+            self._build, self.tokenizer, self.vision = build, tokenizer, vision
+        ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
+        if self.source is None:
+            self.processor.save_pretrained(folder)
+            self.image_tokenizer.generation_config(self.own_tokenizer).save_pretrained(folder)
+        elif (self.source / GENERATION).is_file():
+            shutil.copyfile(self.source / GENERATION, folder / GENERATION)
+
+    def _check(self, mesh: Mesh, config: Any) -> None:
+        super()._check(mesh, config)
+        if mesh.size != mesh.data_size or config.data_parallel_mode == "fsdp1":
+            raise ConfigError(
+                f"train: a {self.image_tokenizer.kind} model takes data parallelism, ddp or fsdp2, alone: set the other "
+                "sizes to 1"
+            )
+        if self._chunked and not self.has_plain_output:
+            raise ConfigError(
+                f"train.chunked_loss: the logits of a {self.image_tokenizer.kind} model are more than one output layer: "
+                "set it to false"
+            )
+
+
+class _OneClass:
+    """One class of modules, where one of transformers' auto classes is expected."""
+
+    def __init__(self, cls: Any) -> None:
+        self._cls, self._model_mapping = cls, {cls.config_class: cls}
+
+    def from_config(self, described: Any, trust_remote_code: bool, **settings: Any) -> nn.Module:
+        return self._cls._from_config(described, **settings)
+
+    def from_pretrained(self, folder: Path, trust_remote_code: bool, **settings: Any) -> nn.Module:
+        return self._cls.from_pretrained(folder, **settings)
+
+
+def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
+    """The model of ``model.unified``, which is trained to see and to draw. Raises ConfigError as ``build_unified``."""
+    own = config.model
+    section = LanguageModelConfig(
+        model_path=own.unified.model_path,
+        config_path=own.unified.config_path,
+        tokenizer_path=own.tokenizer_path,
+        freeze=own.freeze,
+        attention=own.attention,
+        rows=own.rows,
+    )
+    described = read_model_config(section, sees=True)
+    if described.model_type not in FAMILIES or not FAMILIES[described.model_type].draws:
+        names = ", ".join(sorted(name for name, family in FAMILIES.items() if family.draws))
+        raise ConfigError(
+            f"model.unified: models of type {described.model_type} are not trained to draw; these are: {names}"
+            + (
+                "; transformers' forward pass of chameleon gives codes of images no probability"
+                if described.model_type == "chameleon"
+                else ""
+            )
+        )
+    codes = None if own.image_tokenizer is None else Path(own.image_tokenizer)
+    return build_unified(section, config.train, described, config.data.data_type, config.draw.size, codes)
+
+
+def build_unified(
+    config: LanguageModelConfig,
+    train: TextTrainConfig,
+    described: Any,
+    data_type: Any = None,
+    size: Sequence[int] | None = None,
+    codes: Path | None = None,
+    trains: bool = True,
+) -> UnifiedModel:
+    """Loads or makes a model, and makes all of it but its image tokenizer trainable.
+
+    Args:
+        config, train: as for ``build_language_model``.
+        described: transformers' configuration.
+        data_type: the format of the data; one with images gets what reads them.
+        size: height and width of images that are drawn; None: the model's own.
+        codes: folder of the VQ model alone, of a model that is described.
+        trains: whether it is trained; a reference is not.
+
+    Raises:
+        ConfigError: as ``build_language_model``, and when its parts do not fit together.
+    """
+    if config.lora is not None:
+        raise ConfigError(f"model.lora: adapters of {described.model_type} models are not trained: remove it")
+    family, source = FAMILIES[described.model_type], source_of(config)
+    own_tokenizer = build_tokenizer(config)
+    if config.tokenizer_path == BYTES:
+        size_of_codebook = getattr(described.vq_config, "codebook_size", None) or described.vq_config.num_embeddings
+        add_own_tokens(own_tokenizer, described, family.names_in_vocabulary(size_of_codebook))
+    has_images = data_type is not None and data_type.has_images
+    cls, published = family.module_class(has_images), family.published_class()
+
+    def finish(module: nn.Module) -> None:
+        module.__class__ = cls  # transformers reads weights of its own classes alone by their published names
+        family.prepare(module, described, own_tokenizer)
+
+    module, make = build_module(config, train, described, _OneClass(published), trains, finish)
+    check_vocabulary(module, own_tokenizer)
+    if codes is not None or source is not None:
+        vq = read_vq(codes or source, described)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(train.seed)
+            vq = copy.deepcopy((make() if train.init_device == "meta" else module).model.vqmodel)
+    if codes is not None:
+        module.model.vqmodel.load_state_dict(vq.state_dict())
+    own_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, own_tokenizer)
+    image_tokenizer = family(vq, described, own_processor.image_processor, own_tokenizer, size)
+    tokenizer = with_codes(own_tokenizer, image_tokenizer)
+    processor = copy.copy(own_processor)
+    processor.tokenizer = tokenizer
+    begin_as_processor(processor)
+    vision = None
+    if has_images:
+        arguments = [name for name in ("pixel_values",) if not family.sees_codes]
+        edge = 1 if family.sees_codes else described.vision_config.patch_size
+        kind = CodeReader if family.sees_codes else DrawingReader
+        vision = Vision(data_type.limited(kind(processor, arguments, (edge, 1.0), image_tokenizer)), None)
+        image_tokenizer = vision.reader.image_tokenizer
+        own_processor.image_processor = image_tokenizer.images  # with the limits of the data
+    settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
+    model = UnifiedModel(module, tokenizer, *settings)
+    model.own_tokenizer, model.processor, model.image_tokenizer = own_tokenizer, own_processor, image_tokenizer
+    model.has_plain_output = family.has_plain_output and cls is published
+    model.own_build = partial(published._from_config, copy.deepcopy(described))
+    if family.draws:
+        model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)
+        line_end = image_tokenizer.text.line_end
+        model.kept_token = tokenizer.bos_token_id  # as transformers' generate of Janus leaves it
+        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None
+    model.no_text = frozenset(tokenizer.all_special_ids)
+    module.requires_grad_(trains)
+    if trains:
+        model.frozen_names = freeze(module, [r"\bvqmodel\."]) | freeze(module, config.freeze)
+    return model

@@ -1,0 +1,89 @@
+"""Tokenizers of published models that draw: codes of images among their tokens, and what a model made in code has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from tokenizers import AddedToken
+
+from sfumato.errors import ConfigError
+from sfumato.models.omni.own_codes import Emu3Codes, OwnCodes
+
+MADE = {
+    "emu3": {
+        "bos_token": "<|extra_203|>",
+        "boi_token": "<|image start|>",
+        "eoi_token": "<|image end|>",
+        "image_wrapper_token": "<|image token|>",
+        "eof_token": "<|extra_201|>",
+        "image_token": "<image>",
+    },
+    "janus": {
+        "bos_token": "<|begin|>",
+        "boi_token": "<begin_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_placeholder>",
+    },
+    "chameleon": {
+        "bos_token": "<s>",
+        "boi_token": "<racm3:break>",
+        "eoi_token": "<eoss>",
+        "sep_token": "<reserved08706>",
+        "image_token": "<image>",
+    },
+}
+"""Tokens that transformers' processors ask the tokenizer for."""
+
+
+def add_own_tokens(tokenizer: Any, described: Any, code_names: list[str]) -> None:
+    """Gives the tokenizer of bytes the tokens of a model that is described, and the description their ids.
+
+    Args:
+        tokenizer: changed.
+        described: transformers' configuration, changed.
+        code_names: tokens of the codes of images, of models that have them in their vocabulary.
+    """
+    named = dict(MADE[described.model_type])
+    lines = [Emu3Codes.LINE_END] if described.model_type == "emu3" else []
+    special = {name: named.pop(name) for name in ("bos_token", "sep_token") if name in named}
+    known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
+    more = [*known, *special.values(), *named.values(), *lines]
+    tokenizer.add_special_tokens({**special, "additional_special_tokens": more})
+    tokenizer._set_model_specific_special_tokens(named)  # so that they are saved with it
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in code_names], special_tokens=True)
+    if hasattr(described, "vocabulary_map"):
+        names = [*named.values(), *lines, *code_names]
+        described.vocabulary_map = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    described.image_token_id = tokenizer.image_token_id
+
+
+def with_codes(tokenizer: Any, images: OwnCodes) -> Any:
+    """A copy of a tokenizer that cuts text into codes of images, too, whose ids are those of the model.
+
+    Raises:
+        ConfigError: when its ids are others.
+    """
+    found = copy.deepcopy(tokenizer)
+    room = max(images.ids[0] - len(found), 0)
+    filling = [f"<|no_token_{index}|>" for index in range(room)]  # ids that the model has and no token
+    for names in (filling, images.names):
+        found.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    if found.convert_tokens_to_ids(images.names) != images.ids:
+        raise ConfigError(
+            f"the tokenizer's tokens of images, {images.names[0]} to {images.names[-1]}, have other ids than in the "
+            f"{images.kind} model: take the tokenizer of this model"
+        )
+    return found
+
+
+def begin_as_processor(processor: Any) -> None:
+    """Lets the chat template of a processor's tokenizer begin with the token that the processor begins every text with,
+    which is not in the templates of these models."""
+    tokenizer, text = processor.tokenizer, processor.tokenizer.chat_template
+    first = processor(text=["a"], return_tensors="np")["input_ids"][0][0]
+    if text is None or tokenizer.bos_token_id is None or first != tokenizer.bos_token_id:
+        return
+    message = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    if not tokenizer.apply_chat_template(message, tokenize=False).startswith(tokenizer.bos_token):
+        tokenizer.chat_template = "{{- bos_token }}" + text
