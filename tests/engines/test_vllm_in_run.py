@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from sfumato.errors import RoleLostError, WeightSyncError
 from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.rollout.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import Completion, EngineError
 from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.rollout.engines.weight_files import WeightFiles
 from sfumato.tracking.ending import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program
-from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config, weights_in
+from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,6 +58,7 @@ def config_of(folder: Path, model: Path, name: str, **engine: Any) -> dict[str, 
             "tolerance": 1e-3,
             "temperature": 0.8,
             "max_new_tokens": 150,
+            "dump": True,
         },
         "train": {"max_steps": 3, "lr": 1e-2, "output_dir": str(folder / name)},
     }
@@ -116,6 +118,13 @@ class InTheMiddle:
         self.hit += 1
 
 
+def drawn_in(folder: Path, step: int) -> dict[int, list[list[int]]]:
+    """The tokens of an iteration's samples."""
+    rollout = read_dump(dump_path(folder, step)).rollout
+    drawn = [[list(map(int, each.token_ids)) for each in some] for some in rollout.sequences]
+    return dict(zip(map(int, rollout.sample_ids), drawn, strict=True))
+
+
 def left_over() -> list[str]:
     """Processes of vLLM that are still there."""
     return [
@@ -144,8 +153,10 @@ def test_vllm_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     assert found.hit == 1 and 0 < found.lost <= SAMPLES
     assert "it is started anew, 1 of 3 times" in caplog.text
     assert left_over() == []
-    assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+    ours, theirs = (read_jsonl(each / "metrics.jsonl") for each in (folder, undisturbed))
+    for line, expected in zip(ours[:2], theirs[:2], strict=True):  # in which vLLM has batches of other sizes
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert drawn_in(folder, 2) == drawn_in(undisturbed, 2)
 
 
 def test_vllm_that_is_lost_in_every_batch_ends_the_run_with_what_was_done_saved(
