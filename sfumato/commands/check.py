@@ -33,6 +33,7 @@ from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
 from sfumato.models.planned import language_model_on_meta
+from sfumato.models.planned_drawing import KEYS_AND_VALUES
 from sfumato.models.planned_vision import vision_on_meta
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.run import quiet_libraries
@@ -128,6 +129,10 @@ def check_config(
     _say("building the model without memory, and predicting what it needs", show)
     try:
         found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
+        if isinstance(config, TextRLConfig) and KEYS_AND_VALUES not in found.model.largest.parts:
+            found.notes.append(
+                "not predicted: what this model keeps of tokens while they are drawn, no keys and values"
+            )
     except UserError as error:
         found.problems.append(str(error))
     return found
@@ -155,9 +160,6 @@ def _look_at_data(found: Findings, config: Section) -> None:
             found.data = check_text_data(config, *_tokenizer_of(found, config), found.layout)
         elif isinstance(config, TextRLConfig):
             found.data = check_text_prompt_data(config, *_tokenizer_of(found, config))
-            found.notes.append(
-                "not predicted: memory of keys and values while tokens are drawn, of entropies, and of a critic"
-            )
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)
         elif isinstance(config, TrainOmniConfig):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.algorithms.decay import FROZEN
+from sfumato.commands.check_text_rl import add_critic, add_drawing
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
@@ -106,11 +107,21 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     if isinstance(config, TrainTextConfig):
         flops, length = FlopCount(module, planned.vision), config.data.max_seq_len
         found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
-    found.ranks = plan_memory(planned, _used(config), layout.size)
+    found.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
     if limit is not None and needed(found.largest, on_gpu) > limit:
         tried = _what_helps(config, layout, on_gpu, limit, show)
         found.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
     return found
+
+
+def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None) -> list[RankMemory]:
+    """The memory of the first rank of each stage, with what a task has beside the model that it trains."""
+    ranks = plan_memory(planned, _used(config), layout.size)
+    if isinstance(config, TextRLConfig):
+        (rank,) = ranks
+        add_critic(rank, config, made_model(config.model), layout, on_gpu)
+        add_drawing(rank, config, planned, layout, limit)
+    return ranks
 
 
 def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
@@ -127,7 +138,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         has_reference = "reference" in config.algorithm.other_policies
         samples = train.global_batch_size or config.rollout.num_prompts * config.rollout.n
         sizes = config.max_seq_len, samples
-        rest = layout, on_gpu, has_reference, config.data.data_type
+        rest = layout, on_gpu, has_reference, config.data.data_type, config.algorithm.entropy_coef != 0
         return plan_text_policy(made_model(config.model), *sizes, train, *rest)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
@@ -190,19 +201,19 @@ def _what_helps(
     for number, (name, changes, is_combined) in enumerate(alone, start=1):
         together |= changes if is_combined else {}
         try:
-            yield name, _with(config, changes, layout, on_gpu)
+            yield name, _with(config, changes, layout, on_gpu, limit)
         except UserError:  # a change that this model does not allow is no advice
             continue
         finally:
             progress.update(number)
     progress.close()
     if len(together) > 1:
-        yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu)
+        yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu, limit)
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
         more = Layout.of(config.train, layout.size * times)
-        yield f"{more.size} processes instead of {layout.size}", (size := _with(config, {}, more, on_gpu))
+        yield f"{more.size} processes instead of {layout.size}", (size := _with(config, {}, more, on_gpu, limit))
         if size <= limit:
             return
 
@@ -232,7 +243,7 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False
 
 
-def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool) -> int:
+def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
     """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
     changes, model = dict(changes), config.model
     if (lora := changes.pop("model.lora", None)) is not None:
@@ -240,5 +251,5 @@ def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool
     train = config.train.model_copy(update=changes)
     changed = config.model_copy(update={"train": train, "model": model})
     layout = Layout.of(train, layout.size)
-    ranks = plan_memory(planned_of(changed, layout, on_gpu), _used(changed), layout.size)
+    ranks = _plan_ranks(changed, planned_of(changed, layout, on_gpu), layout, on_gpu, limit)
     return max(needed(rank, on_gpu) for rank in ranks)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from sfumato.config.base import Section
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import LoraConfig
+from sfumato.config.text import LanguageModelConfig
 
 
 class CriticConfig(Section):
@@ -23,3 +24,11 @@ class CriticConfig(Section):
     """Train low-rank adapters and the head; null trains all weights."""
     lr: float = Field(9e-6, gt=0)
     """Peak learning rate; everything else of the optimiser and of its schedule is as in train."""
+
+    def of_policy(self, policy: LanguageModelConfig) -> LanguageModelConfig:
+        """The critic's model section: the policy's with what the critic has of its own."""
+        own: dict[str, Any] = {"lora": self.lora}
+        if self.model_path is not None:
+            tokenizer = policy.tokenizer_path or policy.model_path
+            own |= {"model_path": self.model_path, "config_path": None, "tokenizer_path": tokenizer}
+        return policy.model_copy(update=own)

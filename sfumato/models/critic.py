@@ -51,11 +51,7 @@ class Critic:
         Raises:
             ConfigError: when it cannot be built or cut as configured, or computes something else than transformers.
         """
-        own: dict[str, Any] = {"lora": config.lora}
-        if config.model_path is not None:
-            tokenizer = policy.tokenizer_path or policy.model_path
-            own |= {"model_path": config.model_path, "config_path": None, "tokenizer_path": tokenizer}
-        self.model_config = policy.model_copy(update=own)
+        self.model_config = config.of_policy(policy)
         changed = {"lr": config.lr, "lr_min": min(train.lr_min, config.lr), "param_groups": []}
         train = train.model_copy(update=changed | {"chunked_loss": False, "expert_bias_rate": 0.0})
         self.mesh, self._max_grad_norm = mesh, train.max_grad_norm

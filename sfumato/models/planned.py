@@ -29,6 +29,7 @@ from sfumato.models.plain import attention_by_part, check_length
 from sfumato.models.planned_vision import encoder_bytes, vision_on_meta
 from sfumato.models.saved_bytes import autocast, register_stand_in
 from sfumato.models.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
+from sfumato.models.scores import TokenScores
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import CHUNK_TOKENS, cross_entropy_sum, linear_cross_entropy_sum
 from sfumato.parallel.mesh import Mesh
@@ -118,10 +119,11 @@ def plan_text_policy(
     on_gpu: bool,
     has_reference: bool = False,
     data_type: Any = None,
+    learns_entropy: bool = False,
 ) -> Planned:
     """What is to be known of the memory of an update of RL, whose samples all are as long as they may be.
 
-    Keys and values while tokens are drawn are not part of it.
+    Keys and values while tokens are drawn (``planned_drawing.py``) and a critic are not part of it.
 
     Args:
         model, train: the task's sections.
@@ -131,16 +133,15 @@ def plan_text_policy(
         on_gpu: see ``language_model_on_meta``.
         has_reference: whether a reference policy is kept; with adapters the model is its own.
         data_type: the format of the prompts; one with images takes a model that sees.
+        learns_entropy: whether entropies are part of the loss.
 
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    rows = train.micro_batch_size
-    if train.max_tokens_per_micro_batch is not None:
-        rows = max(1, train.max_tokens_per_micro_batch // max_seq_len)
-    num_micro_batches = -(-samples_per_step // (layout.data * rows))
+    rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
     seen = data_type if data_type is not None and data_type.has_images else None
-    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu, has_reference, seen)
+    rest = train, layout, on_gpu, has_reference, seen, 2 + learns_entropy
+    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, *rest)
 
 
 def _plan_tokens(
@@ -153,6 +154,7 @@ def _plan_tokens(
     on_gpu: bool,
     has_reference: bool,
     seen: TextFormat | None = None,
+    loss_copies: int = 2,
 ) -> Planned:
     sees, mesh = seen is not None, Mesh(layout, torch.device("cpu"))
     module = language_model_on_meta(model, on_gpu, sees=sees)
@@ -175,12 +177,15 @@ def _plan_tokens(
                 output = head(module.get_decoder()(**embedded, use_cache=False).last_hidden_state)
             else:
                 output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+            if isinstance(train, TextRLTrainConfig):
+                scores = TokenScores(output, (rows, length), head=head if chunked else None)
+                return sum(each.sum() for each in scores.log_probs_and_entropy(ids))
             if chunked:
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
 
     vocabulary, width = module.get_output_embeddings().weight.shape
-    loss_bytes = 2 * rows * length * vocabulary * 4  # gradients of log-probabilities and of logits
+    loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
@@ -211,10 +216,55 @@ def plan_scalar_model(
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    num_micro_batches = -int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1)
+    return _plan_values(model, rows, length, num_micro_batches, train, layout, on_gpu)
+
+
+def plan_critic(
+    model: LanguageModelConfig,
+    max_seq_len: int,
+    samples_per_step: int,
+    train: TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+) -> Planned:
+    """What is to be known of a critic's memory, which learns from the micro-batches of ``plan_text_policy``.
+
+    Args:
+        model: the model section as the critic has it.
+        max_seq_len, samples_per_step, train, layout, on_gpu: as for ``plan_text_policy``.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
+    return _plan_values(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu)
+
+
+def _micro_batches(
+    max_seq_len: int, samples_per_step: int, train: TextRLTrainConfig, layout: Layout
+) -> tuple[int, int]:
+    """Samples of a micro-batch of RL, and micro-batches of an optimiser step of a data-parallel rank."""
+    rows = train.micro_batch_size
+    if train.max_tokens_per_micro_batch is not None:
+        rows = max(1, train.max_tokens_per_micro_batch // max_seq_len)
+    return rows, -(-samples_per_step // (layout.data * rows))
+
+
+def _plan_values(
+    model: LanguageModelConfig,
+    rows: int,
+    length: int,
+    num_micro_batches: int,
+    train: TextTrainConfig | TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+) -> Planned:
     module = language_model_on_meta(model, on_gpu, has_scalar_head=True)
     check_scalar_settings(Mesh(layout, torch.device("cpu")), train)
-    check_length(module.config, data.max_seq_len)
-    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    check_length(module.config, length)
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
 
@@ -226,14 +276,13 @@ def plan_scalar_model(
             hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             return (hidden.float() @ getattr(module, HEAD).weight.float().T).sum()
 
-    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, has_scalar_head=True),
         plan=language_plan(module),
         dtype=DTYPES[train.mixed_precision],
         run=run,
         loss_bytes=2 * rows * length * 4,  # values and their gradients
-        num_micro_batches=-int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1),
+        num_micro_batches=num_micro_batches,
         shares_samples=layout.cp,
     )
 

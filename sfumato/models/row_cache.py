@@ -23,6 +23,10 @@ from sfumato.parallel.kernels import CHANGES_SCORES
 ATTENTION = "sfumato_rows"
 """Name in transformers' registries."""
 
+COLUMNS = 32
+"""Columns that are computed, looked at, and kept are multiples of it, and some rows take part at least: most kernels of
+CPUs then round a row alike whichever rows stand beside it."""
+
 
 def register_row_attention() -> str:
     """Makes the attention known to transformers. Returns its name."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers import DynamicCache
 
 from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight, storage_of
 from sfumato.parallel.shards import local
@@ -78,6 +79,43 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
         for hook in hooks:
             hook.remove()
     return counter.found
+
+
+class _Recorded(DynamicCache):
+    """Keys and values that layers hand over, by their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since, self.total = 0, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> Any:
+        self.since += key_states.nbytes + value_states.nbytes
+        return super().update(key_states, value_states, *args, **more)
+
+
+@torch.no_grad()
+def count_cached(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[Any], Any]) -> int:
+    """Runs a forward pass and counts the keys and values that layers hand to a cache of transformers, in bytes.
+
+    Inside ``FakeTensorMode``, after ``make_fake``. Of equal blocks two are run.
+
+    Args:
+        module, blocks: as for ``count_saved``.
+        run: the forward pass, with the cache that it is given.
+    """
+    cache = _Recorded()
+
+    def ran(_index: int, _made: list[Tensor]) -> int:
+        found, cache.since = cache.since, 0
+        cache.total += found
+        return found
+
+    def repeated(_index: int, _made: list[Tensor], found: int) -> None:
+        cache.total += found
+
+    with run_some(blocks, ran, repeated), _Counter(module, len(blocks)):
+        run(cache)
+    return cache.total
 
 
 def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:

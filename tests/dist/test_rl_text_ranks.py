@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from sfumato.config.load import merge
+from sfumato.data.text_prompts import TextPrompt
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.engines.base import EngineError, Sampling
+from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.race import AnswerKey, Race
+from sfumato.rollout.under_way import Answer, Group
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS
 from tests.many_ends import partial_config
+from tests.plain_engine import tiny_model
 from tests.tiny import run_task_here, run_task_process, tiny_text_config, tiny_text_rl_config, write_config
 
 MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -106,6 +117,38 @@ def test_ranks_share_answers_that_are_under_way(mesh: str, ranks: RankPool, tmp_
     going_on = {"train": {"output_dir": str(tmp_path / "many"), "load_checkpoint_path": str(middle)}}
     resumed = run_task_here("rl_text", merge(plain, going_on))
     assert_equal_runs(tmp_path / "one", resumed, 1e-5, LAST_BITS | ROUNDING)
+
+
+def race_that_fails_on_a_rank() -> tuple[str, str]:
+    """What each of two ranks hears when the engine of one fails while the other is in the middle of its answers."""
+    mesh = Mesh(Layout(dp_replicate=2), torch.device("cpu"), dist.get_rank())
+    engine = EmbeddedEngine(tiny_model(), max_length=250)
+    step, steps = engine._step, iter(range(5))
+    if mesh.rank == 1:
+        engine._step = lambda: step() if next(steps, None) is not None else 1 / 0
+    race = Race(engine, Sampling(), 1, [Group(mesh.rank, 0, [Answer()])], mesh)
+    key = AnswerKey(TextPrompt((5, 6, 7), "", None), 1, 240)
+    try:
+        asyncio.run(race.run([[key]]))
+    except EngineError as error:
+        assert not engine._num_open  # nothing is drawn any more
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_hear_that_drawing_has_failed_on_one(ranks: RankPool) -> None:
+    other, own = ranks.run(2, race_that_fails_on_a_rank)
+    assert other == ("OtherRankError", f"rank 1: {own[1]}") and own[0] == "EngineError" and "ZeroDivision" in own[1]
+
+
+def given_and_received() -> list[Any]:
+    mesh = Mesh(Layout(dp_replicate=3), torch.device("cpu"), dist.get_rank())
+    return mesh.exchange([[f"{mesh.rank} to {to}"] * (to + mesh.rank) for to in range(3)])
+
+
+def test_ranks_exchange_values_of_any_size(ranks: RankPool) -> None:
+    expected = [[[f"{given} to {to}"] * (to + given) for given in range(3)] for to in range(3)]
+    assert ranks.run(3, given_and_received) == expected
 
 
 def config_with_maker(tmp_path: Path) -> dict[str, Any]:

@@ -141,11 +141,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """With room for as many connections at a time as a server has; Python's own would reset some of 28."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+
 def bound(scheduler: Scheduler, port: int = 0, handler: type[Handler] = Handler) -> ThreadingHTTPServer:
     """A server that is not yet listened to."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Bound", (handler,), {"scheduler": scheduler}))
-    server.daemon_threads = True
-    return server
+    return Server(("127.0.0.1", port), type("Bound", (handler,), {"scheduler": scheduler}))
 
 
 def serve(model_path: Path, *faults: str) -> tuple[str, Scheduler, ThreadingHTTPServer]:

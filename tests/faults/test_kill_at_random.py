@@ -66,6 +66,10 @@ TEXT_RL = {
 }
 """Several turns, and a moving average."""
 MORE_GROUPS = {"rollout": {"max_extra_groups": 8}}
+UNDER_WAY = {
+    "rollout": {"over_sampling_batch_size": 7, "partial_rollout": True, "max_new_tokens": 16},
+    "eval": {"every_steps": 10},
+}
 CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
     "train_dit": ("train_dit", tiny_dit_config, 1, 120, {"train": EMA}),
     "train_dit, saved in the background": (
@@ -113,16 +117,8 @@ CASES: dict[str, tuple[str, Any, int, int, dict[str, Any]]] = {
         merge(TEXT_RL, {"algorithm": {"recipe": "ppo"}, "train": {"global_batch_size": 4}}),
     ),
     "rl_text on two ranks": ("rl_text", tiny_text_rl_config, 2, 30, merge(TEXT_RL, MORE_GROUPS)),
-    "rl_text, partial rollouts": (
-        "rl_text",
-        tiny_text_rl_config,
-        1,
-        30,
-        {
-            "rollout": {"over_sampling_batch_size": 7, "partial_rollout": True, "max_new_tokens": 16},
-            "eval": {"every_steps": 10},
-        },
-    ),
+    "rl_text, partial rollouts": ("rl_text", tiny_text_rl_config, 1, 30, UNDER_WAY),
+    "rl_text, partial rollouts on two ranks": ("rl_text", tiny_text_rl_config, 2, 30, UNDER_WAY),
     "train_text on two ranks": ("train_text", tiny_text_config, 2, 60, {"train": EMA, "eval": {"every_steps": 20}}),
 }
 """Task, configuration, ranks, steps and what else is set."""

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -17,9 +18,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from sfumato.config.load import merge
 from sfumato.errors import DataError, RewardError, RoleLostError, WeightSyncError
 from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.rollout.dumps import dump_path, read_dump
 from sfumato.tracking.ending import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.sglang_program import engine_settings
+from tests.many_ends import partial_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config, weights_in
 
 HERE = __name__
@@ -195,6 +198,30 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     assert not [each for each in psutil.Process().children(recursive=True) if "sglang" in " ".join(each.cmdline())]
     assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+
+
+@pytest.mark.slow
+def test_answers_go_on_in_a_server_under_new_weights_also_in_one_that_was_lost(tmp_path: Path) -> None:
+    """Whose noise is of seed and position, as SGLang's is; vLLM's is another where an answer goes on."""
+    server = {"hybrid_engine": False, "tolerance": 1e-3, "dump": True}
+    train = {"max_steps": 3, "lr": 1e-2}
+    here = run_task_here("rl_text", partial_config(tmp_path, train={**train, "output_dir": str(tmp_path / "here")}))
+    runs = []
+    for name, fault in (("undisturbed", ""), ("lost", "killed:60")):
+        rollout = {**server, "engine": engine_settings(tmp_path, fault=fault)}
+        config = partial_config(tmp_path, rollout=rollout, train={**train, "output_dir": str(tmp_path / name)})
+        runs.append(run_task_here("rl_text", config))
+    assert (tmp_path / "happened").exists()
+    assert (runs[0] / "metrics.jsonl").read_bytes() == (runs[1] / "metrics.jsonl").read_bytes()
+    assert weights_in(runs[0] / "hf_ckpt") == weights_in(runs[1] / "hf_ckpt")
+    assert values(runs[0], "rollout/kept_groups") == values(here, "rollout/kept_groups") == [3.0, 3.0, 3.0]
+    assert values(runs[0], "staleness/max")[0] == 0 < max(values(runs[0], "staleness/max")) <= 2
+    first, *_ = values(runs[0], "mismatch/log_ratio_max")
+    assert first < 1e-4, "one version of the weights drew it"
+    versions = [
+        one.versions[one.drawn] for step in (2, 3) for (one,) in read_dump(dump_path(runs[0], step)).rollout.sequences
+    ]
+    assert any(len(set(each)) > 1 for each in versions) and all((np.diff(each) >= 0).all() for each in versions)
 
 
 @pytest.mark.slow

@@ -20,14 +20,11 @@ from transformers import DynamicCache
 
 from sfumato.data.vision import Beside, Images, Tensors
 from sfumato.models.document_rows import SHORT, WORTH_PADDING
-from sfumato.models.row_cache import RowCache, register_row_attention
+from sfumato.models.row_cache import COLUMNS, RowCache, register_row_attention
 from sfumato.rollout.engines.forward import Forward
 
-COLUMNS = 32
-"""Columns that are computed, looked at, and kept are multiples of it, and ``FEWEST_ROWS`` rows take part at least: most
-CPU kernels then round a row alike whichever rows stand beside it."""
-
 FEWEST_ROWS = 4
+"""Rows that take part in a forward pass at least; see ``COLUMNS``."""
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """What transformers' modules call the cache that they are given."""

@@ -1,0 +1,84 @@
+"""What RL of language models takes in a rank beside the policy and its update: a critic, and the engine that draws."""
+
+from __future__ import annotations
+
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
+from sfumato.models.planned import plan_critic
+from sfumato.models.planned_drawing import KEYS_AND_VALUES, Drawn, drawing_bytes
+from sfumato.parallel.layout import Layout
+from sfumato.rollout.engines.settings import Embedded
+
+PASSING = (
+    "activations of blocks",
+    "one block computed again",
+    "weights in autocast's precision",
+    "activations outside blocks",
+    "loss",
+)
+"""What is there in a forward and backward pass alone: the policy's and the critic's follow each other."""
+
+
+def add_critic(
+    memory: RankMemory, config: TextRLConfig, policy: LanguageModelConfig, layout: Layout, on_gpu: bool
+) -> None:
+    """Adds what a critic holds all the time, and where its passes take more than the policy's, what they take more.
+
+    Args:
+        memory: of the rank, with the policy.
+        config: of the task.
+        policy: the model section, of a model that is there or described.
+        layout: the mesh.
+        on_gpu: whether it will run on GPUs.
+
+    Raises:
+        ConfigError: as ``plan_critic``.
+    """
+    if not config.algorithm.token_advantage.needs_values:
+        return
+    samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
+    own = config.train.model_copy(update={"lr": config.critic.lr, "param_groups": [], "ema_decay": 0.0})
+    section = config.critic.of_policy(policy)
+    planned = plan_critic(section, config.max_seq_len, samples, own, layout, on_gpu)
+    (critic,) = plan_memory(planned, own, layout.size)
+    passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)
+    memory.parts |= {f"critic: {name}": size for name, size in critic.parts.items() if name not in PASSING}
+    memory.parts |= {"critic: activations beyond the policy's": passing} if passing > 0 else {}
+    memory.host |= {f"critic: {name}": size for name, size in critic.host.items()}
+
+
+def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
+    """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
+    unless a sampler of its own draws them, or the answers of an evaluation."""
+    rollout, settings = config.rollout, config.rollout.engine
+    embedded = settings if isinstance(settings, Embedded) else Embedded()
+    groups = (rollout.over_sampling_batch_size or rollout.num_prompts) if rollout.hybrid_engine else 0
+    trained, evaluated = (-(-count // layout.data) for count in (groups, config.eval.num_prompts))
+    prompt, longest = config.data.max_prompt_tokens, config.eval.max_new_tokens or rollout.max_new_tokens
+    if rollout.hybrid_engine and rollout.load_dump is None:
+        longest = max(longest, rollout.max_new_tokens)
+    count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)
+    limit = None if embedded.cache_gb is None else int(embedded.cache_gb * 2**30)
+    return Drawn(count, prompt + longest, limit)
+
+
+def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
+    """Adds what the embedded engine takes in the actor, which evaluates with it wherever else samples are drawn.
+
+    Args:
+        memory: of the rank, with all that is there before the first token is drawn.
+        config: of the task.
+        planned: the policy.
+        layout: the mesh.
+        limit: bytes of the rank's device; None is not known. Without ``cache_gb`` keys and values take half of what is
+            free when the first is drawn.
+    """
+    drawn = drawn_at_a_time(config, layout)
+    found = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
+    if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in found:
+        there = ("weights", "critic: weights", "frozen reference", "moving average")
+        held = sum(memory.parts.get(name, 0) for name in there)
+        free = limit - held - sum(size for name, size in found.items() if name != KEYS_AND_VALUES)
+        found[KEYS_AND_VALUES] = min(found[KEYS_AND_VALUES], max(free, 0) // 2)
+    memory.parts |= found
