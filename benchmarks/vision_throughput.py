@@ -15,10 +15,10 @@ in tokens of answers over the difference in CPU seconds. Both take turns; the ra
 ``1 - mean / max`` of their operations, over 40 steps of 64 of these conversations, shared out in their order, by
 tokens, by the operations of their texts, and by all operations as the loader does it.
 
-``--media``: what opening media takes, of 48 conversations with a JPEG file of 1,200 x 900 pixels, and of 8 with an .mp4
+``--media``: what opening media takes, of 24 conversations with a JPEG file of 1,200 x 900 pixels, and of 4 with an .mp4
 file of 160 frames of 640 x 360, of which 16 are taken, for the processor of a Qwen3-VL: seconds and CPU seconds by one
 thread, by as many as there are CPUs (at most eight), and from ``data.cache_media``, in turns; ratios are medians of the
-repeats'. Then the share of a run's time that it waits for data, of the same model on the same images, in each way.
+repeats'.
 """
 
 from __future__ import annotations
@@ -286,10 +286,8 @@ def media(repeats: int) -> None:
     from sfumato.data.text import build_transform
     from sfumato.data.token_store import build_token_store
     from sfumato.models.language_load import build_reader
-    from sfumato.tracking.trackers import read_jsonl
-    from tasks.train_text import main as train
 
-    for kind, count in (("image", 48), ("video", 8)):
+    for kind, count in (("image", 24), ("video", 4)):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             config = media_config(folder, kind, count)
@@ -317,16 +315,6 @@ def media(repeats: int) -> None:
                 wall, cpu = (statistics.median(each) for each in zip(*found, strict=True))
                 ratio = [one[0] / own[0] for one, own in zip(taken["one thread"], found, strict=True)]
                 print(f"  {way:18}{wall:8.1f} ms {cpu:8.1f} ms of CPU   ratio {statistics.median(ratio):.2f}")
-    for way, threads, cached in (("one thread", 1, False), ("threads", 8, False), ("cache", 8, True)):
-        waited = []
-        for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as name:
-                media_threads.MOST_THREADS = threads
-                media_threads._pool.cache_clear()
-                train(media_config(Path(name), "image", 48, cache_media=cached))
-                lines = read_jsonl(Path(name) / "run/timings.jsonl")[2:]
-                waited.append(sum(each["time/data_s"] for each in lines) / sum(each["time/step_s"] for each in lines))
-        print(f"{way:18} waits {statistics.median(waited):.1%} of its time for data")
 
 
 def main() -> None:
