@@ -90,7 +90,7 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
     """Rows of ``image_conversation``."""
     from PIL import Image
 
-    from sfumato.data.vision import as_png
+    from sfumato.data.pictures import as_png
 
     source, noise = random.Random(0), np.random.default_rng(0)
     for _ in range(count):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -494,9 +493,3 @@ def _cat(tensors: list[Tensor]) -> Tensor:
         room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
         filled.append(room)
     return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
-
-
-def as_png(image: Image.Image) -> bytes:
-    """What a file of an image holds."""
-    image.save(file := io.BytesIO(), "PNG")
-    return file.getvalue()

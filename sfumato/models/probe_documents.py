@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.pictures import as_png
 from sfumato.data.text import Document, TextSample
-from sfumato.data.vision import Images, Vision, as_png
+from sfumato.data.vision import Images, Vision
 from sfumato.models.packed_model import PackedModel
 
 LENGTHS = (13, 5, 21, 21, 2)
