@@ -2,6 +2,7 @@
 
     python benchmarks/vision_throughput.py [--steps 6] [--repeats 3]
     python benchmarks/vision_throughput.py --balance
+    python benchmarks/vision_throughput.py --media [--repeats 3]
 
 The same Qwen3-VL with random weights, the same conversations, AdamW, fp32, one thread. Of five conversations two have
 no image, two have one and one has two or three, of 32 to 160 pixels a side; the lengths of texts are log-normal with a
@@ -13,6 +14,11 @@ in tokens of answers over the difference in CPU seconds. Both take turns; the ra
 ``--balance``: the share of time that four ranks of data parallelism wait for the one with most work,
 ``1 - mean / max`` of their operations, over 40 steps of 64 of these conversations, shared out in their order, by
 tokens, by the operations of their texts, and by all operations as the loader does it.
+
+``--media``: what opening media takes, of 24 conversations with a JPEG file of 1,200 x 900 pixels, and of 4 with an .mp4
+file of 160 frames of 640 x 360, of which 16 are taken, for the processor of a Qwen3-VL: seconds and CPU seconds by one
+thread, by as many as there are CPUs (at most eight), and from ``data.cache_media``, in turns; ratios are medians of the
+repeats'.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +90,7 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
     """Rows of ``image_conversation``."""
     from PIL import Image
 
-    from sfumato.data.media import as_png
+    from sfumato.data.pictures import as_png
 
     source, noise = random.Random(0), np.random.default_rng(0)
     for _ in range(count):
@@ -233,14 +240,94 @@ def balance(num_steps: int) -> dict[str, float]:
     return {name: statistics.mean(found) for name, found in lost.items()}
 
 
+def media_rows(folder: Path, kind: str, count: int) -> Path:
+    """Conversations about a smooth picture each, or a video, in files that lie beside."""
+    import cv2
+    from PIL import Image
+
+    noise, rows = np.random.default_rng(0), []
+    for index in range(count):
+        coarse = [Image.fromarray(noise.integers(0, 256, (12, 16, 3), np.uint8)) for _ in range(2)]
+        name = f"{index}.jpg" if kind == "image" else f"{index}.mp4"
+        if kind == "image":
+            coarse[0].resize((1200, 900), Image.Resampling.BICUBIC).save(folder / name, quality=90)
+        else:
+            ends = [np.asarray(each.resize((640, 360), Image.Resampling.BICUBIC), np.float32) for each in coarse]
+            writer = cv2.VideoWriter(str(folder / name), cv2.VideoWriter.fourcc(*"mp4v"), 20.0, (640, 360))
+            for part in np.linspace(0, 1, 160):
+                writer.write((ends[0] * (1 - part) + ends[1] * part).astype(np.uint8))
+            writer.release()
+        content = [{"type": kind, "path": name}, {"type": "text", "text": "What is it?"}]
+        rows.append(
+            {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "It is that."}]}
+        )
+    (folder / f"{kind}s.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / f"{kind}s.jsonl"
+
+
+def media_config(folder: Path, kind: str, count: int, **data: Any) -> Any:
+    """Of a run on these conversations."""
+    from sfumato.config.load import load_config
+    from sfumato.config.text import TrainTextConfig
+
+    config = config_of(folder, 12)
+    config["data"] |= {"train_path": str(media_rows(folder, kind, count)), "max_seq_len": 4 * ROW, **data}
+    config["data"]["data_type"] = {"type": "media_conversation", "max_pixels": 512 * 512, "max_frames": 16}
+    config["data"]["data_type"] |= {"video_max_pixels": 16 * 256 * 256}
+    config["train"] |= {"dyn_bsz": False, "micro_batch_size": 4, "global_batch_size": 4}
+    return load_config(TrainTextConfig, overrides=config)
+
+
+def media(repeats: int) -> None:
+    """Prints what opening media takes."""
+    from sfumato.data import media_threads
+    from sfumato.data.media_cache import build_media_cache
+    from sfumato.data.sources import open_sources
+    from sfumato.data.text import build_transform
+    from sfumato.data.token_store import build_token_store
+    from sfumato.models.language_load import build_reader
+
+    for kind, count in (("image", 24), ("video", 4)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config = media_config(folder, kind, count)
+            transform = build_transform(config.data, *build_reader(config.model, config.train, config.data.data_type))
+            sources, said = open_sources(config.data), []
+            store = build_token_store(sources, transform, folder / "cache", 1, 0, said.append)
+            started = time.perf_counter()
+            cache = build_media_cache(store, sources.rows, transform, folder / "cache", 1, said.append)
+            made, size = time.perf_counter() - started, sum(each.stat().st_size for each in cache.folder.iterdir())
+            samples, taken = [store.sample(index) for index in range(count)], {}
+            for _ in range(repeats):
+                ways = {"one thread": transform.reader.tensors, "threads": transform.reader.tensors}
+                for way, tensors in (ways | {"cache, one thread": cache.tensors}).items():
+                    begun = time.perf_counter(), time.process_time()
+                    if way == "threads":
+                        for sample in media_threads.open_ahead(samples, tensors):
+                            sample.documents[0].images.opened.result()
+                    else:
+                        for sample in samples:
+                            tensors(sample.documents[0].images)
+                    took = time.perf_counter() - begun[0], time.process_time() - begun[1]
+                    taken.setdefault(way, []).append([1000 * each / count for each in took])
+            print(f"{kind}s: cache of {size / count / 1e6:.1f} MB a conversation, made in {1000 * made / count:.0f} ms")
+            for way, found in taken.items():
+                wall, cpu = (statistics.median(each) for each in zip(*found, strict=True))
+                ratio = [one[0] / own[0] for one, own in zip(taken["one thread"], found, strict=True)]
+                print(f"  {way:18}{wall:8.1f} ms {cpu:8.1f} ms of CPU   ratio {statistics.median(ratio):.2f}")
+
+
 def main() -> None:
     choose_kernels()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--balance", action="store_true", help="how even ranks' work is, instead")
+    parser.add_argument("--media", action="store_true", help="what opening media takes, instead")
     parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.media:
+        return media(arguments.repeats)
     if arguments.balance:
         for name, lost in balance(40).items():
             print(f"{name:24}{lost:8.1%} of the time lost")

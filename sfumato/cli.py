@@ -1,4 +1,4 @@
-"""The command line: ``sfumato check | doctor | export | report``. Training starts with ``train.sh``."""
+"""The command line: ``sfumato check | preprocess | doctor | export | report``. Training starts with ``train.sh``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
     parser = build_parser()
     given, rest = parser.parse_known_args(arguments)
-    if rest and given.run is not _check:
+    if rest and given.run not in (_check, _preprocess):
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     given.overrides = rest
     choose_kernels()
@@ -48,6 +48,18 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--skip-data", action="store_true", help="do not look at the data")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
+
+    prepare = commands.add_parser(
+        "preprocess",
+        help="tokenise the data of a configuration, and open its media, before a run",
+        description="Makes what a run on text makes before its first step: the tokens, and with data.cache_media what "
+        "the model's processor makes of images, videos and audio. It needs no GPU and reads no weights.",
+        epilog="Any other --section.field VALUE overrides the file, as for a task.",
+        allow_abbrev=False,
+    )
+    prepare.add_argument("config", help="YAML file of a task that trains on text")
+    prepare.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
+    prepare.set_defaults(run=_preprocess)
 
     doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -104,6 +116,16 @@ def _check(given: argparse.Namespace) -> int:
     else:
         show_findings(found, Console())
     return found.exit_code
+
+
+def _preprocess(given: argparse.Namespace) -> int:
+    from sfumato.config.load import parse_overrides
+
+    overrides = parse_overrides(given.overrides)
+    from sfumato.commands.preprocess import preprocess
+
+    preprocess(given.config, overrides, given.task)
+    return 0
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -251,6 +251,7 @@ def write_image_rows(path: Path, count: int, start: int = 0, row: Any = image_ro
 
 def tiny_media_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: Any) -> dict[str, Any]:
     """As ``tiny_vision_config``, of 12 rows some of which have videos."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
     write_image_rows(tmp_path / "media.jsonl", 12, row=media_row)
     write_image_rows(tmp_path / "held_out_media.jsonl", 4, 50, media_row)
     limits = {

@@ -25,7 +25,7 @@ _DIGEST = re.compile("[0-9a-f]{32,}")
 KEY = "identity"
 """Where a checkpoint's values hold it."""
 
-FREE = {"train_path", "eval_path", "cache_dir", "num_workers", "max_bad_rows", "train_size"}
+FREE = {"train_path", "eval_path", "cache_dir", "cache_media", "num_workers", "max_bad_rows", "train_size"}
 """Fields of ``data`` that may change: where it lies (its content is compared), how it is read, when the run ends."""
 
 WATCHED = ("data.eval_path", "eval.")

@@ -130,7 +130,8 @@ class TrainTextDpoConfig(TrainTextConfig):
     def _fits(self) -> TrainTextDpoConfig:
         if self.data.data_type.documents_per_sample != 2:
             raise ValueError(
-                "data.data_type must be preference, image_preference, or another format of two documents a sample"
+                "data.data_type must be preference, image_preference, media_preference, or another format of two "
+                "documents a sample"
             )
         if self.train.ema_decay:
             raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")

@@ -84,6 +84,9 @@ class TextDataConfig(Section):
     """Processes that tokenise a mapping dataset."""
     cache_dir: FilePath | None = None
     """Folder for the tokens of mapping datasets, used again when nothing has changed; null is output_dir/tokens."""
+    cache_media: bool = False
+    """Keep there, too, what the model's processor makes of images, videos and audio, made once before the first step:
+    training neither decodes nor scales them again."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TextDataConfig:
@@ -109,9 +112,12 @@ class TextDataConfig(Section):
     def _has_effect(self) -> TextDataConfig:
         why = f"with data.data_type {self.data_type.type}, which makes no use of it: remove it"
         refuse_needless(self, "data", self.data_type.ignores, why)
+        if not self.data_type.has_images:
+            why = f"with data.data_type {self.data_type.type}, which has no images: remove it"
+            refuse_needless(self, "data", ("cache_media",), why)
         if self.datasets_type == "iterable":
             why = "with data.datasets_type iterable, which keeps no tokens: remove it, or take mapping"
-            refuse_needless(self, "data", ("num_workers", "cache_dir"), why)
+            refuse_needless(self, "data", ("num_workers", "cache_dir", "cache_media"), why)
             if not self.shuffle:
                 why = "without data.shuffle: remove it, or set shuffle to true"
                 refuse_needless(self, "data", ("shuffle_buffer",), why)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sfumato.data.media import as_png
+from sfumato.data.pictures import as_png
 from sfumato.errors import DataError, MissingDependencyError
 
 EDGE = 32

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse answer to a prompt in which images stand."""
+"""Pairs of a better and a worse answer to a prompt in which images and other media stand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
-from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
-from sfumato.data.media import Medium
+from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
+from sfumato.data.media import NAMES, Medium
 from sfumato.data.pairs import read_pair
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import Messages, TextSample, TextTransform, fingerprint_of, read_tools
@@ -30,12 +30,20 @@ class ImagePreference(ImageConversation):
         keys = config.text_keys or ["prompt", "chosen", "rejected"]
         if len(keys) not in (2, 3):
             raise ConfigError(
-                "data.text_keys of image_preference data must be two columns (better and worse conversation) or three "
+                f"data.text_keys of {self.type} data must be two columns (better and worse conversation) or three "
                 f"(prompt, better and worse answer), not {keys}"
             )
         template = build_chat_template(config.chat_template, reader.tokenizer)
         made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class MediaPreference(ImagePreference, MediaConversation):
+    """Pairs of a better and a worse answer to a prompt with images, videos and audio; columns prompt, chosen, rejected,
+    images, videos and audios."""
+
+    type: ClassVar[str] = "media_preference"
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class ImagePreferenceTransform(ImageConversationTransform):
         for name, conversation in zip(self.keys[-2:], pair, strict=True):
             messages, files = self._take(conversation, row, where)
             answers = [part for message in messages[shared:] for part in message.get("content") or []]
-            if any(part["type"] != "text" for part in answers):
-                raise DataError(f"{where}: an image stands in the answer of {name}: images belong to the prompt")
+            for kind in (part["type"] for part in answers if part["type"] != "text"):
+                raise DataError(f"{where}: {NAMES[kind]} stands in the answer of {name}: {kind}s belong to the prompt")
             found.append(messages)
         return found, files

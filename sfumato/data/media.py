@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sfumato.data.clips import Clip
 from sfumato.data.pictures import File, check_image, check_video
 from sfumato.data.sounds import Sound, check_sound
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
 """As messages call them."""
@@ -52,10 +47,3 @@ def check_head(medium: Medium, where: str) -> None:
         check_image(medium, where)
     else:
         check(medium.file, where)
-
-
-def as_png(image: Image.Image) -> bytes:
-    """What a file of an image holds."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()

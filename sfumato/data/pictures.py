@@ -158,6 +158,12 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
     return np.array(image)
 
 
+def as_png(image: Image.Image) -> bytes:
+    """What a file of an image holds."""
+    image.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
 @contextmanager
 def _opened(source: File, where: str) -> Iterator[Image.Image]:
     """The image as Pillow opens it; what goes wrong inside becomes a DataError."""

@@ -14,7 +14,7 @@ from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data import digits
 from sfumato.data.glyphs import default_font, render_word
-from sfumato.data.media import as_png
+from sfumato.data.pictures import as_png
 from sfumato.errors import DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

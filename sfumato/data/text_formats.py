@@ -13,7 +13,7 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.drawing import OmniConversation
 from sfumato.data.image_conversation import ImageConversation, MediaConversation
-from sfumato.data.image_preference import ImagePreference
+from sfumato.data.image_preference import ImagePreference, MediaPreference
 from sfumato.data.pairs import as_messages, read_pair
 from sfumato.data.rows import text_field
 from sfumato.data.steps import SEPARATORS, place_steps, read_label, read_list, read_number, step_ends, with_last
@@ -36,6 +36,7 @@ __all__ = [
     "ImageConversation",
     "ImagePreference",
     "MediaConversation",
+    "MediaPreference",
     "OmniConversation",
 ]  # formats from files of their own
 

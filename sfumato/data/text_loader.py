@@ -16,6 +16,8 @@ from sfumato.data.background import STEPS_AHEAD, in_background
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.identity import identify_text
 from sfumato.data.loader import refuse_repetition
+from sfumato.data.media_cache import MediaCache, build_media_cache
+from sfumato.data.media_threads import open_ahead
 from sfumato.data.mixing import Order
 from sfumato.data.packing import Bins, TextBatch, make_batch, micro_batch_rule, pack, placeholder_tokens
 from sfumato.data.row_blocks import RowFile
@@ -64,9 +66,10 @@ class TextLoader:
         mesh: Mesh,
         cost: Callable[[int], float],
         sight: SightedCost | None = None,
+        media: MediaCache | None = None,
     ) -> None:
         """Use ``build_text_loader``."""
-        self._sight = sight
+        self._sight, self._media = sight, media
         self.source_names = source_names
         """Names of the sources, which ``TextBatch.tensors["sources"]`` numbers."""
         self.epoch_ended = False
@@ -149,8 +152,13 @@ class TextLoader:
         by_rank = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
         first = step.after["samples"] - len(step.sources)
         own = by_rank[self._mesh.data_rank]
-        vision = None if self._sight is None else self._sight.vision
-        return _batches(own, step.read, first, step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh, vision)
+        settings = (step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
+        if self._sight is None:
+            return _batches(own, step.read, first, *settings, None)
+        places = [position for positions in own for position in positions]
+        tensors = (self._media or self._sight.vision.reader).tensors
+        samples = dict(zip(places, open_ahead([step.read(position) for position in places], tensors), strict=True))
+        return _batches(own, samples.__getitem__, first, *settings, self._sight.vision)
 
 
 def build_text_loader(
@@ -187,11 +195,14 @@ def build_text_loader(
     num_tokens = data.max_seq_len * transform.documents_per_sample
     rule = StepRule(global_batch * (num_tokens if train.dyn_bsz else 1), by_tokens=train.dyn_bsz)
     length = RunLength(train.max_steps, data.train_size, train.num_train_epochs)
+    media: MediaCache | None = None
     order_key = [train.seed if data.shuffle else None, sources.mixing]  # what the order depends on besides the samples
     if data.datasets_type == "mapping":
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
         with mesh.first_rank_first():
             store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, watch)
+            if data.cache_media:
+                media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
         taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
         refuse_repetition("train.global_batch_size", taken, len(store))
         mixing = (sources.weights, sources.level, sources.stopping)
@@ -214,7 +225,7 @@ def build_text_loader(
         content = [transform.fingerprint, sources.names, sizes]
         order_key = [data.shuffle_buffer if data.shuffle else None, *order_key]
         steps = StreamSteps(stream, digest_of(["stream", content, order_key]), rule, length)
-    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight)
+    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight, media)
 
 
 @dataclass(frozen=True)

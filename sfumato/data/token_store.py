@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -109,13 +109,31 @@ class TokenStore:
             return np.zeros((0, 3), np.int32)
         return self._image_shapes[int(self._image_ends[number - 1]) if number else 0 : int(self._image_ends[number])]
 
+    def media(self, index: int) -> list[MediaPlace]:
+        """Where the media of the documents of a sample are that have some; nothing is opened."""
+        place = (int(self.source_of[index]), int(self._row_of[index])) if self._row_of is not None else (0, 0)
+        return [MediaPlace(*place, shapes) for shapes in self.image_shapes(index)]
+
     def _images(self, index: int, number: int) -> Images | None:
         shapes = self._shapes(number)
         if not len(shapes):
             return None
-        rows, row = self._rows[int(self.source_of[index])], int(self._row_of[index])
-        find = partial(_find_images, rows, row, self._transform, shapes)
-        return Images(shapes, find, rows.describe(row))
+        place = MediaPlace(int(self.source_of[index]), int(self._row_of[index]), shapes)
+        return find_images(self._rows, self._transform, place)
+
+
+class MediaPlace(NamedTuple):
+    """Where the media of a document are: source, row, and their ``Images.shapes``."""
+
+    source: int
+    row: int
+    shapes: np.ndarray
+
+
+def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Images:
+    """The media of a document; ``rows`` are those of each source, from which ``transform`` made it."""
+    table, row, shapes = rows[place.source], place.row, place.shapes
+    return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
 
 
 def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray) -> Sequence[Medium]:
@@ -218,7 +236,7 @@ def _build(
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
     num_samples = [0] * len(sources.rows)
-    with closing(_tokenise_all(sources.rows, transform, chunks, num_workers)) as parts:
+    with closing(in_workers(sources.rows, transform, _tokenise, chunks, num_workers)) as parts:
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
             for row, error in part.bad:
@@ -274,9 +292,10 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
 
 
-def _tokenise(rows: RowTable, transform: TextTransform, indices: range) -> _TokenisedRows:
-    part = _TokenisedRows()
-    for index, found in samples_of(transform, rows, indices):
+def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, range]) -> _TokenisedRows:
+    """The samples of a chunk: a source, and rows of it."""
+    part, (source, indices) = _TokenisedRows(), chunk
+    for index, found in samples_of(transform, rows[source], indices):
         if isinstance(found, DataError):
             part.bad.append((index, found))
             continue
@@ -291,21 +310,29 @@ def _shapes_of(document: Document) -> np.ndarray:
     return np.zeros((0, 3), np.int32) if document.images is None else document.images.shapes
 
 
-def _tokenise_all(
-    rows: list[RowTable], transform: TextTransform, chunks: list[tuple[int, range]], num_workers: int
-) -> Iterator[_TokenisedRows]:
-    """The parts of all chunks, each a source and rows of it, in order."""
-    num_workers = min(num_workers, len(chunks))
-    if num_workers == 1:
-        yield from (_tokenise(rows[source], transform, indices) for source, indices in chunks)
+Job = TypeVar("Job")
+Done = TypeVar("Done")
+
+
+def in_workers(
+    rows: list[RowTable],
+    transform: TextTransform,
+    work: Callable[[list[RowTable], TextTransform, Job], Done],
+    jobs: Sequence[Job],
+    num_workers: int,
+) -> Iterator[Done]:
+    """``work`` of rows, transform and each job, in order, in other processes when ``num_workers`` is above 1."""
+    num_workers = min(num_workers, len(jobs))
+    if num_workers <= 1:
+        yield from (work(rows, transform, job) for job in jobs)
         return
     # Processes are spawned: a fork of one with threads, a process group or a GPU may hang.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
-    waiting: deque[Future[_TokenisedRows]] = deque()
+    waiting: deque[Future[Done]] = deque()
     try:
-        for chunk in chunks:
-            waiting.append(pool.submit(_tokenise_in_worker, *chunk))
-            if len(waiting) > 2 * num_workers:  # what has been tokenised and not yet written stays small
+        for job in jobs:
+            waiting.append(pool.submit(_work_in_worker, work, job))
+            if len(waiting) > 2 * num_workers:  # what has been made and not yet written stays small
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -330,9 +357,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise_in_worker(source: int, indices: range) -> _TokenisedRows:
-    rows, transform = _in_worker
-    return _tokenise(rows[source], transform, indices)
+def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Any], Any], job: Any) -> Any:
+    return work(*_in_worker, job)
 
 
 def _key(sources: Sources, transform: TextTransform) -> str:

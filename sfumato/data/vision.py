@@ -10,6 +10,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ class Images:
     """The files, or what they hold, or what has been opened."""
     where: str
     """File and row, for messages."""
+    opened: Future[Tensors] | None = None
+    """What ``ImageReader.tensors`` makes of them, where threads are at it."""
 
     def side_by_side(self) -> np.ndarray | None:
         """The images, each made at most ``SHOWN_PIXELS`` wide and high, from left to right: uint8 ``[H, W, 3]``.
@@ -119,7 +122,8 @@ class ImageReader:
             begins: tokens before media, of models that find these by them.
         """
         self.processor, self.tokenizer = processor, processor.tokenizer
-        self._arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
+        self.arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
+        """What ``forward`` may be given of images."""
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
@@ -305,18 +309,23 @@ class ImageReader:
         """
         opened = [self.open(medium, images.where) for medium in images.find()]
         found = self._process(opened)
-        if len(opened) != len(images.shapes) or not np.array_equal(self._shapes(found, opened), images.shapes):
-            kinds = " or a ".join(self.media)
-            raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
+        self.check_shapes(self._shapes(found, opened) if opened else np.zeros((0, 3)), images)
         return self._given(found)
+
+    def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
+        """Raises DataError when media have others than when their tokens were made."""
+        if not np.array_equal(shapes, images.shapes):
+            raise DataError(
+                f"{images.where}: an image, video or audio has another size than when the data was preprocessed"
+            )
 
     def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, of what has been opened."""
         return self._given(self._process(media))
 
     def _given(self, found: Any) -> Tensors:
-        found = {name: found[name] for name in self._arguments if name in found and name != "mm_token_type_ids"}
-        return {name: torch.as_tensor(np.asarray(value)) for name, value in found.items() if name != "token_type_ids"}
+        names = [name for name in self.arguments if name in found and name not in KINDS]
+        return {name: torch.as_tensor(np.asarray(found[name])) for name in names}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
@@ -354,7 +363,7 @@ class ImageReader:
     @property
     def has_grid(self) -> bool:
         """Whether images are grids of patches of their own size, as those of the Qwen models."""
-        return "image_grid_thw" in self._arguments
+        return "image_grid_thw" in self.arguments
 
     def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
         if self.has_grid or not self.sees:
@@ -403,7 +412,9 @@ class Vision:
 
     def beside(self, input_ids: np.ndarray, images: Images | None) -> Beside:
         """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
-        return self._beside(input_ids, self.reader.tensors(images) if images is not None and len(images.shapes) else {})
+        if images is None or not len(images.shapes):
+            return self._beside(input_ids, {})
+        return self._beside(input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result())
 
     def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> Beside:
         """What the model is given beside documents in rows of their own, each of ``width`` tokens with its padding.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.clips import Clip
-from sfumato.data.media import as_png
+from sfumato.data.pictures import as_png
 from sfumato.data.sounds import Sound
 from sfumato.data.text import Document, TextSample
 from sfumato.data.vision import Images, Vision

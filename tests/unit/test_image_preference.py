@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from sfumato.config.load import load_config
-from sfumato.config.text import TrainTextDpoConfig
+from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.data.packing import make_batch
 from sfumato.data.pictures import read_image
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import build_transform
 from sfumato.errors import DataError
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language_load import build_language_model, build_reader
 from sfumato.models.plain import set_attention
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from tests.tiny import merge, run_task_here
-from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config
+from tests.tiny_vision import data_url, image_row, media_row, picture, tiny_media_config, tiny_vision_config
 
 
 def pair(index):
@@ -102,3 +102,38 @@ def test_a_run_begins_at_the_loss_of_a_coin(tmp_path):
     assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert lines[-1]["loss"] < lines[1]["loss"]
+
+
+def test_pairs_with_videos_are_the_conversations_of_their_answers(tmp_path):
+    """Documents and tensors are those of media_conversation, which is compared with transformers elsewhere."""
+    rows, limits = [], tiny_media_config(tmp_path / "alone", "qwen3_vl")["data"]["data_type"]
+    for index in range(8):
+        messages = media_row(index)["messages"]
+        rows.append({"prompt": messages[:1], "chosen": f"It is {index}.", "rejected": "It is not."})
+    data = {"data_type": {**limits, "type": "media_preference"}, "max_seq_len": 256}
+    config = settings(tmp_path, data=data, train={"max_steps": 3})
+    for name in ("rows", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    section = load_config(TrainTextDpoConfig, overrides=config)
+    reader = build_reader(section.model, section.train, section.data.data_type)
+    alone = load_config(TrainTextConfig, overrides=tiny_media_config(tmp_path / "alone", "qwen3_vl"))
+    pairs = build_transform(section.data, *reader)
+    conversations = build_transform(alone.data, *reader)
+    assert pairs.fingerprint != conversations.fingerprint
+    for index, row in enumerate(rows):
+        (sample,) = pairs(FiledRow(row), "a row")
+        for document, answer in zip(sample.documents, (row["chosen"], row["rejected"]), strict=True):
+            messages = [*row["prompt"], {"role": "assistant", "content": answer}]
+            (own,) = conversations(FiledRow({"messages": messages}), "a row")[0].documents
+            assert document.input_ids.tolist() == own.input_ids.tolist()
+            assert document.loss_mask.tolist() == own.loss_mask.tolist()
+            found = [{} if each.images is None else reader[1].tensors(each.images) for each in (document, own)]
+            assert found[0].keys() == found[1].keys()
+            assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+            assert ("pixel_values_videos" in found[0]) == bool(index % 3)
+    answered = {**rows[1], "chosen": [{"role": "assistant", "content": rows[1]["prompt"][0]["content"]}]}
+    with pytest.raises(DataError, match="a video stands in the answer of chosen: videos belong to the prompt"):
+        pairs(FiledRow(answered), "a row")
+    run_task_here("train_text_dpo", config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6) and lines[-1]["loss"] < lines[1]["loss"]

@@ -154,6 +154,7 @@ RULES = [
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
     Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
+    Rule(r"sfumato preprocess( |$)", None, "run by tests/unit/test_media_cache.py"),
     Rule(
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
     ),

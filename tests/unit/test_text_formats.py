@@ -96,8 +96,8 @@ def test_a_wrong_name_is_one_clear_line(tmp_path, name):
 
 def test_formats_are_in_the_help_and_checked(tmp_path):
     shown = format_help(TrainTextConfig)
-    names = "conversation|image_conversation|image_preference|media_conversation|omni_conversation|plaintext|"
-    names += "preference|preference_margin|process|unpaired"
+    names = "conversation|image_conversation|image_preference|media_conversation|media_preference|omni_conversation|"
+    names += "plaintext|preference|preference_margin|process|unpaired"
     assert f"--data.data_type {{type: {names}}}" in shown
     assert "type: plaintext  Texts, every token of which is in the loss" in shown
     path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
