@@ -222,9 +222,10 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
 
 
 def test_vllm_is_given_images_of_the_qwen_models_alone(tmp_path: Path) -> None:
-    reader = loaded(tmp_path, "internvl")[0].vision.reader
-    with pytest.raises(ConfigError, match="of the Qwen models alone"):
-        RenderedImages(reader, None)
+    for kind in ("internvl", "glm4v"):
+        reader = loaded(tmp_path, kind)[0].vision.reader
+        with pytest.raises(ConfigError, match="of the Qwen models alone"):
+            RenderedImages(reader, None)
 
 
 def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:
