@@ -121,7 +121,7 @@ MODES |= {
 }
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses")))
+@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses", "pp, features of later layers")))
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     num_ranks, kind, train, settings = MODES[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}

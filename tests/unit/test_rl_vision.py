@@ -40,7 +40,7 @@ from tests.tiny_vision import picture
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
 SLOW_KINDS = ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma4")
-SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision")
+SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision", "qwen3_vl_moe")
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS]
 IMAGE_TOKEN = 261
 
