@@ -193,6 +193,11 @@ class LanguageModel(PackedModel[TokenScores]):
 
 def check_sighted(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigError for meshes that a model that sees cannot be put on."""
+    if mesh.layout.tp > 1 and getattr(module.config.get_text_config(), "hidden_size_per_layer_input", 0):
+        raise ConfigError(
+            f"train.tensor_parallel_size: {type(module).__name__} makes inputs of each layer of its embedding's weight "
+            "itself (hidden_size_per_layer_input), which must then be whole: set it to 1"
+        )
     if mesh.layout.pp == 1:
         return
     if mesh.layout.cp > 1:

@@ -91,18 +91,25 @@ def language_targets(module: nn.Module) -> list[str]:
     """Names of the layers of a transformers language model that get adapters when the configuration names none.
 
     All linear layers of its blocks but routers; in a mixture-of-experts model those of attention alone, since peft has
-    no way to name its dense layers and shared experts.
+    no way to name its dense layers and shared experts. Where an encoder calls other things so (Gemma 4) they are named
+    in full.
     """
     left_out = ROUTERS + EXPERTS if has_experts(module) else ROUTERS
     inside = {id(submodule) for submodule in module.get_decoder().modules()}  # without the encoder of a model that sees
-    names = {
-        name.rpartition(".")[2]: None
-        for block in find_blocks(module, language_plan(module)).values()
+    found = {
+        f"{start}.{name}": _last_part(name)
+        for start, block in find_blocks(module, language_plan(module)).items()
         if id(block) in inside
         for name, submodule in block.named_modules()
         if isinstance(submodule, nn.Linear)
     }
-    return [name for name in names if name not in left_out]
+    others = {_last_part(name) for name, each in module.named_modules() if not isinstance(each, nn.Linear)}
+    names = dict.fromkeys(name if last in others else last for name, last in found.items() if last not in left_out)
+    return [*names]
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from sfumato.models.plain import give_weights, set_attention
 from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, StageArguments, build_pipeline, positions_alone
@@ -349,7 +350,7 @@ class PackedModel(ABC, Generic[Output]):
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sum of a tensor of any shape over the ranks that share a sequence; gradients go to each rank's own part."""
-        return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"))
+        return values if self.mesh.layout.cp == 1 else SequenceSum.apply(values, self.mesh.group("cp"))
 
     def _logits(self, row: Tensors, media: Sequence[Tensors] = (), **more: Tensor) -> Tensor:
         """What the module's head gives for packed rows as they are, ``[B, T, ...]``."""
@@ -409,7 +410,7 @@ class PackedModel(ABC, Generic[Output]):
 
     def sum_for_rows(self, values: Tensor) -> Tensor:
         """As ``sum_over_sequence``, where each rank goes on with rows of its own: gradients are summed, too."""
-        return values if self.mesh.layout.cp == 1 else _SequenceSum.apply(values, self.mesh.group("cp"), True)
+        return values if self.mesh.layout.cp == 1 else SequenceSum.apply(values, self.mesh.group("cp"), True)
 
     def _filled(self, tensors: Tensors) -> Tensors:
         """The tensors of a micro-batch, of a length of which there are few."""
@@ -469,25 +470,6 @@ class PackedModel(ABC, Generic[Output]):
         whole[:, columns[0]] = part
         dist.all_reduce(whole, group=self.mesh.group("cp"))
         return whole
-
-
-class _SequenceSum(torch.autograd.Function):
-    """Every rank computes the same from the sum, so that the gradients of all ranks' parts are those of one loss; or
-    each something else, whose gradients are to be summed."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:
-        ctx.group = group if sum_gradients else None
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.group is not None:
-            gradient = gradient.clone()
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None
 
 
 def row_multiple(config: TrainConfig, mesh: Mesh) -> int:

@@ -97,7 +97,14 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
     rule = _positions_of(module)
-    first = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
+    try:
+        first = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = "model.config_path" if folder is None else f"model.model_path {folder}: processor_config.json"
+        raise ConfigError(
+            f"{where}: {type(processor).__name__} makes nothing of an image ({error}): it lacks a setting, as "
+            "patch_size of LLaVA models"
+        ) from error
     _check_tokens(first, described)
     (shapes,) = first.reader.place([_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())

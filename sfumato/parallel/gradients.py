@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from math import isfinite
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -162,3 +162,22 @@ def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
         work.wait()
         for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+class SequenceSum(torch.autograd.Function):
+    """The sum of values over ranks. Each computes the same from it, so that the gradients of all ranks' parts are those
+    of one loss; or something else, whose gradients are to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:
+        ctx.group = group if sum_gradients else None
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group is not None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None

@@ -49,7 +49,7 @@ from sfumato.parallel.stages import (
 LogitsLoss = Callable[[Tensor, Batch], Tensor]
 
 StageArguments = Callable[[Batch, bool], dict[str, Any]]
-"""From a micro-batch, and whether it is for the first stage, to what a stage is given beside tokens or hidden states."""
+"""From a micro-batch, and whether it is for the first stage, to what a stage gets beside tokens or hidden states."""
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -282,10 +282,11 @@ def build_pipeline(
     """Cuts a language model into stages, keeps this rank's and parallelises each on its own.
 
     Layers are shared out as evenly as ``split_layers`` says; the first stage has the embedding, and the encoders of a
-    model that sees, the last one the final norm and the head. A stage is the unmodified model with ``Absent`` in the place of what other stages have. Inside a
-    pipeline fsdp keeps weights that it has gathered until the last backward pass of the step, and reduces gradients
-    then: it would do both for every micro-batch otherwise. With a ``param_dtype``, zero_bubble and zbv may add
-    gradients of weights of neighbouring micro-batches in that dtype before they are added up in float32.
+    model that sees, the last one the final norm and the head. A stage is the unmodified model with ``Absent`` in the
+    place of what other stages have. Inside a pipeline fsdp keeps weights that it has gathered until the last backward
+    pass of the step, and reduces gradients then: it would do both for every micro-batch otherwise. With a
+    ``param_dtype``, zero_bubble and zbv may add gradients of weights of neighbouring micro-batches in that dtype before
+    they are added up in float32.
 
     Args:
         module: an unmodified transformers causal language model, or one that sees, adapters included, with weights or

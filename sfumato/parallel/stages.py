@@ -198,7 +198,7 @@ def _beside(module: nn.Module, decoder: nn.Module) -> list[Part]:
     for owner in {module, module.base_model}:
         kept = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
         found += [child for child in owner.children() if id(child) not in kept]
-        found += [weight for weight in owner.parameters(recurse=False)]
+        found += owner.parameters(recurse=False)
     return found
 
 

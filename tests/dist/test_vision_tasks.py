@@ -60,6 +60,22 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "fsdp2, a row for each document": (2, "gemma3", {}, {}),
     "fsdp2, padded rows": (2, "qwen2_5_vl", {"dyn_bsz": False, "rmpad_with_pos_ids": False}, {}),
     "fsdp2, tiles": (2, "internvl", {}, {}),
+    "fsdp2, layers with states": (2, "qwen3_5", {}, {}),
+    "fsdp2 x ep, layers with states": (2, "qwen3_5_moe", {"expert_parallel_size": 2}, {}),
+    "tp, layers with states": (2, "qwen3_5", {"tensor_parallel_size": 2}, {}),
+    "tp of experts, layers with states": (2, "qwen3_5_moe", {"tensor_parallel_size": 2, "lr": 1e-4}, {}),
+    "fsdp2, inputs of each layer": (2, "gemma4", {}, {}),
+    "fsdp2, GLM": (2, "glm4v", {}, {}),
+    "tp, GLM": (2, "glm4v", {"tensor_parallel_size": 2}, {}),
+    "ulysses, GLM": (2, "glm4v", {"ulysses_parallel_size": 2}, {}),
+    "ring, GLM": (2, "glm4v", {"context_parallel_size": 2}, {}),
+    "tp, a class token": (2, "llava", {"tensor_parallel_size": 2}, {}),
+    "ulysses, a class token": (2, "llava", {"ulysses_parallel_size": 2}, {}),
+    "fsdp2, a weight beside": (2, "llava_next", {}, {}),
+    "ring, a weight beside": (2, "llava_next", {"context_parallel_size": 2}, {}),
+    "fsdp2, SmolVLM": (2, "smolvlm", {}, {}),
+    "tp, SmolVLM": (2, "smolvlm", {"tensor_parallel_size": 2}, {}),
+    "ulysses, SmolVLM": (2, "smolvlm", {"ulysses_parallel_size": 2}, {}),
     "meta, recompute": (2, "qwen2_5_vl", {"init_device": "meta", "activation_checkpointing": "full"}, {}),
     "parts frozen, rate by part": (2, "qwen2_5_vl", {"param_groups": [{"match": "visual", "lr_scale": 0.1}]}, PARTS),
     "adapters": (2, "qwen2_5_vl", {}, {"model": {"lora": {"rank": 4, "alpha": 8, "init_weights": "default"}}}),
@@ -105,7 +121,7 @@ MODES |= {
 }
 
 
-@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses")))
+@pytest.mark.parametrize("mode", quick_or_slow(MODES, ("fsdp2", "ulysses", "pp, features of later layers")))
 def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path):
     num_ranks, kind, train, settings = MODES[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
@@ -133,6 +149,8 @@ AUDIO: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp, Qwen3": (2, "qwen3_omni_moe_thinker", {"tensor_parallel_size": 2}),
     "ulysses, Qwen3": (2, "qwen3_omni_moe_thinker", {"ulysses_parallel_size": 2}),
     "ring, Qwen3": (2, "qwen3_omni_moe_thinker", {"context_parallel_size": 2}),
+    "pp": (2, "qwen2_5_omni_thinker", {"pipeline_parallel_size": 2}),
+    "pp, Qwen3": (2, "qwen3_omni_moe_thinker", {"pipeline_parallel_size": 2}),
 }
 
 
@@ -159,6 +177,7 @@ VIDEOS = {
     "tp": (2, "qwen2_5_vl", {"tensor_parallel_size": 2}),
     "ulysses": (2, "qwen3_vl", {"ulysses_parallel_size": 2}),
     "ring": (2, "qwen3_vl", {"context_parallel_size": 2}),
+    "pp": (2, "qwen3_vl", {"pipeline_parallel_size": 2}),
 }
 
 
@@ -201,9 +220,10 @@ def test_rl_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "pp"])
 def test_dpo_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ranks, tmp_path):
-    train = {"max_steps": STEPS, "eps": 1.0e-4, "data_parallel_mode": mode}
+    cut = {"pipeline_parallel_size": 2} if mode == "pp" else {"data_parallel_mode": mode}
+    train = {"max_steps": STEPS, "eps": 1.0e-4, **cut}
     config = tiny_vision_pairs_config(tmp_path, train=train, eval={"every_steps": 2})
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(2, functools.partial(run_rank, "train_text_dpo"), merge(config, many))

@@ -81,11 +81,24 @@ def test_a_run_begins_from_the_folder_that_another_exported(settings: dict, whol
 
 
 ENCODERS = r"\.(visual|vision_tower|vision_model)\."
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "glm4v", "internvl", "llava", "llava_next", "llava_onevision")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3",
+    "gemma4",
+    "glm4v",
+    "internvl",
+    "llava",
+)
+FAMILIES += ("llava_next", "llava_onevision", "smolvlm", "janus")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*FAMILIES, "smolvlm"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_families_are_trained_exported_and_go_on_with_their_processor(kind: str, tmp_path: Path) -> None:
     """Frozen encoders are exported as they were drawn; the folder has what the images are read with."""
     if kind == "smolvlm":

@@ -53,7 +53,7 @@ def test_what_encoders_keep_is_that_of_a_real_forward_pass(kind: str, tmp_path: 
     tokens = int(shapes.prod(axis=1).sum() * reader.tokens_per_patch)
     module = AutoModelForImageTextToText.from_config(read_model_config(config.model, sees=True)).train()
     expected = really_saved(module, reader.of_opened(pictures))
-    found = plan.encoder_bytes / 128 * tokens
+    found = plan.encoder_bytes / config.data.max_seq_len * tokens
     assert found == pytest.approx(expected, rel=0.15)
 
 
@@ -84,8 +84,15 @@ def test_ranks_share_what_is_not_of_encoders(tmp_path: Path) -> None:
     parts = two.model.ranks[0].parts
     assert two.problems == [] and parts["weights"] < one["weights"]
     assert parts["activations of encoders"] == one["activations of encoders"]
-    stages = tiny_vision_config(tmp_path, "qwen3_vl", train={"pipeline_parallel_size": 2})
-    assert "pipeline" in checked(tmp_path, stages, with_data=False, num_ranks=2).problems[0]
+    cut = {"train": {"pipeline_parallel_size": 2}}
+    stages = checked(tmp_path, tiny_vision_config(tmp_path, "qwen3_vl", **cut), with_data=False, num_ranks=2)
+    assert stages.problems == []
+    first, last = (rank.parts for rank in stages.model.ranks)
+    assert first["activations of encoders"] == 2 * one["activations of encoders"], "of two micro-batches that wait"
+    assert "activations of encoders" not in last and last["weights"] < first["weights"]
+    assert first["weights"] + last["weights"] == pytest.approx(one["weights"], rel=1e-3), "each has rotary buffers"
+    apart = checked(tmp_path, tiny_vision_config(tmp_path, "gemma3", **cut), with_data=False, num_ranks=2)
+    assert "pipeline_parallel_size: Gemma3" in apart.problems[0]
 
 
 def test_rl_with_images_is_predicted_and_its_prompts_are_read(tmp_path: Path) -> None:

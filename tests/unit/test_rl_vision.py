@@ -40,7 +40,7 @@ from tests.tiny_vision import picture
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
 SLOW_KINDS = ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma4")
-SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision")
+SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision", "qwen3_vl_moe")
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS]
 IMAGE_TOKEN = 261
 
@@ -222,9 +222,10 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
 
 
 def test_vllm_is_given_images_of_the_qwen_models_alone(tmp_path: Path) -> None:
-    reader = loaded(tmp_path, "internvl")[0].vision.reader
-    with pytest.raises(ConfigError, match="of the Qwen models alone"):
-        RenderedImages(reader, None)
+    for kind in ("internvl", "glm4v"):
+        reader = loaded(tmp_path, kind)[0].vision.reader
+        with pytest.raises(ConfigError, match="of the Qwen models alone"):
+            RenderedImages(reader, None)
 
 
 def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from sfumato.models.plain import set_attention
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.parallel.stages import check_added_features
 from sfumato.parallel.weights import whole_weights
 from tests.tiny import run_task_here, tiny_language_description, write_config
-from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config
+from tests.tiny_vision import data_url, image_row, picture, tiny_vision_config, tiny_vision_description
 
 PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "janus", "llava_onevision")
 PACKED += ("llava", "llava_next", "smolvlm")
@@ -273,7 +274,6 @@ def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size: .* has an encoder beside it: set it to 1"),
         ({"model": {"freeze": ["vizual"]}}, "'vizual' takes no trained weight"),
         ({"model": {"freeze": ["."]}}, "leaves nothing to train"),
         ({"data": {"data_type": {"min_pixels": 4096}}}, "min_pixels must not be above max_pixels"),
@@ -281,15 +281,49 @@ def test_an_image_that_has_changed_since_is_noticed(tmp_path, transform):
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, message):
     config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, **changes))
-    layout = Layout(pp=config.train.pipeline_parallel_size)
 
     def put() -> None:
         model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-        check_sighted(Mesh(layout, torch.device("cpu")))
         model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
 
     with pytest.raises(ConfigError, match=message):
         put()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "message"),
+    [
+        ("qwen3_5", {"pp": 2}, r"pipeline_parallel_size: Qwen3_5.* has layers of linear_attention.* set it to 1"),
+        ("gemma3", {"pp": 2}, "pipeline_parallel_size: Gemma3.* lets the tokens of an image see each other"),
+        ("gemma4", {"pp": 2}, "pipeline_parallel_size: Gemma4.* lets the tokens of an image see each other"),
+        ("qwen3_vl", {"pp": 2, "ulysses": 2}, "pipeline_parallel_size and train.ulysses_parallel_size or context"),
+        ("qwen3_vl", {"pp": 2, "ring": 2}, "pipeline_parallel_size and train.ulysses_parallel_size or context"),
+        ("gemma4", {"tp": 2}, r"tensor_parallel_size: Gemma4.* \(hidden_size_per_layer_input\)"),
+    ],
+)
+def test_meshes_that_cannot_be_are_refused(tmp_path, kind, cut, message):
+    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, train={"init_device": "meta"}))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    with pytest.raises(ConfigError, match=message):
+        check_sighted(model.plain, Mesh(Layout(**cut), torch.device("cpu")))
+
+
+def test_adapters_go_into_the_language_model_where_the_encoder_calls_other_things_so(tmp_path):
+    model, _ = build(tmp_path, "gemma4", model={"lora": {"rank": 2, "alpha": 4, "init_weights": "default"}})
+    names = [name for name, weight in model.plain.named_parameters() if weight.requires_grad]
+    assert any("q_proj.lora_A" in name for name in names)
+    assert all(name.startswith("model.language_model.layers.") for name in names)
+
+
+def test_features_of_later_layers_must_lie_in_the_first_stage(tmp_path):
+    described = tiny_vision_description("qwen3_vl")
+    described["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, "qwen3_vl"))
+    write_config(described, tmp_path / "qwen3_vl.yaml")
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    check_added_features(model.plain, 2)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .* first 2 layers .* the first stage has 1"):
+        check_added_features(model.plain, 1)
 
 
 def test_text_and_sight_meet_their_models(tmp_path):

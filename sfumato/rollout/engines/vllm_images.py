@@ -37,7 +37,7 @@ class RenderedImages:
         Raises:
             ConfigError: for a model whose tokens of an image do not stand side by side.
         """
-        if not reader.has_grid:
+        if not reader.has_grid or not type(reader.processor.image_processor).__name__.startswith("Qwen"):
             raise ConfigError(
                 f"rollout.engine vllm: prompts with images are known of the Qwen models alone, not of those with "
                 f"{type(reader.processor).__name__}: take rollout.engine embedded"
