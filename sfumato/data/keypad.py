@@ -24,11 +24,6 @@ LOUDNESS, NOISE = (0.1, 0.3), (0.0, 0.15)
 """Amplitude of each sine, and standard deviation of the noise, at least and at most."""
 
 
-def seconds_of(num_digits: int) -> float:
-    """Of the longest sound of so many digits."""
-    return num_digits * TONE[1] + (num_digits + 1) * PAUSE[1]
-
-
 def dialled(number: str, generator: torch.Generator) -> bytes:
     """A .wav file of the tones of a number, with pauses before, between and after them, of lengths of their own."""
 

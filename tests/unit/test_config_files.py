@@ -229,6 +229,10 @@ ONE_PROCESS = {
 }
 
 
+MADE_BY = {"digits": "sklearn", "dial": "soundfile"}
+"""Packages that problems made in code need."""
+
+
 def made_tiny(path, tmp_path):
     """The configuration as it is, but for the sizes, and for what lies in files that are not here."""
     task, content = task_of(path), read_yaml(path)
@@ -241,8 +245,8 @@ def made_tiny(path, tmp_path):
     if task == "train_image_tokenizer":
         return task, merge(content, {"train": train})
     synthetic = content["data"].get("synthetic") or {}
-    if synthetic.get("problem") == "digits":
-        pytest.importorskip("sklearn")
+    if synthetic.get("problem") in MADE_BY:
+        pytest.importorskip(MADE_BY[synthetic["problem"]])
     if task.startswith("train_text"):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
@@ -257,8 +261,11 @@ def made_tiny(path, tmp_path):
             (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
             data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
-    if task == "rl_text" and synthetic.get("problem") == "digits":
-        model = tiny_vision_config(tmp_path, "qwen3_vl")["model"] | {"model_path": None, "made_by": None}
+    if task == "rl_text" and synthetic.get("problem") in MADE_BY:
+        model = tiny_vision_config(tmp_path, "qwen2_audio" if "hear" in path.stem else "qwen3_vl")["model"] | {
+            "model_path": None,
+            "made_by": None,
+        }
         rest = {
             "rollout": {"num_prompts": 1, "n": 2},
             "data": {"synthetic": {"num_rows": 8}},
@@ -290,6 +297,7 @@ def made_tiny(path, tmp_path):
 def tiny_sighted(path, content, train, tmp_path):
     """A tiny model that sees, of the kind that the file names, on the file's pictures made in code, or on some rows."""
     kind = "qwen3_omni_moe_thinker" if "omni" in path.stem else "qwen3_vl_moe" if "a3b" in path.stem else "qwen3_vl"
+    kind = "qwen2_audio" if "hear" in path.stem else kind
     if kind == "qwen3_omni_moe_thinker":
         pytest.importorskip("cv2")
     if "moe" in kind:  # in bf16 a token of so small a router now and then meets another expert, which the probe refuses
