@@ -10,17 +10,18 @@ from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.sections import EpochTrainConfig
 
-SHOWN_PROBLEMS = ("read", "digits")
-"""Synthetic problems whose question is a picture."""
+SHOWN_PROBLEMS, HEARD_PROBLEMS = ("read", "digits"), ("dial",)
+"""Synthetic problems whose question is a picture, or a sound."""
 
 
 class SyntheticTextConfig(Section):
     """Problems with one correct answer, made in code: nothing is downloaded."""
 
-    problem: Literal["reverse", "sort", "add", "multiply", "read", "digits", "draw", "read_or_draw"] = "reverse"
+    problem: Literal["reverse", "sort", "add", "multiply", "read", "digits", "dial", "draw", "read_or_draw"] = "reverse"
     """reverse and sort the letters of a word, add or multiply two numbers, read a number from a picture (digits: from
-    scikit-learn's handwritten digits), which needs data_type image_conversation, or image_prompts of RL, draw one, or
-    either of both, which need omni_conversation."""
+    scikit-learn's handwritten digits), which needs data_type image_conversation, or image_prompts of RL, hear one in
+    the tones of a telephone's keys (dial), which needs media_conversation or media_prompts, draw one, or either of
+    both, which need omni_conversation."""
     min_length: int = Field(2, ge=1)
     """Fewest letters of a word, or digits of a number."""
     max_length: int = Field(6, ge=1, le=32)
@@ -97,7 +98,11 @@ class TextDataConfig(Section):
                 "data.eval_path has no meaning with data.synthetic, which has held-out problems of its own"
             )
         problem = None if self.synthetic is None else self.synthetic.problem
-        if problem is not None and (problem in (*SHOWN_PROBLEMS, "draw", "read_or_draw")) != self.data_type.has_images:
+        hears = "audio" in getattr(self.data_type, "media", ())
+        if problem in HEARD_PROBLEMS and not hears:
+            raise ValueError(f"data.synthetic.problem {problem} needs data.data_type media_conversation")
+        shown = (*SHOWN_PROBLEMS, *HEARD_PROBLEMS, "draw", "read_or_draw")
+        if problem is not None and (problem in shown) != self.data_type.has_images:
             raise ValueError(
                 f"data.synthetic.problem {' and '.join(SHOWN_PROBLEMS)} and data.data_type image_conversation need "
                 "each other"

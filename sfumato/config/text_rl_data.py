@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
-from sfumato.config.text_data import SHOWN_PROBLEMS, SyntheticTextConfig
+from sfumato.config.text_data import HEARD_PROBLEMS, SHOWN_PROBLEMS, SyntheticTextConfig
 
 PLAIN = "none"
 """What ``chat_template`` says where there is to be none."""
@@ -48,13 +48,15 @@ class TextPromptDataConfig(Section):
         if self.synthetic is not None:
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
-            shows = self.synthetic.problem in SHOWN_PROBLEMS
-            if shows != self.data_type.has_images:
+            formats = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts") | dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
+            wanted, kind = formats.get(self.synthetic.problem, "prompts"), self.data_type.type
+            if kind != wanted and {kind, wanted} & {*formats.values()}:
+                needing = " and ".join(name for name, each in formats.items() if each in (kind, wanted))
                 raise ValueError(
-                    f"data.synthetic.problem {' and '.join(SHOWN_PROBLEMS)} and data.data_type image_prompts need each "
-                    "other"
+                    f"data.synthetic.problem {needing} and data.data_type "
+                    f"{wanted if wanted != 'prompts' else kind} need each other"
                 )
-            if self.data_type.type != ("image_prompts" if shows else "prompts"):
+            if kind != wanted:
                 raise ValueError(
                     "data.data_type has no effect with data.synthetic, whose problems are no rows of a file: remove "
                     "one of them"

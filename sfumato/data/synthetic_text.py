@@ -12,7 +12,7 @@ from PIL import Image
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_data import SyntheticTextConfig
-from sfumato.data import digits
+from sfumato.data import digits, keypad
 from sfumato.data.glyphs import default_font, render_word
 from sfumato.data.pictures import as_png
 from sfumato.errors import DataError
@@ -27,6 +27,7 @@ QUESTIONS = {
     "multiply": "Multiply {} by {}.",
     "read": "<image>Read it.",
     "digits": "<image>Read it.",
+    "dial": "<audio>Which number?",
     "draw": 'Draw "{}".',
 }
 STATEMENTS = {
@@ -36,11 +37,14 @@ STATEMENTS = {
     "multiply": "{} times {} is {}.",
     "read": "{} is {}.",
     "digits": "Scan {} is {}.",
+    "dial": "{} is dialled as {}.",
     "draw": "{} is drawn as {}.",
 }
 ARITHMETIC = {"add": "+", "multiply": "*"}
 PICTURED = ("read", "digits", "draw")
 """Problems with a picture of a number, in the question or in the answer."""
+NUMBERS = (*PICTURED, "dial")
+"""Problems about a number that is seen or heard."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Problem:
         word = self.operands[0]
         if self.kind == "digits":
             return "".join(map(digits.label, self.scans))
-        if self.kind in PICTURED:
+        if self.kind in NUMBERS:
             return word
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
 
@@ -131,7 +135,7 @@ class SyntheticRows:
             "chosen": last.answer,
             "rejected": wrong,
             "answer": last.answer,
-        } | ({"images": [problem.picture(generator) for problem in problems]} if last.kind in PICTURED else {})
+        } | self._media(problems, generator)
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -140,6 +144,14 @@ class SyntheticRows:
     def fingerprint(self) -> str:
         """Identifies the rows, for caches."""
         return f"{self.config.model_dump_json()} {self.seed} {self.held_out}"
+
+    def _media(self, problems: list[Problem], generator: torch.Generator) -> dict[str, list[bytes]]:
+        """Columns of what is seen and heard."""
+        if problems[0].kind == "dial":
+            return {"audios": [keypad.dialled(problem.answer, generator) for problem in problems]}
+        if problems[0].kind in PICTURED:
+            return {"images": [problem.picture(generator) for problem in problems]}
+        return {}
 
     def _shown_answer(self, problem: Problem, generator: torch.Generator) -> str:
         share = self.config.calculator_calls
@@ -172,7 +184,7 @@ def render(text: str, generator: torch.Generator) -> bytes:
 def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
-    if problem.kind in (*ARITHMETIC, *PICTURED):
+    if problem.kind in (*ARITHMETIC, *NUMBERS):
         place = _integer(generator, len(correct))
         no_leading_zero = place == 0 and len(correct) > 1
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
@@ -192,7 +204,7 @@ def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Pr
         return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
     if config.problem == "read_or_draw":
         return Problem(("read", "draw")[_integer(generator, 2)], (_draw_number(generator, config),))
-    if config.problem in PICTURED:
+    if config.problem in NUMBERS:
         return Problem(config.problem, (_draw_number(generator, config),))
     letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
     return Problem(config.problem, ("".join(letters),))

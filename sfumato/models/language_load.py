@@ -184,7 +184,17 @@ def build_module(
     with torch.random.fork_rng(devices=[]):  # weights that the folder lacks are drawn before they are given others
         module = _load(auto_class, source, described, attention, dtype, config.trust_remote_code, other_keys)
     finish(module)
+    if train_base:
+        _leave_frozen(module, make)
     return module, make
+
+
+def _leave_frozen(module: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Weights that transformers makes without gradients, such as positions of sines, remain so: it gives all weights
+    gradients that it loads."""
+    for name, weight in build_on_meta(make).named_parameters():
+        if not weight.requires_grad:
+            module.get_parameter(name).requires_grad_(False)
 
 
 def source_of(config: LanguageModelConfig) -> Path | None:

@@ -16,11 +16,13 @@ from tests.tiny_vision import (
     audio_row,
     image_row,
     media_row,
+    sound_row,
     tiny_media_config,
+    tiny_sound_config,
     tiny_vision_config,
     tiny_vision_description,
 )
-from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
+from tests.tiny_vision_rl import tiny_media_rl_config, tiny_vision_pairs_config, tiny_vision_rl_config
 
 PARTS = {"model": {"freeze": [r"visual\.blocks", r"embed_tokens"]}}
 MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -151,20 +153,30 @@ AUDIO: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ring, Qwen3": (2, "qwen3_omni_moe_thinker", {"context_parallel_size": 2}),
     "pp": (2, "qwen2_5_omni_thinker", {"pipeline_parallel_size": 2}),
     "pp, Qwen3": (2, "qwen3_omni_moe_thinker", {"pipeline_parallel_size": 2}),
+    "fsdp2, Qwen2-Audio": (2, "qwen2_audio", {}),
+    "ddp, Qwen2-Audio": (2, "qwen2_audio", {"data_parallel_mode": "ddp"}),
+    "meta, recompute, Qwen2-Audio": (2, "qwen2_audio", {"init_device": "meta", "activation_checkpointing": "full"}),
+    "tp, Qwen2-Audio": (2, "qwen2_audio", {"tensor_parallel_size": 2}),
+    "ulysses, Qwen2-Audio": (2, "qwen2_audio", {"ulysses_parallel_size": 2}),
+    "ring, Qwen2-Audio": (2, "qwen2_audio", {"context_parallel_size": 2}),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", AUDIO)
+@pytest.mark.parametrize("mode", quick_or_slow(AUDIO, ("fsdp2, Qwen2-Audio",)))
 def test_several_ranks_are_one_process_with_audio_on_some(mode, ranks, tmp_path):
     pytest.importorskip("soundfile", reason="audio needs soundfile and soxr (extra 'audio')")
     num_ranks, kind, train = AUDIO[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, **train}
-    config = tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2})
-    config["data"]["data_type"] |= {"type": "media_conversation", "video_max_pixels": 2048, "video_min_pixels": 64}
-    config["data"]["max_seq_len"] = 256
-    rows = [audio_row(index, 1.0) if index % 3 == 1 else image_row(index) for index in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if kind == "qwen2_audio":
+        config = tiny_sound_config(tmp_path, train=train, eval={"every_steps": 2})
+        rows = [sound_row(index if index % 4 == 2 else 3 * index) for index in range(12)]  # most have none
+    else:
+        config = tiny_vision_config(tmp_path, kind, train=train, eval={"every_steps": 2})
+        limits = {"video_max_pixels": 2048, "video_min_pixels": 64}
+        config["data"]["data_type"] |= {"type": "media_conversation"} | limits
+        config["data"]["max_seq_len"] = 256
+        rows = [audio_row(index, 1.0) if index % 3 == 1 else image_row(index) for index in range(12)]
+    Path(config["data"]["train_path"]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
@@ -214,6 +226,20 @@ def test_rl_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ra
     config = merge(tiny_vision_rl_config(tmp_path, train=train), settings)
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
+    run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
+    rounding = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}  # of kernels alone
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen3_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+def test_rl_on_several_ranks_is_one_process_with_videos_and_audio_in_some_prompts(kind, ranks, tmp_path):
+    pytest.importorskip("soundfile", reason="audio needs soundfile and soxr (extra 'audio')")
+    pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
+    train = {"max_steps": STEPS, "eps": 1.0e-4, "global_batch_size": 8}
+    config = tiny_media_rl_config(tmp_path, kind, train=train)
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     rounding = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}  # of kernels alone
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | rounding)

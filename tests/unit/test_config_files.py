@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.tiny import (
     write_tiny_pipeline,
 )
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
-from tests.tiny_vision import tiny_vision_config
+from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,6 +230,10 @@ ONE_PROCESS = {
 }
 
 
+MADE_BY = {"digits": "sklearn", "dial": "soundfile"}
+"""Packages that problems made in code need."""
+
+
 def made_tiny(path, tmp_path):
     """The configuration as it is, but for the sizes, and for what lies in files that are not here."""
     task, content = task_of(path), read_yaml(path)
@@ -241,13 +246,14 @@ def made_tiny(path, tmp_path):
     if task == "train_image_tokenizer":
         return task, merge(content, {"train": train})
     synthetic = content["data"].get("synthetic") or {}
-    if synthetic.get("problem") == "digits":
-        pytest.importorskip("sklearn")
+    if synthetic.get("problem") in MADE_BY:
+        pytest.importorskip(MADE_BY[synthetic["problem"]])
     if task.startswith("train_text"):
         kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
         data_type = content["data"]["data_type"]
-        if isinstance(data_type, dict) and data_type["type"] in ("image_conversation", "media_conversation"):
+        data_type = data_type["type"] if isinstance(data_type, dict) else data_type
+        if data_type in ("image_conversation", "media_conversation"):
             return task, tiny_sighted(path, content, train, tmp_path)
         tiny = tiny_text_config(tmp_path, kind)
         model = tiny["model"] | {"model_path": None, "made_by": None}
@@ -257,8 +263,11 @@ def made_tiny(path, tmp_path):
             (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
             data |= dict.fromkeys(("train_path", "eval_path"), str(tmp_path / "steps.jsonl")) | {"synthetic": None}
         return task, merge(content, {"model": model, "data": data, "train": train, "eval": {"num_rows": 2}})
-    if task == "rl_text" and synthetic.get("problem") == "digits":
-        model = tiny_vision_config(tmp_path, "qwen3_vl")["model"] | {"model_path": None, "made_by": None}
+    if task == "rl_text" and synthetic.get("problem") in MADE_BY:
+        model = tiny_vision_config(tmp_path, "qwen2_audio" if "hear" in path.stem else "qwen3_vl")["model"] | {
+            "model_path": None,
+            "made_by": None,
+        }
         rest = {
             "rollout": {"num_prompts": 1, "n": 2},
             "data": {"synthetic": {"num_rows": 8}},
@@ -290,11 +299,14 @@ def made_tiny(path, tmp_path):
 def tiny_sighted(path, content, train, tmp_path):
     """A tiny model that sees, of the kind that the file names, on the file's pictures made in code, or on some rows."""
     kind = "qwen3_omni_moe_thinker" if "omni" in path.stem else "qwen3_vl_moe" if "a3b" in path.stem else "qwen3_vl"
+    if "hear" in path.stem or "audio" in path.stem:
+        pytest.importorskip("soundfile")
+        kind = "qwen2_audio"
     if kind == "qwen3_omni_moe_thinker":
         pytest.importorskip("cv2")
     if "moe" in kind:  # in bf16 a token of so small a router now and then meets another expert, which the probe refuses
         train = train | {"mixed_precision": "no"}
-    tiny = tiny_vision_config(tmp_path, kind)
+    tiny = (tiny_sound_config if kind == "qwen2_audio" else partial(tiny_vision_config, kind=kind))(tmp_path)
     data = {name: tiny["data"][name] for name in ("train_path", "eval_path")}
     if "synthetic" in content["data"]:
         data = {"synthetic": {"num_rows": 8}}
@@ -402,6 +414,7 @@ REAL_VISION = {  # file: GPUs, parameters in units of 10^9
     "qwen3_vl_8b": (8, 8.77),
     "qwen3_vl_30b_a3b": (16, 31.07),
     "qwen3_omni_30b_a3b": (16, 31.72),
+    "qwen2_audio_7b": (8, 8.40),
 }
 
 

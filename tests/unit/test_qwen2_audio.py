@@ -171,6 +171,7 @@ def test_what_is_exported_is_loaded_by_transformers_and_gives_the_same(run: Any,
     model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
     transform = build_transform(config.data, model.tokenizer, model.vision.reader)
     assert model.vision.reader.processor.feature_extractor.chunk_length == 1
+    assert not any(UNUSED in name for name in trainable_parameters(model.trained)), "as in a model that is made"
     (sample,) = transform(FiledRow(sound_row(2)), "a test")
     inputs = inputs_of(processor, sound_row(2))
     assert inputs["input_ids"][0].tolist() == sample.documents[0].input_ids.tolist()

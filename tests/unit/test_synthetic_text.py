@@ -3,11 +3,15 @@
 import io
 import pickle
 import re
+import wave
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.config.text_data import SyntheticTextConfig
+from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data import keypad
 from sfumato.data.digits import EDGE, label, scans_of
 from sfumato.data.synthetic_text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
@@ -145,6 +149,42 @@ def test_numbers_are_read_and_drawn_by_turns_of_chance():
     asked = [rows[index]["prompt"] for index in range(40)]
     assert 10 < sum(each.startswith("<image>Read it") for each in asked) < 30
     assert all(each.startswith(("<image>Read it", 'Draw "')) for each in asked)
+
+
+def test_numbers_are_dialled_in_the_tones_of_their_keys(monkeypatch):
+    monkeypatch.setattr(keypad, "NOISE", (0.0, 0.0))
+    rows = rows_of("dial", num_rows=40, min_length=1, max_length=4)
+    for index in range(40):
+        row = rows[index]
+        assert row["prompt"] == "<audio>Which number?" and row["messages"][1]["content"] == row["answer"]
+        with wave.open(io.BytesIO(row["audios"][0])) as file:
+            assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(float)
+        silent = np.convolve(np.abs(samples), np.ones(160), "same") < 1  # 10 ms
+        edges = np.flatnonzero(np.diff(silent.astype(int)))
+        tones = [samples[begin:end] for begin, end in edges.reshape(-1, 2)]
+        assert len(tones) == len(row["answer"])
+        for tone, digit in zip(tones, row["answer"], strict=True):
+            bins = np.abs(np.fft.rfft(tone, 16000))  # of 1 Hz
+            low, high = int(bins[600:1000].argmax()) + 600, int(bins[1100:1600].argmax()) + 1100
+            keys = keypad.KEYS[int(np.abs(np.array(keypad.ROWS) - low).argmin())]
+            assert keys[int(np.abs(np.array(keypad.COLUMNS) - high).argmin())] == digit
+    assert rows[0] == rows[0] and rows[0]["audios"] != rows[1]["audios"]
+    unseen = rows_of("dial", True, num_rows=400, min_length=1, max_length=2, held_out=0.2)
+    shown = rows_of("dial", num_rows=400, min_length=1, max_length=2, held_out=0.2)
+    answers = [{part[index]["answer"] for index in range(len(part))} for part in (unseen, shown)]
+    assert answers[0].isdisjoint(answers[1])
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind"), [("dial", "conversation"), ("dial", "image_conversation"), ("add", "media_conversation")]
+)
+def test_problems_that_are_heard_need_a_format_with_audio(problem, kind):
+    with pytest.raises(ValueError, match="need"):
+        TextDataConfig(synthetic={"problem": problem}, data_type=kind)
+    prompts = {"conversation": "prompts", "image_conversation": "image_prompts", "media_conversation": "media_prompts"}
+    with pytest.raises(ValueError, match="need each other"):
+        TextPromptDataConfig(synthetic={"problem": problem}, data_type=prompts[kind])
 
 
 def test_handwritten_digits_have_their_labels_and_scans_that_are_held_out():
