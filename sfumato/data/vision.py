@@ -163,6 +163,8 @@ class ImageReader:
         """Tokens of the language model for each patch of the encoder."""
         self.media: tuple[str, ...] = ("image",)
         """What documents may have: image, and video or audio or both."""
+        self.is_likely = True
+        """Whether the model gives tokens of images any probability; else they can be in no loss."""
 
     @property
     def fingerprint(self) -> str:
