@@ -25,7 +25,7 @@ from sfumato.data.encoded import BadRows, read_pixels, read_rows
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
-from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model, start_codebook
+from sfumato.models.omni.own_vq import build_vq
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
@@ -42,17 +42,18 @@ def main(config: TrainImageTokenizerConfig) -> None:
     dataset = open_image_text(config.data, config.train.seed)
     loader = IndexLoader(len(dataset), config.train, mesh)
     identity = identify_images(config, dataset, loader.global_batch_size)
-    vq = build_vq_model(config.model, config.train.seed).to(mesh.device).train()
+    vq = build_vq(config.model, config.train.seed)
+    vq.trained.to(mesh.device).train()
     bad_rows = BadRows(config.data.max_bad_rows, run.say)
     first = list(range(min(len(dataset), 256)))
     captions: list[str] = []
     examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
     if config.model.config_path is not None:
-        start_codebook(vq, to_device(examples, mesh.device) / 127.5 - 1, config.train.seed)
-    broadcast_parameters(vq, mesh)
+        vq.start_codebook(to_device(examples, mesh.device) / 127.5 - 1, config.train.seed)
+    broadcast_parameters(vq.trained, mesh)
 
-    optimizer, schedule = build_optimizer(vq, config.train, loader.total_steps)
-    state = TrainState(vq, optimizer, schedule, identity=identity)
+    optimizer, schedule = build_optimizer(vq.trained, config.train, loader.total_steps)
+    state = TrainState(vq.trained, optimizer, schedule, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -63,8 +64,8 @@ def main(config: TrainImageTokenizerConfig) -> None:
         losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
         for pixels, sample_ids in batches:
             target = to_device(pixels, mesh.device) / 127.5 - 1
-            quantised, commitment, _ = vq.quantize(vq.encode(target).latents)  # gradients pass straight through
-            reconstruction = vq.decode(quantised, force_not_quantize=True).sample
+            quantised, commitment, _ = vq.quantise(vq.latents(target))  # gradients pass straight through
+            reconstruction = vq.decode(quantised)
             mse = mse_loss(reconstruction, target)
             loss = l1_loss(reconstruction, target) + mse + config.commitment_coef * commitment
             losses.add(loss)
@@ -73,7 +74,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
             means = {"loss": loss, "mse": mse, "commitment": commitment}
             seen.add_all(**{name: each.double() * weight for name, each in means.items()})
         pending = losses, seen
-        grad_norm = reduce_and_clip(vq, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
+        grad_norm = reduce_and_clip(vq.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -83,9 +84,8 @@ def main(config: TrainImageTokenizerConfig) -> None:
         run.log(state.step, {**metrics, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
 
-    model = VqModel(vq)
-    pictures, num_used = model.reconstruct(examples)
-    run.say(f"{num_used} of {vq.config.num_vq_embeddings} codes are used by {len(examples)} images")
+    pictures, num_used = vq.reconstruct(examples)
+    run.say(f"{num_used} of {vq.codebook.num_embeddings} codes are used by {len(examples)} images")
     run.save_samples(
         state.step,
         [
@@ -93,7 +93,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
             for index, (content, caption) in enumerate(zip(pictures[:12], captions, strict=False))
         ],
     )
-    export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
+    export_model(vq, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
     run.say(f"image tokenizer: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
     run.finish()

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.tiny import _train, merge, write_config
 from tests.tiny_omni import write_omni_rows
+from tests.tiny_vision import tiny_vision_config
 
 TEXT = {
     "hidden_size": 32,
@@ -64,3 +65,13 @@ def tiny_unified_config(tmp_path: Path, kind: str, **overrides: Any) -> dict[str
         "eval": {"every_steps": 3, "num_rows": 8, "num_samples": 6, "max_new_tokens": 4},
     }
     return merge(base, overrides)
+
+
+def tiny_seeing_config(tmp_path: Path, kind: str, **overrides: Any) -> dict[str, Any]:
+    """A ``tasks/train_text.py`` run of 6 steps, of a model that sees pictures as codes; in ``tmp_path/run``."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    config = tiny_vision_config(tmp_path, "janus", **overrides)
+    config["model"]["config_path"] = str(write_config(unified_description(kind), tmp_path / f"{kind}.yaml"))
+    if kind == "emu3":
+        config["data"]["data_type"] |= {"min_pixels": 256, "max_pixels": 1024}
+    return config

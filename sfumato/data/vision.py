@@ -132,6 +132,8 @@ class ImageReader:
         self._least_samples, self._begins = least_samples, {*begins}
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """What documents may have: image, and video or audio or both, or audio alone."""
+        self.is_likely = True
+        """Whether the model gives tokens of images any probability; else they can be in no loss."""
 
     @property
     def fingerprint(self) -> str:

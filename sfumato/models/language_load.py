@@ -111,7 +111,8 @@ def is_unified(described: Any, sees: bool) -> bool:
     where it sees and does not draw, is a model with an encoder like others."""
     if described.model_type == "janus":
         return not sees
-    return getattr(described, "vocabulary_map", None) is not None and described.model_type in SEES_CODES
+    is_whole = sees or getattr(described, "vocabulary_map", None) is not None
+    return is_whole and described.model_type in SEES_CODES
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:

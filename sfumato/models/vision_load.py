@@ -343,6 +343,8 @@ def _made_image_processor(described: Any) -> Any:
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
         settings["image_grid_pinpoints"] = described.image_grid_pinpoints
     size = getattr(vision, "image_size", None)
+    if kind in ("emu3", "janus"):  # as the published ones
+        settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if kind == "chameleon":
         edge = described.vq_config.resolution
         settings |= {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}

@@ -89,6 +89,10 @@ NORMS_OF_HEADS = dict.fromkeys(
 without them each rank would learn from its own heads alone."""
 
 
+PASSED_BY = "vqmodel"
+"""The image tokenizer within models that draw, which no forward pass calls: nothing would gather its blocks."""
+
+
 def language_plan(module: nn.Module) -> ParallelPlan:
     """The plan that a transformers language model carries itself.
 
@@ -110,7 +114,8 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    blocks = tuple(module._no_split_modules or ()) or _largest_list(module)
+    passed = {type(submodule).__name__ for name, submodule in module.named_modules() if PASSED_BY not in name.split(".")}
+    blocks = tuple(name for name in module._no_split_modules or () if name in passed) or _largest_list(module)
     if decoder:
         blocks = _whole_layers(module, blocks, decoder)
     return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)

@@ -298,12 +298,18 @@ def _combined(
 
 @contextmanager
 def _plain_classes(module: nn.Module) -> Iterator[None]:
-    """Inside, modules have the classes they had before fsdp2: transformers looks conversions up by class name."""
-    sharded = {submodule: type(submodule) for submodule in module.modules() if isinstance(submodule, FSDPModule)}
-    for submodule, cls in sharded.items():
-        submodule.__class__ = cls.__mro__[2]
+    """Inside, modules have transformers' classes, not those of fsdp2 and of ours that are made of them: transformers
+    looks conversions up by class name."""
+    known = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
+    sharded = {submodule: type(submodule) for submodule, cls in known.items() if cls is not type(submodule)}
+    for submodule in sharded:
+        submodule.__class__ = known[submodule]
     try:
         yield
     finally:
         for submodule, cls in sharded.items():
             submodule.__class__ = cls
+
+
+def _plain_class(cls: type) -> type:
+    return next(each for each in cls.__mro__ if not issubclass(each, FSDPModule) and "sfumato." not in each.__module__)

@@ -9,6 +9,7 @@ from tests.dist.test_tasks import STEPS, assert_equal_runs, run_rank
 from tests.dist.test_text_tasks import NO_CUTS, quick_or_slow
 from tests.tiny import run_task_here, write_config
 from tests.tiny_omni import TEXT, tiny_flow_config, tiny_omni_config, write_omni_rows
+from tests.tiny_unified import tiny_unified_config
 
 MODES = {
     "fsdp2": {},
@@ -43,5 +44,19 @@ def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path
     write_omni_rows(tmp_path / "rows.jsonl", rows)
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
     ranks.run(4 if " x " in mode else 2, functools.partial(run_rank, "train_omni"), merge(config, many))
+    run_task_here("train_omni", merge(merge(config, {"train": NO_CUTS}), one))
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("kind", ["emu3", "janus"])
+def test_published_models_on_two_ranks_are_one_process(kind, mode, ranks, tmp_path):
+    """With weights that are frozen beside those that are trained."""
+    train = {"max_steps": STEPS, "eps": 1.0e-4, "data_parallel_mode": mode}
+    config = tiny_unified_config(tmp_path, kind, train=train, eval={"every_steps": 2})
+    config = merge(config, {"text_coef": 0.7, "image_coef": 1.5})
+    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    ranks.run(2, functools.partial(run_rank, "train_omni"), merge(config, many))
     run_task_here("train_omni", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})

@@ -17,12 +17,13 @@ from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
 from sfumato.data.prompt_dropout import is_image
 from sfumato.data.text_loader import open_text_data
+from sfumato.errors import ConfigError
 from sfumato.models.flops import FlopCount
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.drawing import draw_images
-from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config
+from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import picture
 
@@ -49,8 +50,8 @@ def exported(trained: tuple[str, dict[str, Any], Path]) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def again(trained: tuple[str, dict[str, Any], Path], exported: tuple[Any, Any]) -> Any:
-    """The export as the model that is trained, on a mesh, with its data; what draws with Janus is drawn anew in both, so that it
-    shows which code stands where."""
+    """The export as the model that is trained, on a mesh, with its data; the weights by which Janus draws are larger in
+    both, so that it shows which code stands where."""
     _, config, run = trained
     model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
     parsed = load_config(TrainOmniConfig, write_config(merge(config, {"model": model}), run / "again.yaml"))
@@ -194,7 +195,7 @@ def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path
     lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     number = {"emu3": 6, "janus": 4}[kind]
     assert lines[-1]["step"] == 2 and lines[-1]["rollout/tokens_per_sample"] == number
-    print(lines)
+    assert abs(lines[-1]["mismatch/log_ratio_max"]) < 1e-5
     _, info = PUBLISHED[kind].from_pretrained(out / "hf_ckpt", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before, after = weights_in(run / "hf_ckpt"), weights_in(out / "hf_ckpt")
@@ -203,6 +204,67 @@ def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path
     assert kind == "emu3" or any("generation_head" in name for name in changed)
     one, other = (AutoProcessor.from_pretrained(each / "hf_ckpt", backend="pil").to_dict() for each in (run, out))
     assert one == other
+
+
+def test_what_is_frozen_by_name_stays(trained: Any, tmp_path: Path) -> None:
+    kind, config, run = trained
+    pattern = {"emu3": "text_model.layers", "janus": "language_model|lm_head|vision_model|aligner"}[kind]
+    model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
+    more = {"model": model | {"freeze": [pattern]}, "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1}}
+    before, after = (weights_in(each / "hf_ckpt") for each in (run, run_task_here("train_omni", merge(config, more))))
+    left = {"emu3": ("embed_tokens", "lm_head", "text_model.norm", "text_model.model.norm"), "janus": ("generation_",)}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed and all(any(part in name for part in left[kind]) for name in changed)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(trained: Any, tmp_path: Path) -> None:
+    _, config, whole = trained
+    config = merge(config, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
+    run_task_process("train_omni", write_config(config, tmp_path / "config.yaml"), kill_after=3)
+    assert not (tmp_path / "run" / "hf_ckpt").exists()
+    resumed = run_task_here("train_omni", config)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+
+
+def test_weights_on_meta_are_those_of_the_folder(trained: Any, tmp_path: Path) -> None:
+    """Published names of weights are read in shards, too."""
+    _, config, run = trained
+    model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
+    train = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "init_device": "meta"}
+    again = run_task_here("train_omni", merge(config, {"model": model, "train": train}))
+    first, last = (_evaluated(each, step) for each, step in ((again, 0), (run, 6)))
+    assert first == pytest.approx(last, rel=1e-6)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Each by one line that names it."""
+    config = tiny_unified_config(tmp_path, "emu3")
+    wrong = {
+        "multiples of 8": {"draw": {"size": [20, 24]}},
+        "data parallelism": {"train": {"data_parallel_mode": "fsdp1"}},
+        "no effect": {"model": {"encoder": {"config_path": "x.yaml"}}},
+        "is missing": {"model": {"unified": None}},
+    }
+    for match, more in wrong.items():
+        with pytest.raises(ConfigError, match=match):
+            run_task_here("train_omni", merge(config, more | {"train": {"output_dir": str(tmp_path / match)}}))
+    for kind, more, match in (
+        ("janus", {"draw": {"size": [16, 24]}}, "16 x 16 pixels alone"),
+        ("janus", {"train": {"chunked_loss": True}}, "chunked_loss"),
+        ("chameleon", {}, "not trained to draw"),
+    ):
+        config = merge(tiny_unified_config(tmp_path / kind, kind), more)
+        with pytest.raises(ConfigError, match=match):
+            run_task_here("train_omni", config)
+
+
+def _evaluated(run: Path, step: int) -> dict[str, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(
+        {name: line[name] for name in line if name.startswith("eval/")} for line in lines if line["step"] == step
+    )
 
 
 def _emu3_generated(plain: Any, processor: Any, prompt: Any) -> tuple[list[int], Any]:

@@ -51,24 +51,58 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
 
 
 class VqModel:
-    """A VQ model in training, as ``export_model`` takes it."""
+    """A VQ model in training, as ``export_model`` takes it: diffusers' VQModel. B images of H W pixels, h w codes."""
 
     def __init__(self, model: Any) -> None:
-        """``model`` is diffusers' VQModel."""
+        """``model`` is the module."""
         self.trained = model
+
+    @property
+    def codebook(self) -> nn.Embedding:
+        """The codes' vectors."""
+        return self.trained.quantize.embedding
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """What codes are the nearest of, float32 ``[B, C, h, w]`` of images from -1 to 1 ``[B, 3, H, W]``."""
+        return self.trained.encode(pixels).latents
+
+    def quantise(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The nearest codes' vectors, through which gradients pass straight; the distances' part of the loss; and the
+        codes, int64 ``[B, h w]``."""
+        quantised, commitment, (_, _, codes) = self.trained.quantize(latents)
+        return quantised, commitment, codes.view(len(latents), -1)
+
+    def decode(self, quantised: Tensor) -> Tensor:
+        """Images ``[B, 3, H, W]`` of codes' vectors ``[B, C, h, w]``."""
+        return self.trained.decode(quantised, force_not_quantize=True).sample
 
     @torch.no_grad()
     def reconstruct(self, examples: Tensor) -> tuple[np.ndarray, int]:
         """Images, uint8 ``[B, 3, H, W]``, beside what their codes keep: uint8 ``[B, H, 2W, 3]``; how many codes they
         use."""
         device = next(self.trained.parameters()).device
-        codes = codes_of(self.trained, examples.to(device) / 127.5 - 1)
-        found = decode_codes(self.trained, codes, examples.shape[-2:]).cpu()
+        quantised, _, codes = self.quantise(self.latents(examples.to(device) / 127.5 - 1))
+        found = as_bytes(self.decode(quantised)).cpu()
         pairs = torch.cat([examples, found], dim=3).permute(0, 2, 3, 1)
         return pairs.numpy(), len(codes.unique())
 
+    @torch.no_grad()
+    def start_codebook(self, pixels: Tensor, seed: int) -> None:
+        """Puts the codebook of a new model among the latents of some images, drawn without replacement.
+
+        A codebook far away from all latents is one of which a single code is used.
+        """
+        latents = self.latents(pixels).permute(0, 2, 3, 1).flatten(0, 2)
+        codebook = self.codebook.weight
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(latents), generator=generator)
+        distinct = torch.unique(latents[order].round(decimals=4), dim=0)
+        order = torch.randperm(len(distinct), generator=generator)[: len(codebook)]
+        spread = 1e-3 * latents.std() * torch.randn(codebook.shape, generator=generator)
+        codebook.copy_(distinct[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)
+
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the model as diffusers loads it by itself."""
+        """Writes the model as its library loads it by itself."""
         del merge
         self.trained.save_pretrained(folder, state_dict=weights)
 
@@ -133,21 +167,9 @@ def decode_codes(model: Any, codes: Tensor, size: Sequence[int]) -> Tensor:
     factor = 2 ** (len(model.config.block_out_channels) - 1)
     shape = (size[0] // factor, size[1] // factor)
     latents = model.quantize.embedding(codes).unflatten(1, shape).permute(0, 3, 1, 2).contiguous()
-    pixels = model.decode(latents, force_not_quantize=True).sample
+    return as_bytes(model.decode(latents, force_not_quantize=True).sample)
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Pixels from -1 to 1 as uint8."""
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-
-
-@torch.no_grad()
-def start_codebook(model: Any, pixels: Tensor, seed: int) -> None:
-    """Puts the codebook of a new model among the latents of some images, drawn without replacement.
-
-    A codebook far away from all latents is one of which a single code is used.
-    """
-    latents = model.encode(pixels).latents.permute(0, 2, 3, 1).flatten(0, 2)
-    codebook = model.quantize.embedding.weight
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(latents), generator=generator)
-    distinct = torch.unique(latents[order].round(decimals=4), dim=0)
-    order = torch.randperm(len(distinct), generator=generator)[: len(codebook)]
-    spread = 1e-3 * latents.std() * torch.randn(codebook.shape, generator=generator)
-    codebook.copy_(distinct[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)

@@ -86,8 +86,9 @@ class OwnCodes(ABC):
         return cls.published_class()
 
     @classmethod
-    def prepare(cls, module: nn.Module, described: Any, tokenizer: Any) -> None:
+    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
         """Tells a module which tokens those around images are."""
+        del module, described, tokenizer
 
     @classmethod
     @abstractmethod
@@ -128,8 +129,8 @@ class OwnCodes(ABC):
         ids = [known.get(name) for name in self.names]
         if None in ids:
             raise ConfigError(
-                f"this {self.kind} has {self.codebook_size} codes of images, but no token {self.names[ids.index(None)]} "
-                "in the vocabulary_map of its config.json"
+                f"this {self.kind} has {self.codebook_size} codes of images, but no token "
+                f"{self.names[ids.index(None)]} in the vocabulary_map of its config.json"
             )
         if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):
             raise ConfigError(f"the codes of images of this {self.kind} do not follow each other in its vocabulary")
@@ -209,8 +210,9 @@ class Emu3Codes(OwnCodes):
         own = Emu3Processor(self.images, tokenizer)
         if factor != own.downsample_ratio or factor != self.images.spatial_factor:
             raise ConfigError(
-                f"Emu3's processor counts a code for {own.downsample_ratio} pixels along a side, its image processor for "
-                f"{self.images.spatial_factor}; this VQ model makes one of {factor} (channel_multiplier): correct it"
+                f"Emu3's processor counts a code for {own.downsample_ratio} pixels along a side, its image processor "
+                f"for {self.images.spatial_factor}; this VQ model makes one of {factor} (channel_multiplier): correct "
+                "it"
             )
         if size is None:
             rows, columns = own.calculate_generate_size(own.ratio, own.image_area, factor)
@@ -225,7 +227,7 @@ class Emu3Codes(OwnCodes):
         self.text = self._text(*self.shape)
 
     def _text(self, rows: int, columns: int) -> ImageText:
-        """As ``Emu3Processor.replace_image_token`` has it, with what its model puts in the place of the image tokens."""
+        """As ``Emu3Processor.replace_image_token`` has it, with what the model puts in the place of its tokens."""
         start, wrapper, end = self._around
         return ImageText(f"{start}{rows}*{columns}{wrapper}", end, "<|visual token {:06d}|>", columns, self.LINE_END)
 

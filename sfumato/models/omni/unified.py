@@ -47,6 +47,11 @@ class CodeReader(DrawingReader):
 
     image_tokenizer: OwnCodes
 
+    def __init__(self, *args: Any) -> None:
+        """As ``DrawingReader``."""
+        super().__init__(*args)
+        self.is_likely = self.image_tokenizer.draws
+
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
         """As ``ImageReader.limited``, of Emu3."""
         limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
@@ -119,13 +124,13 @@ class UnifiedModel(OmniModel):
         super()._check(mesh, config)
         if mesh.size != mesh.data_size or config.data_parallel_mode == "fsdp1":
             raise ConfigError(
-                f"train: a {self.image_tokenizer.kind} model takes data parallelism, ddp or fsdp2, alone: set the other "
-                "sizes to 1"
+                f"train: a {self.image_tokenizer.kind} model takes data parallelism, ddp or fsdp2, alone: set the "
+                "other sizes to 1"
             )
         if self._chunked and not self.has_plain_output:
             raise ConfigError(
-                f"train.chunked_loss: the logits of a {self.image_tokenizer.kind} model are more than one output layer: "
-                "set it to false"
+                f"train.chunked_loss: the logits of a {self.image_tokenizer.kind} model are more than one output layer "
+                "gives: set it to false"
             )
 
 

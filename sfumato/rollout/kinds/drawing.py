@@ -45,8 +45,8 @@ class DrawingKind(RolloutKind):
         if missing:
             raise ConfigError(
                 f"rollout.kind drawing: the tokenizer of model.model_path has no token {missing[0]}: take the folder "
-                "hf_ckpt/foundation of a run of tasks/train_omni.py with this image tokenizer, or for both the folder of "
-                "a model that draws by itself"
+                "hf_ckpt/foundation of a run of tasks/train_omni.py with this image tokenizer, or for both the folder "
+                "of a model that draws by itself"
             )
 
     @property
