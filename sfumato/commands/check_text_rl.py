@@ -64,7 +64,8 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
-    """Adds what the embedded engine takes in the actor, which evaluates with it wherever else samples are drawn.
+    """Adds what the embedded engine takes in the actor, which evaluates with it also where another sampler draws, but
+    for one with a server.
 
     Args:
         memory: of the rank, with all that is there before the first token is drawn.
@@ -74,6 +75,8 @@ def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layo
         limit: bytes of the rank's device; None is not known. Without ``cache_gb`` keys and values take half of what is
             free when the first is drawn.
     """
+    if config.sampler_evaluates:
+        return
     drawn = drawn_at_a_time(config, layout)
     found = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
     if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in found:
