@@ -11,6 +11,8 @@ from sfumato.parallel.layout import Layout
 from sfumato.rollout.engines.settings import Embedded
 
 PASSING = (
+    "gathered weights",
+    "whole gradients",
     "activations of blocks",
     "one block computed again",
     "weights in autocast's precision",
@@ -38,14 +40,23 @@ def add_critic(
     if not config.algorithm.token_advantage.needs_values:
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
-    own = config.train.model_copy(update={"lr": config.critic.lr, "param_groups": [], "ema_decay": 0.0})
+    without = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
+    own = config.train.model_copy(update=without)
     section = config.critic.of_policy(policy)
     planned = plan_critic(section, config.max_seq_len, samples, own, layout, on_gpu)
     (critic,) = plan_memory(planned, own, layout.size)
     passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)
     memory.parts |= {f"critic: {name}": size for name, size in critic.parts.items() if name not in PASSING}
-    memory.parts |= {"critic: activations beyond the policy's": passing} if passing > 0 else {}
+    memory.parts |= {"critic: passes beyond the policy's": passing} if passing > 0 else {}
     memory.host |= {f"critic: {name}": size for name, size in critic.host.items()}
+
+
+def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
+    """Adds the trained weights before the last update, which an actor keeps for a sampler that lags behind."""
+    if config.rollout.staleness > 0:
+        for where in (memory.parts, memory.host):
+            if "gradients" in where:  # as many numbers of the same precision
+                where["policy before the last update"] = where["gradients"]
 
 
 def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
