@@ -6,7 +6,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.planned import plan_critic
-from sfumato.models.planned_drawing import KEYS_AND_VALUES, Drawn, drawing_bytes
+from sfumato.models.planned_drawing import KEYS_AND_VALUES, DrawingLoad, drawing_bytes
 from sfumato.parallel.layout import Layout
 from sfumato.rollout.engines.settings import Embedded
 
@@ -59,7 +59,7 @@ def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
                 where["policy before the last update"] = where["gradients"]
 
 
-def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
+def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
     """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
     unless a sampler of its own draws them, or the answers of an evaluation."""
     rollout, settings = config.rollout, config.rollout.engine
@@ -71,7 +71,7 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
         longest = max(longest, rollout.max_new_tokens)
     count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)
     limit = None if embedded.cache_gb is None else int(embedded.cache_gb * 2**30)
-    return Drawn(count, prompt + longest, limit)
+    return DrawingLoad(count, prompt + longest, limit)
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
