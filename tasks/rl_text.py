@@ -41,7 +41,7 @@ from sfumato.rollout.dumps import RolloutDumps
 from sfumato.rollout.dynamic_sampling import dynamic_sampling, sampling_metrics
 from sfumato.rollout.text_policy import (
     TextEngine,
-    answer_evaluation,
+    answer_held_out,
     build_critic,
     build_teacher,
     build_text_policy,
@@ -74,7 +74,7 @@ def main(config: TextRLConfig) -> None:
         identity = identify_text_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
         builders = {
             "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),
-            "sampler": partial(build_sampler, prompts=train_prompts),
+            "sampler": partial(build_sampler, prompts=train_prompts, eval_prompts=eval_prompts),
             "scorer": lambda config, mesh, run: build_scorer(config.reward),
         }
         loader = TextPromptLoader.from_config(train_prompts, config)
@@ -102,7 +102,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         more_groups=dynamic_sampling(config, loader, config.rollout.max_extra_groups),
     )
     if start == 0:
-        run.log(0, evaluate(roles, run, answer_evaluation, config, step=0), show=SHOWN)
+        run.log(0, evaluate(roles, run, answer_held_out, config, step=0, stream=stream), show=SHOWN)
         run.write_report()
 
     for step, batch in run.steps(stream.steps(from_step=start)):
@@ -131,7 +131,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
-            metrics |= evaluate(roles, run, answer_evaluation, config, step + 1, batch.parts, scores, advantages)
+            metrics |= evaluate(roles, run, answer_held_out, config, step + 1, batch.parts, scores, advantages, stream)
         del batch  # memory for the next one
         run.add_events(roles.driver.record.take(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
@@ -172,13 +172,13 @@ def build_actor(
     return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic, dumps)
 
 
-def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, *, prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
+def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, **prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
     """Loads a model that draws texts only, or starts an engine with weights of its own."""
-    if config.rollout.engine.type != "embedded":
-        return Sampler(None, mesh, prompts, config.runtime.offload_idle, TextEngine(config, mesh, served=True))
-    model, _ = build_text_policy(config)
-    model.parallelize(mesh, config.runtime.sampler_train(config.train))
-    return Sampler(model, mesh, prompts, config.runtime.offload_idle, TextEngine(config, mesh, model))
+    model = None if config.rollout.engine.type != "embedded" else build_text_policy(config)[0]
+    if model is not None:
+        model.parallelize(mesh, config.runtime.sampler_train(config.train))
+    engine = TextEngine(config, mesh, model, served=model is None)
+    return Sampler(model, mesh, offload=config.runtime.offload_idle, engine=engine, **prompts)
 
 
 def generate(

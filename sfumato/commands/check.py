@@ -129,7 +129,11 @@ def check_config(
     _say("building the model without memory, and predicting what it needs", show)
     try:
         found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
-        if isinstance(config, TextRLConfig) and KEYS_AND_VALUES not in found.model.largest.parts:
+        if (
+            isinstance(config, TextRLConfig)
+            and not config.sampler_evaluates
+            and KEYS_AND_VALUES not in found.model.largest.parts
+        ):
             found.notes.append(
                 "not predicted: what this model keeps of tokens while they are drawn, no keys and values"
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.algorithms.decay import FROZEN
-from sfumato.commands.check_text_rl import add_critic, add_drawing
+from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
@@ -119,6 +119,7 @@ def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool,
     ranks = plan_memory(planned, _used(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
+        add_previous(rank, config)
         add_critic(rank, config, made_model(config.model), layout, on_gpu)
         add_drawing(rank, config, planned, layout, limit)
     return ranks

@@ -6,11 +6,13 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.planned import plan_critic
-from sfumato.models.planned_drawing import KEYS_AND_VALUES, Drawn, drawing_bytes
+from sfumato.models.planned_drawing import KEYS_AND_VALUES, DrawingLoad, drawing_bytes
 from sfumato.parallel.layout import Layout
 from sfumato.rollout.engines.settings import Embedded
 
 PASSING = (
+    "gathered weights",
+    "whole gradients",
     "activations of blocks",
     "one block computed again",
     "weights in autocast's precision",
@@ -38,17 +40,26 @@ def add_critic(
     if not config.algorithm.token_advantage.needs_values:
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
-    own = config.train.model_copy(update={"lr": config.critic.lr, "param_groups": [], "ema_decay": 0.0})
+    without = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
+    own = config.train.model_copy(update=without)
     section = config.critic.of_policy(policy)
     planned = plan_critic(section, config.max_seq_len, samples, own, layout, on_gpu)
     (critic,) = plan_memory(planned, own, layout.size)
     passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)
     memory.parts |= {f"critic: {name}": size for name, size in critic.parts.items() if name not in PASSING}
-    memory.parts |= {"critic: activations beyond the policy's": passing} if passing > 0 else {}
+    memory.parts |= {"critic: passes beyond the policy's": passing} if passing > 0 else {}
     memory.host |= {f"critic: {name}": size for name, size in critic.host.items()}
 
 
-def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
+def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
+    """Adds the trained weights before the last update, which an actor keeps for a sampler that lags behind."""
+    if config.rollout.staleness > 0:
+        for where in (memory.parts, memory.host):
+            if "gradients" in where:  # as many numbers of the same precision
+                where["policy before the last update"] = where["gradients"]
+
+
+def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
     """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
     unless a sampler of its own draws them, or the answers of an evaluation."""
     rollout, settings = config.rollout, config.rollout.engine
@@ -60,11 +71,12 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> Drawn:
         longest = max(longest, rollout.max_new_tokens)
     count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)
     limit = None if embedded.cache_gb is None else int(embedded.cache_gb * 2**30)
-    return Drawn(count, prompt + longest, limit)
+    return DrawingLoad(count, prompt + longest, limit)
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
-    """Adds what the embedded engine takes in the actor, which evaluates with it wherever else samples are drawn.
+    """Adds what the embedded engine takes in the actor, which evaluates with it also where another sampler draws, but
+    for one with a server.
 
     Args:
         memory: of the rank, with all that is there before the first token is drawn.
@@ -74,6 +86,8 @@ def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layo
         limit: bytes of the rank's device; None is not known. Without ``cache_gb`` keys and values take half of what is
             free when the first is drawn.
     """
+    if config.sampler_evaluates:
+        return
     drawn = drawn_at_a_time(config, layout)
     found = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
     if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in found:

@@ -176,6 +176,11 @@ class RLConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     """Processes."""
 
+    @property
+    def sampler_evaluates(self) -> bool:
+        """Whether a sampler of its own draws the evaluations, too, and not the actor."""
+        return False
+
     @model_validator(mode="after")
     def _batches_fit(self) -> RLConfig:
         if self.train.max_steps is None:

@@ -259,6 +259,12 @@ class TextRLConfig(RecipeRLConfig):
         return self.rollout.kind.modality
 
     @property
+    def sampler_evaluates(self) -> bool:
+        """Whether an engine with weights of its own draws the evaluations, too: not from averages, which it is not
+        sent."""
+        return self.rollout.engine.is_server and not self.train.ema_decay
+
+    @property
     def num_updates(self) -> int:
         """Optimiser steps of the run, those that have nothing to learn from included."""
         samples = self.rollout.num_prompts * self.rollout.n

@@ -19,7 +19,7 @@ KEYS_AND_VALUES, COPY = "keys and values while tokens are drawn", "copy of the m
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawingLoad:
     """The most that a rank's engine is asked for at a time."""
 
     num_sequences: int
@@ -29,7 +29,7 @@ class Drawn:
     """Most that keys and values may take; None: half of what is free on the device."""
 
 
-def drawing_bytes(planned: Planned, drawn: Drawn, layout: Layout, data_parallel_mode: str) -> dict[str, int]:
+def drawing_bytes(planned: Planned, drawn: DrawingLoad, layout: Layout, data_parallel_mode: str) -> dict[str, int]:
     """Bytes of a rank by what they hold; without keys and values where the model keeps another state.
 
     Args:

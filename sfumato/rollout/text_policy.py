@@ -295,12 +295,13 @@ class TextEngine:
             engine.close()
 
 
-def answer_evaluation(actor: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
-    """An answer to each of some held-out prompts, from the averaged weights; how long they are."""
-    prompts, step = [actor.eval_prompts[row] for row in rows], actor.state.step
+def answer_held_out(state: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
+    """An answer to each of some held-out prompts, from the averaged weights of an actor, or from those that a sampler
+    has; how long they are."""
+    prompts, step = [state.eval_prompts[row] for row in rows], state.updates
     keys = [SampleKeys(config.eval.seed, 0, row, EVALUATION) for row in rows]
-    with actor.evaluated():
-        _, samples = actor.engine.draw((EVALUATION, step), step, prompts, rows, keys)
+    with state.evaluated():
+        _, samples = state.engine.draw((EVALUATION, step), step, prompts, rows, keys)
     return samples, Drawn({"eval/tokens": [float(sample.num_tokens) for sample in samples]})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, Part, records_of
-from sfumato.runtime.roles import Roles
+from sfumato.runtime.roles import Handle, Role, Roles
+from sfumato.runtime.stream import RolloutStream
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
@@ -27,35 +29,29 @@ def evaluate(
     trained: Sequence[Part] = (),
     scores: Scores | None = None,
     advantages: Any = None,
+    stream: RolloutStream | None = None,
 ) -> dict[str, float]:
-    """Draws one sample per held-out prompt, each data-parallel rank of the actor its part, scores them, keeps some.
+    """Draws one sample per held-out prompt, each data-parallel rank its part, scores them, keeps some.
 
     Args:
-        roles: the actor draws, and writes samples, so that no image passes through this process.
+        roles: the actor draws, or where the configuration says so a sampler of its own; the actor writes samples, so
+            that no image passes through this process.
         run: says what could not be scored, and shows samples to the trackers.
-        draw: ``(actor_state, rows, config)`` to samples of these held-out prompts, and what was ``Drawn`` with them.
+        draw: ``(state, rows, config)`` to samples of these held-out prompts, and what was ``Drawn`` with them.
         config: of the task.
         step: finished iterations.
         trained: the ranks' parts of the iteration, if any, with the scores and advantages of all its samples.
+        stream: brings a sampler that draws the weights of now.
 
     Returns:
         Metrics over all prompts.
     """
-    actor, count, size = roles.actor, config.eval.num_prompts, config.rollout.micro_batch_size
-    by_rank = [list(range_of_rank(count, rank, actor.num_data_ranks)) for rank in actor.data_ranks]
-    longest = -(-count // actor.num_data_ranks)
+    actor, count = roles.actor, config.eval.num_prompts
+    drawer = roles.sampler if config.sampler_evaluates else actor
+    by_rank = [list(range_of_rank(count, rank, drawer.num_data_ranks)) for rank in drawer.data_ranks]
+    drawing = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
     with run.timed("evaluate"):
-        padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-        made = actor.map_remote(draw, padded, config, num_values=2, kind="evaluate")
-        scoring = [
-            [
-                roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
-                for at in range(0, len(rows), size)
-            ]
-            for rows, (samples, _) in zip(by_rank, made, strict=True)
-        ]
-        scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
-        measured: list[Drawn] = [handle.fetch() for _, handle in made]
+        made, scored, measured = stream.by_newest_weights(drawing) if drawer is not actor else drawing()
         values = {
             name: [
                 value for rows, own in zip(by_rank, measured, strict=True) for value in own.values[name][: len(rows)]
@@ -70,11 +66,32 @@ def evaluate(
         for name in values:
             finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
             metrics[name] = sum(finite) / len(finite) if finite else math.nan
-        learned = list(trained) or [None] * len(made)
-        parts = [(samples, own, part) for (samples, _), own, part in zip(made, scored, learned, strict=True)]
+        shares = [range_of_rank(len(made), number, len(actor.data_ranks)) for number in range(len(actor.data_ranks))]
+        parts = [
+            ([made[place] for place in share], [scored[place] for place in share], part)
+            for share, part in zip(shares, list(trained) or [None] * len(shares), strict=True)
+        ]
         actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
         run.show_samples(step)
     return metrics
+
+
+def _draw_and_score(
+    roles: Roles, drawer: Role, draw: Callable[..., Any], config: RLConfig, by_rank: list[list[int]]
+) -> tuple[list[Handle], list[Scores], list[Drawn]]:
+    """Samples of held-out prompts as each of a role's data-parallel ranks has drawn them, with scores."""
+    size, longest = config.rollout.micro_batch_size, -(-config.eval.num_prompts // drawer.num_data_ranks)
+    padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
+    made = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
+    scoring = [
+        [
+            roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
+            for at in range(0, len(rows), size)
+        ]
+        for rows, (samples, _) in zip(by_rank, made, strict=True)
+    ]
+    scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
+    return [samples for samples, _ in made], scored, [drawn.fetch() for _, drawn in made]
 
 
 def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:
@@ -82,13 +99,19 @@ def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scor
 
 
 def _save_samples(
-    actor: Any, part: tuple[list[Sample], Scores, Part | None], scores: Any, advantages: Any, config: Any, step: int
+    actor: Any,
+    part: tuple[list[list[Sample]], list[Scores], Part | None],
+    scores: Any,
+    advantages: Any,
+    config: Any,
+    step: int,
 ) -> None:
-    samples, eval_scores, trained = part
+    drawn, scored, trained = part
     records = [
         eval_scores.record(
             row, sample, kind="eval", seed=config.eval.seed, sample_id=sample.group_id, policy_version=step
         )
+        for samples, eval_scores in zip(drawn, scored, strict=True)
         for row, sample in enumerate(samples[: len(eval_scores.total)])
         if sample.group_id < config.eval.num_saved
     ]

@@ -40,13 +40,24 @@ class SamplerWeights:
                 version = self.actor_version
         if version > self.actor_version or step - version > self.max_staleness:
             return False
+        self._take(version, step)
+        return True
+
+    def _take(self, version: int, step: int) -> None:
+        """Has the sampler take a version that the actor has, for an iteration."""
         while version != self.sampler_version:
             if self._transferred in (None, self.sampler_version):
                 self._transfer(version)
             with labelled(self.roles.driver.record, step + 1, self._transferred):
                 self.applied = self.roles.weights.apply(self._transferred)
             self.sampler_version = self._transferred
-        return True
+
+    def take_newest(self) -> None:
+        """Has the sampler take the actor's weights of now, whatever it draws next, and its turn. Waits for it."""
+        if not self.is_samplers_turn:
+            self.begin_turn(self.actor_version)
+        self._take(self.actor_version, self.actor_version)
+        self.check_applied(wait=True)
 
     def send_newest(self, next_step: int) -> bool:
         """Sends weights as soon as they are there, if an iteration from ``next_step`` on will be made by them."""

@@ -46,6 +46,8 @@ class Sampler(Generic[Model]):
     """Number of iterations that the weights have been updated."""
     sync: Any = None
     """The receiver of weights, once there is one."""
+    eval_prompts: Sequence[Any] = ()
+    """Held-out prompts, where it draws evaluations, too."""
 
     def __post_init__(self, offload: bool) -> None:
         self._takes_turns = offload
@@ -58,6 +60,14 @@ class Sampler(Generic[Model]):
         """What samples, inside the block."""
         self.wake()
         yield self.model
+
+    evaluated = policy
+    """What is evaluated, inside the block, where it draws evaluations, too."""
+
+    @property
+    def updates(self) -> int:
+        """Of the weights."""
+        return self.version
 
     @property
     def received_module(self) -> nn.Module:
@@ -122,6 +132,11 @@ class Actor(Generic[Model]):
         self._keep_only(EMA)
         with averaged_weights(self.state.ema):
             yield self.model
+
+    @property
+    def updates(self) -> int:
+        """Iterations that the policy has learned from."""
+        return self.state.step
 
     @contextmanager
     def sent_weights(self, version: int) -> Iterator[nn.Module]:

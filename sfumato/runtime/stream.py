@@ -179,6 +179,34 @@ class RolloutStream:
         self.weights.actor_version = version
         self._listen()
 
+    def by_newest_weights(self, draw: Callable[[], Any]) -> Any:
+        """What a function returns that has a sampler of its own draw by the actor's weights of now, as an evaluation
+        does. It is called again when the sampler is lost meanwhile.
+
+        Raises:
+            WeightSyncError, RoleLostError, ConfigError: as ``steps``.
+        """
+        version, drawn = self.weights.actor_version, ()
+        before = min(version + 1, self.total_steps) if self.max_staleness == 1 and version else 0
+        while not drawn:
+            while self._next_step < before or not all(round_.is_begun for round_ in self.in_flight.rounds):
+                self._advance()  # what older weights draw comes first
+                self._raise_problem()
+                self.roles.driver.wait(self.in_flight.pending())
+            with self._advancing():
+                try:
+                    self.weights.take_newest()
+                    drawn = (draw(),)
+                except RoleLostError as lost:
+                    self._replace_sampler(lost)
+        self._end_turn()
+        return drawn[0]
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
     def _listen(self) -> None:
         """Goes on while somebody waits for something else, whose call is not to raise what is found here."""
         try:
@@ -196,9 +224,7 @@ class RolloutStream:
             if not self.weights.is_samplers_turn:
                 self._begin_turn(step)
             self._advance()
-            if self._problem is not None:
-                problem, self._problem = self._problem, None
-                raise problem
+            self._raise_problem()
             iteration = self.in_flight.iterations[0] if self._next_step > step else None
             if iteration is not None and iteration.is_complete:
                 if self._has_arrived(iteration):

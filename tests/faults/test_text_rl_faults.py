@@ -19,6 +19,7 @@ from sfumato.config.load import merge
 from sfumato.errors import DataError, RewardError, RoleLostError, WeightSyncError
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.rollout.text_policy import TextEngine
 from sfumato.tracking.ending import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.sglang_program import engine_settings
@@ -198,6 +199,28 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     assert not [each for each in psutil.Process().children(recursive=True) if "sglang" in " ".join(each.cmdline())]
     assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+
+
+@pytest.mark.slow
+def test_evaluations_are_drawn_by_the_server_and_change_nothing_else(
+    served: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One iteration ahead, where the next one is still to be drawn by the weights before those that are evaluated."""
+    late = {"rollout": {"async_strategy": "one-step-off"}, "train": {"max_steps": 3}}
+    here = run_task_here(
+        "rl_text", config_of(tmp_path, model=served[0], eval={"every_steps": 1}, train={"max_steps": 1})
+    )
+    monkeypatch.setattr(TextEngine, "_embedded", None)  # the actor draws nothing
+    lines = []
+    for every in (1, 100):
+        config = merge(
+            served_config(tmp_path, served[0], f"every {every}"), merge(late, {"eval": {"every_steps": every}})
+        )
+        lines.append(read_jsonl(run_task_here("rl_text", config) / "metrics.jsonl"))
+    often, seldom = ([{k: v for k, v in each.items() if "eval/" not in k} for each in some] for some in lines)
+    assert often == seldom and [each["staleness/max"] for each in often[1:]] == [0.0, 1.0, 1.0]
+    assert lines[0][-1]["eval/reward/total"] == lines[1][-1]["eval/reward/total"]
+    assert lines[0][0]["eval/reward/total"] == pytest.approx(values(here, "eval/reward/total")[0])
 
 
 @pytest.mark.slow

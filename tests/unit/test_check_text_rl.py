@@ -10,10 +10,10 @@ import torch
 import yaml
 
 from sfumato.commands.check_model import check_model, planned_of
-from sfumato.commands.check_text_rl import drawn_at_a_time
+from sfumato.commands.check_text_rl import add_previous, drawn_at_a_time
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.models.memory_plan import count_activations
+from sfumato.models.memory_plan import RankMemory, count_activations
 from sfumato.models.planned_drawing import COPY, KEYS_AND_VALUES, cached_bytes_per_token, drawing_bytes
 from sfumato.models.scores import TokenScores
 from sfumato.parallel.layout import Layout
@@ -24,7 +24,7 @@ from tests.unit.test_memory_plan import LENGTH, Saved, real
 PPO = {
     "algorithm": {"recipe": "ppo"},
     "data": {"max_prompt_tokens": 24},
-    "train": {"max_steps": 1, "global_batch_size": 16},
+    "train": {"max_steps": 1, "global_batch_size": 16, "chunked_loss": True},
 }
 
 
@@ -103,6 +103,11 @@ def test_what_an_actor_draws_follows_from_where_the_sampler_is(tmp_path: Path) -
     more = {"over_sampling_batch_size": 6, "engine": {"type": "embedded", "max_batch_size": 20}}
     together = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, rollout=more, **settings))
     assert [drawn_at_a_time(together, each).num_sequences for each in (Layout(), two)] == [20, 12]
+    memory, late = RankMemory({"gradients": 12}), {"rollout": {**own, "async_strategy": "one-step-off"}}
+    add_previous(memory, apart)
+    assert list(memory.parts) == ["gradients"]
+    add_previous(memory, load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **late)))
+    assert memory.parts["policy before the last update"] == 12
     planned = planned_of(apart, two, on_gpu=False)
     found = drawing_bytes(planned, drawn, two, "fsdp2")
     assert found[COPY] == sum(each.nbytes for each in planned.build().parameters()) + sum(

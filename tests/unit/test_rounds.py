@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sfumato.runtime.cluster.process import Arguments, Part, RayFuture
+from sfumato.runtime.cluster.process import Arguments, CallPart, RayFuture
 from sfumato.runtime.roles import Driver, LocalHandle, Record
 from sfumato.runtime.rounds import InFlight, Iteration, Round, Unit
 
@@ -35,7 +35,7 @@ def test_the_memory_for_samples_may_be_filled_to_its_last_byte(nbytes: int, has_
     ],
 )
 def test_who_waits_is_told_what_each_process_does(replies: list[tuple], text: str) -> None:
-    parts = [Part(SimpleNamespace(rank=rank), Arguments((b"", []), []), ships=rank == 0) for rank in range(2)]
+    parts = [CallPart(SimpleNamespace(rank=rank), Arguments((b"", []), []), ships=rank == 0) for rank in range(2)]
     for part, reply in zip(parts, replies, strict=True):
         part.reference, part.running_s = reply
     call = RayFuture(SimpleNamespace(record=Record()), "sampler", None, parts)

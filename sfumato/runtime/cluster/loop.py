@@ -15,7 +15,7 @@ from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
 from sfumato.parallel.peers import is_lost_connection
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
 from sfumato.runtime.cluster.placement import machines
-from sfumato.runtime.cluster.process import Part, RayFuture, RoleProcess
+from sfumato.runtime.cluster.process import CallPart, RayFuture, RoleProcess
 from sfumato.runtime.cluster.worker import Reply
 from sfumato.runtime.roles import Record
 from sfumato.tracking.timeline import Event
@@ -73,7 +73,7 @@ class DriverLoop:
         """Memory of the largest process of each role by metric, in MiB, until it is told."""
         self.peak_flops: dict[str, float] = {}
         """Peak operations a second of a device of each role, where they are known."""
-        self._sent: dict[Any, tuple[RayFuture, Part]] = {}
+        self._sent: dict[Any, tuple[RayFuture, CallPart]] = {}
         self._heartbeats: dict[RoleProcess, Heartbeat] = {}
         self._listener: Callable[[], None] | None = None
         self._last_turn = time.monotonic()
@@ -131,7 +131,7 @@ class DriverLoop:
                 self._is_telling = False
             self._flush()
 
-    def sent(self, future: RayFuture, part: Part, reference: Any) -> None:
+    def sent(self, future: RayFuture, part: CallPart, reference: Any) -> None:
         """Takes a call that a role has sent."""
         part.reference, part.running_s = reference, None
         self._sent[reference] = part.process.unanswered[reference] = future, part
@@ -193,7 +193,7 @@ class DriverLoop:
         for role in self.roles:
             role.flush()
 
-    def _hear(self, timeout_s: float) -> list[tuple[RayFuture, Part]]:
+    def _hear(self, timeout_s: float) -> list[tuple[RayFuture, CallPart]]:
         """Waits for news. Takes answers of processes that were asked whether they are there; returns other calls."""
         import ray
 
@@ -243,7 +243,7 @@ class DriverLoop:
     def _role_of(self, process: RoleProcess) -> Any:
         return next(role for role in self.roles if role.name == process.role)
 
-    def _take_reply(self, future: RayFuture, part: Part) -> None:
+    def _take_reply(self, future: RayFuture, part: CallPart) -> None:
         import ray
 
         if part.reference not in self._sent:  # lost in the same turn
@@ -288,7 +288,7 @@ class DriverLoop:
         if reply.peak_flops is not None:
             self.peak_flops[role] = reply.peak_flops
 
-    def _take_loss(self, future: RayFuture, part: Part, error: Any) -> None:
+    def _take_loss(self, future: RayFuture, part: CallPart, error: Any) -> None:
         """A call's result, or a value among its arguments, is gone with the machine that it lay on."""
         role, process, handles = self._role_of(part.process), part.process, part.arguments.handles
         lost = getattr(error, "cause", error).object_ref_hex
@@ -303,11 +303,11 @@ class DriverLoop:
         self._answered(part)
         self._part_ended(future, part, ValuesLostError(made_by, (), reason))
 
-    def _answered(self, part: Part) -> None:
+    def _answered(self, part: CallPart) -> None:
         del self._sent[part.reference], part.process.unanswered[part.reference]
         part.reference = None
 
-    def _part_ended(self, future: RayFuture, part: Part, error: BaseException | None) -> None:
+    def _part_ended(self, future: RayFuture, part: CallPart, error: BaseException | None) -> None:
         part.is_done = True
         if error is not None and future.failed_at is None:
             future.failed_at, future.error = time.monotonic(), error
@@ -317,7 +317,7 @@ class DriverLoop:
     def _ask_for_heartbeats(self) -> None:
         """Asks working processes whether they are there, and gives up those that are silent or run a call too long."""
         now, interval = time.monotonic(), min(max(self.config.heartbeat_s / 4, 0.05), 5.0)
-        working: dict[RoleProcess, list[tuple[RayFuture, Part]]] = {}
+        working: dict[RoleProcess, list[tuple[RayFuture, CallPart]]] = {}
         for future, part in self._sent.values():
             working.setdefault(part.process, []).append((future, part))
         for role in self.roles:  # of a group those too that have done their part, for the others may need them
@@ -369,7 +369,7 @@ class DriverLoop:
             self.lose(role, role.processes, f"its ranks have lost each other: {str(error).splitlines()[0]}")
         future.settle(error)
 
-    def _end_hang(self, future: RayFuture, parts: list[Part], seconds: float) -> None:
+    def _end_hang(self, future: RayFuture, parts: list[CallPart], seconds: float) -> None:
         role = self._role_of(parts[0].process)
         stacks = self.stacks(role)
         path = self.run.output_dir / f"stacks_{role.name}.txt"
@@ -394,7 +394,7 @@ class DriverLoop:
         return "\n".join(parts)
 
 
-def _doing(calls: list[tuple[RayFuture, Part]]) -> str:
+def _doing(calls: list[tuple[RayFuture, CallPart]]) -> str:
     if not calls:
         return "it was idle"
     return "it had been given " + ", ".join(dict.fromkeys(future.function.name for future, _ in calls))

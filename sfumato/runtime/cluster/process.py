@@ -95,7 +95,7 @@ class RoleProcess:
         self.role, self.rank, self.slot = role, rank, slot
         self.identity: Identity | None = None
         self.is_lost = False
-        self.unanswered: dict[Any, tuple[RayFuture, Part]] = {}
+        self.unanswered: dict[Any, tuple[RayFuture, CallPart]] = {}
         """Futures and parts of calls by the reference to their reply; the driver's loop keeps them."""
         self._sent: set[tuple[ConcurrencyGroup, str]] = set()
         worker = ray.remote(concurrency_groups={"calls": plan.threads, "concurrent": 1, "health": 1})(RoleWorker)
@@ -110,7 +110,7 @@ class RoleProcess:
         paths = [os.path.abspath(path) for path in sys.path]
         self._actor = actor.remote(role, rank, max(int(pool.cpus), 1), str(output_dir), speaks, paths)
 
-    def send(self, future: RayFuture, part: Part, args: Any, stop: bool) -> tuple[list[Any], int]:
+    def send(self, future: RayFuture, part: CallPart, args: Any, stop: bool) -> tuple[list[Any], int]:
         """Sends what it is to do of a call. Returns the references to its reply and kept values, and the bytes of the
         function.
 
@@ -221,7 +221,7 @@ _NOTHING = Arguments((b"", []), [])
 
 
 @dataclass(eq=False)
-class Part:
+class CallPart:
     """What one process does of a call."""
 
     process: RoleProcess
@@ -247,7 +247,7 @@ class RayFuture:
     """The driver's, which hears of replies."""
     role: str
     function: Shipped
-    parts: list[Part]
+    parts: list[CallPart]
     group: ConcurrencyGroup = "calls"
     """Whose threads run it in each process."""
     kind: str = OTHER
@@ -350,6 +350,6 @@ class RayHandle:
         return unpack(packed)
 
 
-def ranks_of(parts: list[Part]) -> str:
+def ranks_of(parts: list[CallPart]) -> str:
     """The ranks, as text."""
     return ", ".join(str(part.process.rank) for part in parts)

@@ -12,9 +12,9 @@ from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, size_of
 from sfumato.runtime.cluster.process import (
     Arguments,
+    CallPart,
     ConcurrencyGroup,
     Functions,
-    Part,
     RayFuture,
     RayHandle,
     RolePlan,
@@ -140,7 +140,7 @@ class RayRole:
         return new
 
     def on_lost(
-        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
+        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, CallPart]], error: RoleLostError
     ) -> None:
         """What becomes of the role when processes are lost: it fails."""
         del processes, unfinished
@@ -251,7 +251,7 @@ class RayRole:
                 packed[id(given)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
             arguments = packed[id(given)]
             arguments.num_users += 1
-            part = Part(self.processes[rank], arguments, rank in shippers, list(kept.get(rank, ())))
+            part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept.get(rank, ())))
             for handle in part.keeps:
                 handle.future = future
             future.parts.append(part)
@@ -275,7 +275,7 @@ class RayRole:
         for part in future.parts:
             self._send_part(future, part)
 
-    def _send_part(self, future: RayFuture, part: Part) -> None:
+    def _send_part(self, future: RayFuture, part: CallPart) -> None:
         import ray
 
         arguments = part.arguments
@@ -361,7 +361,7 @@ class RayPool(RayRole):
         return self._issue(function, {0: args}, moves=True, kind=kind)
 
     def on_lost(
-        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, Part]], error: RoleLostError
+        self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, CallPart]], error: RoleLostError
     ) -> None:
         """Replaces the processes and sends their calls again."""
         most = self.loop.config.max_restarts
@@ -384,7 +384,7 @@ class RayPool(RayRole):
             if future.is_start:
                 future.settle(error)
 
-    def _send_part(self, future: RayFuture, part: Part) -> None:
+    def _send_part(self, future: RayFuture, part: CallPart) -> None:
         if future.moves:
             part.process = min(self.processes, key=lambda process: len(process.unanswered))
         super()._send_part(future, part)
