@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.paths import FilePath
@@ -61,6 +62,17 @@ class ImageDataConfig(Section):
     """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
     cache_dir: FilePath | None = None
     """Folder for latents and text embeddings, computed once before training; null encodes online."""
+
+    @field_validator("buckets", mode="wrap")
+    @classmethod
+    def _are_sizes(cls, value: Any, check: Callable[[Any], Any]) -> Any:
+        try:
+            return check(value)
+        except ValidationError as error:
+            raise ValueError(
+                f"must be a number of pixels, or a list of [height, width] such as [[512, 512], [448, 576]], of 8 to "
+                f"{MAX_SIDE} pixels each, not {value!r}"
+            ) from error
 
     @model_validator(mode="after")
     def _has_source(self) -> ImageDataConfig:

@@ -317,9 +317,8 @@ class ImageReader:
     def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
         """Raises DataError when media have others than when their tokens were made."""
         if not np.array_equal(shapes, images.shapes):
-            raise DataError(
-                f"{images.where}: an image, video or audio has another size than when the data was preprocessed"
-            )
+            kinds = " or a ".join(self.media)
+            raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
 
     def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, of what has been opened."""

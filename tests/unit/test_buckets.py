@@ -92,7 +92,8 @@ def test_the_head_says_the_size_that_the_image_has(tmp_path: Path, orientation: 
         ({"buckets": []}, "gives no size"),
         ({"buckets": [[64, 64], [64, 64]]}, "given twice"),
         ({"buckets": 64, "num_frames": 5}, "data.num_frames 5: remove one"),
-        ({"buckets": [[4, 64]]}, "greater than or equal to 8"),
+        ({"buckets": [[4, 64]]}, r"list of \[height, width\] .* not \[\[4, 64\]\]"),
+        ({"buckets": "fish"}, "must be a number of pixels, or a list"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], message: str) -> None:

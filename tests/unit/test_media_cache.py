@@ -191,7 +191,7 @@ def test_an_image_that_took_the_place_of_another_is_compared_by_its_size(tmp_pat
     cache, store = fill(config)
     images = documents(store)
     (tmp_path / "0.png").write_bytes((tmp_path / "4.png").read_bytes())
-    with pytest.raises(DataError, match="line 1: an image, video or audio has another size"):
+    with pytest.raises(DataError, match="line 1: an image has another size"):
         cache.tensors(images[0])
 
 
