@@ -146,6 +146,7 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
             "vision_config": vision,
             "vq_config": codes,
             "image_token_id": 261,
+            "tie_word_embeddings": False,
         }
     text["model_type"] = "qwen2"
     if kind == "internvl":
