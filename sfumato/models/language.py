@@ -19,6 +19,7 @@ from sfumato.data.packing import TextBatch
 from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import apart
+from sfumato.models.flops import DRAWS
 from sfumato.models.lora import merge_adapters, save_adapter
 from sfumato.models.output_layer import OutputLayer
 from sfumato.models.packed_model import PackedModel, Tensors
@@ -204,6 +205,12 @@ def check_sighted(module: nn.Module, mesh: Mesh) -> None:
         raise ConfigError(
             "train.pipeline_parallel_size and train.ulysses_parallel_size or context_parallel_size exclude each other "
             "for a model that sees images, whose rows are cut in the first stage: set one side to 1"
+        )
+    drawing = [name for name, _ in module.base_model.named_children() if name in DRAWS]
+    if drawing:
+        raise ConfigError(
+            f"train.pipeline_parallel_size: {type(module).__name__} has parts that draw ({', '.join(drawing)}), which "
+            "no token passes, and where a pipeline's stage would wait for gradients: set it to 1"
         )
     apart = needs_rows_apart(module)
     if apart is not None:

@@ -258,8 +258,10 @@ def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def copy_around(module: nn.Module, parts: dict[int, Part | None]) -> nn.Module:
-    """A copy of a model with these modules in the place of those with these ids; the configuration stays the same."""
-    return copy.deepcopy(module, parts | {id(module.config): module.config})
+    """A copy of a model with these parts in the place of those with these ids; configurations, of its language model,
+    too, stay the same."""
+    configs = [each.config for each in module.modules() if hasattr(each, "config")]
+    return copy.deepcopy(module, parts | {id(config): config for config in configs})
 
 
 def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:

@@ -112,6 +112,8 @@ PIPELINES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"model": {"lora": {"rank": 4, "alpha": 8, "init_weights": "default"}}},
     ),
+    "pp, a weight beside, meta": (2, "llava_next", {"init_device": "meta"}, {}),
+    "pp x ep": (4, "qwen3_vl_moe", {"expert_parallel_size": 2}, {}),
     "pp x fsdp2": (4, "qwen3_vl", {}, {}),
     "pp x ddp": (4, "qwen2_5_vl", {"data_parallel_mode": "ddp"}, {}),
     "pp x tp": (4, "qwen2_5_vl", {"tensor_parallel_size": 2}, {}),

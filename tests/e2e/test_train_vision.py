@@ -101,8 +101,6 @@ FAMILIES += ("llava_next", "llava_onevision", "smolvlm", "janus")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_are_trained_exported_and_go_on_with_their_processor(kind: str, tmp_path: Path) -> None:
     """Frozen encoders are exported as they were drawn; the folder has what the images are read with."""
-    if kind == "smolvlm":
-        pytest.importorskip("num2words", reason="transformers' processor of SmolVLM asks for it")
     settings = tiny_vision_config(tmp_path, kind, train={"max_steps": 2}, model={"freeze": [ENCODERS]})
     config = load_config(TrainTextConfig, overrides=settings)
     drawn = build_language_model(config.model, config.train, data_type=config.data.data_type).plain.state_dict()

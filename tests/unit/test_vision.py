@@ -298,6 +298,7 @@ def test_what_cannot_be_is_refused(tmp_path, changes, message):
         ("gemma4", {"pp": 2}, "pipeline_parallel_size: Gemma4.* lets the tokens of an image see each other"),
         ("qwen3_vl", {"pp": 2, "ulysses": 2}, "pipeline_parallel_size and train.ulysses_parallel_size or context"),
         ("qwen3_vl", {"pp": 2, "ring": 2}, "pipeline_parallel_size and train.ulysses_parallel_size or context"),
+        ("janus", {"pp": 2}, r"pipeline_parallel_size: Janus.* has parts that draw \(.*vqmodel"),
         ("gemma4", {"tp": 2}, r"tensor_parallel_size: Gemma4.* \(hidden_size_per_layer_input\)"),
     ],
 )
