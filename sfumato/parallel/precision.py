@@ -20,6 +20,10 @@ BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, n
 """Layers whose weights autocast converts when they are used."""
 
 
+TABLES = {"Qwen2AudioEncoder": "embed_positions"}
+"""Modules that read the weight of a part, of this name, without calling it."""
+
+
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Has layers use their float32 weights as if these were of another dtype, where autocast does not do it.
 
@@ -36,13 +40,16 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         ]
         if names and not isinstance(layer, BY_AUTOCAST):
             layer.forward = Converted(layer, dtype)
+        if type(layer).__name__ in TABLES:
+            layer.forward = Converted(layer, dtype, getattr(layer, TABLES[type(layer).__name__]))
 
 
 class Converted:
     """What stands in for the forward of one layer."""
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        self.layer, self.dtype = layer, dtype
+    def __init__(self, layer: nn.Module, dtype: torch.dtype, table: nn.Module | None = None) -> None:
+        """``table`` is a part whose weight the layer reads, in place of its own."""
+        self.layer, self.dtype, self.table = layer, dtype, table
         self.replaced: Callable[..., Any] | None = vars(layer).get("forward")
         """What stood in for it before, if anything did."""
         self._of_class = type(layer).forward  # for the compiler, which cannot look it up in every class
@@ -50,9 +57,10 @@ class Converted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return (self.replaced or partial(self._of_class, self.layer))(*args, **kwargs)
-        if self.replaced is None:
-            return converted(self.layer, self.dtype, self._of_class, self.layer, *args, **kwargs)
-        return converted(self.layer, self.dtype, self.replaced, *args, **kwargs)
+        forward = (self._of_class, self.layer) if self.replaced is None else (self.replaced,)
+        if self.table is not None:
+            return with_weights_in(self.table, self.dtype, *forward, *args, **kwargs)
+        return converted(self.layer, self.dtype, *forward, *args, **kwargs)
 
     def of_block(self, _block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The same, called as the function of a class is."""
@@ -60,7 +68,7 @@ class Converted:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
         layer = copy.deepcopy(self.layer, memo)
-        made = Converted(layer, self.dtype)
+        made = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
         made.replaced = copy.deepcopy(self.replaced, memo)
         return made
 
@@ -70,6 +78,13 @@ def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any],
     if type(layer) is nn.Embedding:  # the rows that are looked up, not the table
         found = forward(*args, **kwargs)
         return found.to(dtype) if found.dtype == torch.float32 else found
+    return with_weights_in(layer, dtype, forward, *args, **kwargs)
+
+
+def with_weights_in(
+    layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The same, whatever the layer is."""
     # An attribute of the instance stands before a parameter of the same name, which stays where it is.
     mine = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
     vars(layer).update(mine)

@@ -102,6 +102,19 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
         assert float((ours[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-6, name
 
 
+def test_bf16_is_float32_but_for_rounding(built: Any, tmp_path: Path) -> None:
+    """The encoder reads its table of positions by itself, which autocast does not convert."""
+    found = []
+    for model in (built[1], build(tmp_path, train={"mixed_precision": "bf16"})[1]):
+        (sample,) = built[2](FiledRow(sound_row(2)), "a test")
+        batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
+        total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+        assert all(weight.dtype == torch.float32 for weight in model.trained.parameters())
+        found.append((total, model.token_log_probs([batch])[0]))
+        model.module.zero_grad()
+    assert 0 < float((found[0][1] - found[1][1]).abs().max()) < 0.15 and found[0][0] == pytest.approx(found[1][0], 0.02)
+
+
 def test_a_batch_without_audio_computes_the_encoder_with_gradients_of_zero(built: Any) -> None:
     _, model, transform = built
     (sample,) = transform(FiledRow(sound_row(0)), "a test")
