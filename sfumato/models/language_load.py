@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,11 +96,20 @@ def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tup
 
     Args and errors as for ``build_language_model``.
     """
-    if not data_type.has_images and not is_unified(read_model_config(config), False):
+    if not data_type.has_images and not _holds_unified(config):
         return build_tokenizer(config), None
     section, on_meta = config.model_copy(update={"lora": None}), train.model_copy(update={"init_device": "meta"})
     model = build_language_model(section, on_meta, data_type=data_type)
     return model.tokenizer, None if model.vision is None else model.vision.reader
+
+
+def _holds_unified(config: LanguageModelConfig) -> bool:
+    """``is_unified`` of the model in ``model_path``, if there is one, for data without images."""
+    try:
+        fields = json.loads((Path(str(config.model_path)) / "config.json").read_text(encoding="utf-8"))
+        return is_unified(SimpleNamespace(**{"model_type": None} | fields), False)
+    except (OSError, ValueError, TypeError):  # it is said where the model is read
+        return False
 
 
 def is_unified(described: Any, sees: bool) -> bool:

@@ -87,8 +87,10 @@ class CodeReader(DrawingReader):
         return {}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """1 of codes, 0 of all other tokens, those around an image among them."""
-        return np.isin(input_ids, self.image_tokenizer.ids).astype(np.int64)
+        """1 of codes and ends of their lines, 0 of all other tokens, those around an image among them."""
+        line_end = self.image_tokenizer.text.line_end
+        ends = [self.tokenizer.convert_tokens_to_ids(line_end)] if line_end else []
+        return np.isin(input_ids, [*self.image_tokenizer.ids, *ends]).astype(np.int64)
 
 
 class UnifiedModel(OmniModel):
