@@ -23,7 +23,7 @@ from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.drawing import DrawingReader
 from sfumato.data.vision import ImageReader, Images, Tensors, Vision
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import (
+from sfumato.models.language_parts import (
     BYTES,
     DTYPES,
     build_module,
@@ -33,7 +33,7 @@ from sfumato.models.language_load import (
     read_model_config,
     source_of,
 )
-from sfumato.models.omni.load import OmniModel
+from sfumato.models.omni.model import OmniModel
 from sfumato.models.omni.own_codes import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
 from sfumato.models.vision_load import build_processor
