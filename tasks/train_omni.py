@@ -31,7 +31,8 @@ from sfumato.data.text_loader import Validation, open_text_data
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import Tensors
 from sfumato.models.omni.flow_head import predict_velocity
-from sfumato.models.omni.load import OmniModel, build_omni_model
+from sfumato.models.omni.load import build_omni_model
+from sfumato.models.omni.model import OmniModel
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.cells import Setting
 from sfumato.config.load import load_config
-from sfumato.models import language_load
+from sfumato.models import language_parts
 from sfumato.models.diffusion import load as diffusion_load
 from sfumato.parallel import memory
 from sfumato.tracking.lock import release_locks
@@ -173,7 +173,7 @@ def watching(
 @contextlib.contextmanager
 def drawn_on(device: str) -> Iterator[None]:
     """Inside, models that are made from a description draw their weights on this device."""
-    make, make_pipeline = language_load._make, diffusion_load._make_pipeline
+    make, make_pipeline = language_parts._make, diffusion_load._make_pipeline
 
     def made(*args: Any) -> Any:
         with torch.device(device):
@@ -186,7 +186,7 @@ def drawn_on(device: str) -> Iterator[None]:
         return family, pipeline
 
     with (
-        mock.patch.object(language_load, "_make", made),
+        mock.patch.object(language_parts, "_make", made),
         mock.patch.object(diffusion_load, "_make_pipeline", pipeline_made),
     ):
         yield

@@ -36,6 +36,8 @@ def _verdict(found: Findings) -> str:
         return f"{_plural(len(found.problems), 'problem')}: the run would stop"
     if found.exit_code == DOES_NOT_FIT:
         return f"does not fit: {_gib(found.needed_bytes)} needed, {_gib(found.device_bytes)} there ({found.device})"
+    if found.needed_bytes is None:
+        return "nothing is wrong"
     if found.device_bytes is None:
         return f"nothing is wrong; {_gib(found.needed_bytes)} needed on each device; memory {found.device}"
     fraction = found.needed_bytes / found.device_bytes

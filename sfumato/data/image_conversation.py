@@ -128,6 +128,8 @@ class ImageConversationTransform:
                 raise DataError(
                     f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
                 )
+            if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
+                raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
             images = Images(shapes[:count], partial(_first, files, count), where) if count else None
             found.append(Document(document.input_ids, document.loss_mask, images=images))
         return found

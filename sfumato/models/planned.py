@@ -22,7 +22,7 @@ from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings, check_sighted
-from sfumato.models.language_load import freeze, read_model_config
+from sfumato.models.language_parts import freeze, read_model_config
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
 from sfumato.models.plain import attention_by_part, check_length

@@ -16,7 +16,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.data.sounds import Sound
 from sfumato.data.text import TextFormat
 from sfumato.data.vision import Vision
-from sfumato.models.language_load import BYTES, build_tokenizer, freeze, read_model_config, source_of
+from sfumato.models.language_parts import BYTES, build_tokenizer, freeze, read_model_config, source_of
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.saved_bytes import count_saved
 from sfumato.models.vision_load import add_image_tokens, build_vision

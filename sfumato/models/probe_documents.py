@@ -44,7 +44,8 @@ def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int)
         [sample_of(known[torch.randint(len(known), (length,), generator=generator)]) for length in part]
         for part in lengths
     ]
-    if model.vision is not None and model.vision.reader.is_likely:  # documents with and without images, and images of several sizes
+    if model.vision is not None and model.vision.reader.is_likely:
+        # documents with and without images, and images of several sizes
         for index, sizes in SIGHTS.items():
             seen = with_images(found[0][index].documents[0].input_ids, sizes, model.vision)
             found[0][index] = TextSample((seen,)) if len(seen.input_ids) <= max_seq_len else found[0][index]

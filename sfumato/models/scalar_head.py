@@ -19,7 +19,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.data.packing import TextBatch
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import apart
-from sfumato.models.language_load import (
+from sfumato.models.language_parts import (
     DTYPES,
     build_module,
     build_tokenizer,

@@ -114,8 +114,8 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    passed = {type(submodule).__name__ for name, submodule in module.named_modules() if PASSED_BY not in name.split(".")}
-    blocks = tuple(name for name in module._no_split_modules or () if name in passed) or _largest_list(module)
+    called = {type(each).__name__ for name, each in module.named_modules() if PASSED_BY not in name.split(".")}
+    blocks = tuple(name for name in module._no_split_modules or () if name in called) or _largest_list(module)
     if decoder:
         blocks = _whole_layers(module, blocks, decoder)
     return ParallelPlan(blocks=blocks, tensor=styles, decoder=decoder)

@@ -14,7 +14,7 @@ from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_loader import AnsweredPrompt
 from sfumato.models.omni.flow_head import denoise
-from sfumato.models.omni.load import OmniModel
+from sfumato.models.omni.model import OmniModel
 from sfumato.parallel.loss import IGNORED
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rollout.text import answer_greedily

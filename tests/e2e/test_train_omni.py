@@ -159,7 +159,7 @@ def test_what_is_drawn_in_rl_is_rewarded_as_an_image(whole: Path, tmp_path: Path
     first = tokenizer.convert_tokens_to_ids(CODE.format(0))
     codes = [3, 0, 7, 5]
     kind = DrawingKind(image_tokenizer=rollout["kind"]["image_tokenizer"])
-    template = SimpleNamespace(tokenizer=tokenizer)
+    template = SimpleNamespace(tokenizer=tokenizer, reader=None)
     kind.prepare(template)
     prompt = TextPrompt((5, 6), "Draw it.", None)
     texts = ["".join(CODE.format(code) for code in codes), CODE.format(0) * 2 + "a" + CODE.format(0)]

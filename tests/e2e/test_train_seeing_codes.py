@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from transformers import AutoProcessor, ChameleonForConditionalGeneration, Emu3F
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.text_loader import open_text_data
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError
 from sfumato.models.flops import FlopCount
 from sfumato.models.language_load import build_language_model
 from sfumato.models.probe import probe
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config
+from tests.tiny_omni import omni_row
 from tests.tiny_unified import tiny_seeing_config
 from tests.tiny_vision import picture
 
@@ -78,7 +80,11 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    """Chameleon's forward pass leaves no probability to codes, so RL of drawings would learn nothing."""
+    """Chameleon's forward pass leaves no probability to codes, so neither answers nor RL could learn them."""
+    (tmp_path / "drawn.jsonl").write_text(json.dumps(omni_row(2)) + "\n")
+    drawn = tiny_seeing_config(tmp_path / "drawn", "chameleon", data={"train_path": str(tmp_path / "drawn.jsonl")})
+    with pytest.raises(DataError, match="not trained to draw"):
+        run_task_here("train_text", drawn)
     run = run_task_here("train_text", tiny_seeing_config(tmp_path / "sft", "chameleon", train={"max_steps": 1}))
     config = tiny_text_rl_config(tmp_path)
     config["rollout"] |= {"kind": {"type": "drawing", "image_tokenizer": str(run / "hf_ckpt")}}

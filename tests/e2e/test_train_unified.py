@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     }
     for match, more in wrong.items():
         with pytest.raises(ConfigError, match=match):
-            run_task_here("train_omni", merge(config, more | {"train": {"output_dir": str(tmp_path / match)}}))
+            run_task_here("train_omni", merge(merge(config, {"train": {"output_dir": str(tmp_path / match)}}), more))
     for kind, more, match in (
         ("janus", {"draw": {"size": [16, 24]}}, "16 x 16 pixels alone"),
         ("janus", {"train": {"chunked_loss": True}}, "chunked_loss"),

@@ -28,6 +28,7 @@ from tests.tiny import (
     write_tiny_pipeline,
 )
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
+from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +242,8 @@ def made_tiny(path, tmp_path):
     if task == "train_omni":
         tiny = (tiny_flow_config if "head" in content["model"] else tiny_omni_config)(tmp_path)
         model = content["model"] | tiny["model"] | {"image_tokenizer_made_by": None}
+        if "unified" in content["model"]:
+            model = tiny_unified_config(tmp_path, path.stem.partition("_")[0])["model"]
         data = {"synthetic": {"num_rows": 8}, "max_seq_len": 96}
         return task, merge(content | {"model": model}, {"data": data, "train": train, "eval": {"num_rows": 2}})
     if task == "train_image_tokenizer":

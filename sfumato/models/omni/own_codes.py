@@ -23,6 +23,7 @@ from torch.nn import functional
 from sfumato.config.paths import check_weights
 from sfumato.data.drawing import CODE, ImageText
 from sfumato.errors import ConfigError
+from sfumato.models.vision_load import read_image_processor
 from sfumato.parallel.weights import refuse_not_finite
 
 PART = "vqmodel."
@@ -411,8 +412,6 @@ def read_vq(folder: Path, described: Any) -> nn.Module:
 def read_own_codes(folder: Path, size: Sequence[int] | None = None) -> OwnCodes:
     """The image tokenizer of the model in a folder. Raises ConfigError when it is broken, or cannot draw."""
     from transformers import AutoConfig, AutoTokenizer
-
-    from sfumato.models.vision_load import read_image_processor
 
     family = family_of(folder)
     assert family is not None

@@ -11,7 +11,7 @@ from torch.nn import functional
 from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import check_keys
+from sfumato.models.language_parts import check_keys
 from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model
 
 BETA = 0.25

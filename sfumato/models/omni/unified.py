@@ -23,7 +23,7 @@ from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.drawing import DrawingReader
 from sfumato.data.vision import ImageReader, Images, Tensors, Vision
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import (
+from sfumato.models.language_parts import (
     BYTES,
     DTYPES,
     build_module,
@@ -33,7 +33,7 @@ from sfumato.models.language_load import (
     read_model_config,
     source_of,
 )
-from sfumato.models.omni.load import OmniModel
+from sfumato.models.omni.model import OmniModel
 from sfumato.models.omni.own_codes import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
 from sfumato.models.vision_load import build_processor
@@ -87,8 +87,10 @@ class CodeReader(DrawingReader):
         return {}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """1 of codes, 0 of all other tokens, those around an image among them."""
-        return np.isin(input_ids, self.image_tokenizer.ids).astype(np.int64)
+        """1 of codes and ends of their lines, 0 of all other tokens, those around an image among them."""
+        line_end = self.image_tokenizer.text.line_end
+        ends = [self.tokenizer.convert_tokens_to_ids(line_end)] if line_end else []
+        return np.isin(input_ids, [*self.image_tokenizer.ids, *ends]).astype(np.int64)
 
 
 class UnifiedModel(OmniModel):

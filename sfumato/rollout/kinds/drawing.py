@@ -39,6 +39,10 @@ class DrawingKind(RolloutKind):
 
     def prepare(self, template: PromptTemplate) -> None:
         """Raises ConfigError when the tokenizer has not the tokens of this image tokenizer."""
+        if template.reader is not None:
+            raise ConfigError(
+                "rollout.kind drawing: prompts are text alone: take a data.data_type without images (prompts)"
+            )
         drawn, vocabulary = self._tokenizer, template.tokenizer.get_vocab()
         names = [drawn.text.code.format(code) for code in (0, drawn.codebook_size - 1)]
         missing = [name for name in names if name not in vocabulary]

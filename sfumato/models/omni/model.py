@@ -1,0 +1,167 @@
+"""A language model that sees and draws images: what it adds to one that sees, and its export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from sfumato.algorithms.device import to_device
+from sfumato.data.drawing import DRAWN
+from sfumato.data.packing import TextBatch
+from sfumato.data.vision import Images
+from sfumato.errors import ConfigError
+from sfumato.models.language import LanguageModel
+from sfumato.models.omni.flow_head import NAME, LatentTokenizer, head_flops
+from sfumato.models.omni.image_tokenizer import ImageTokenizer
+from sfumato.models.omni.pipeline import save_drawing
+from sfumato.models.packed_model import Tensors
+from sfumato.models.plain import give_weights
+from sfumato.models.scores import TokenScores
+from sfumato.parallel.weights import build_on_meta
+
+PARTS = ("foundation", "encoder", "image_tokenizer")
+"""Folders of an export, beside the whole model: what each part's own library loads."""
+
+MAX_DRAWN = 1024
+"""More than the images that a conversation draws: distance of the keys of samples."""
+
+
+class OmniModel(LanguageModel):
+    """A language model that sees and draws images."""
+
+    image_tokenizer: ImageTokenizer | LatentTokenizer
+    codes: range
+    """Tokens of the codes of images."""
+    line_end: int | None = None
+    """The token that ends a line of codes, of models that have one."""
+    kept_token: int | None = None
+    """The token that begins a text, where it stays when a prompt is hidden."""
+    head_class: type[nn.Module] | None = None
+    """The class of the flow head, which fsdp2 gives another name."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether images are latents, which a flow head draws."""
+        return hasattr(self.plain, NAME)
+
+    @contextmanager
+    def head(self) -> Iterator[nn.Module]:
+        """Inside, the flow head with whole weights; where gradients are wanted, right after the forward pass."""
+        head, sharded = getattr(self.plain, NAME), isinstance(self.module, FSDPModule)
+        gathered = sharded and not torch.is_grad_enabled()
+        if gathered:
+            self.module.unshard()
+        try:
+            with self.autocast():
+                yield head
+        finally:
+            if gathered:
+                self.module.reshard()
+
+    def drawn(self, scores: TokenScores, wanted: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor, list[int]]:
+        """What the head learns from, of the N - 1 images that a micro-batch draws and a blank one in no loss, so that
+        ranks compute it equally often.
+
+        Args:
+            scores: of the micro-batch.
+            wanted: bool ``[B, T]``, tokens whose labels are those of images.
+            batch: the micro-batch.
+
+        Returns:
+            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers that key their noise: each belongs to
+            its sample.
+        """
+        hidden = scores.hidden(wanted).unflatten(0, (-1, self.image_tokenizer.num_codes))
+        found, keys = [], []
+        for sample_id, media in zip(batch.sample_ids, batch.media, strict=False):  # padding has none
+            for index, latents in enumerate(media.get(DRAWN, ())):
+                found.append(latents)
+                keys.append(sample_id * MAX_DRAWN + index)
+        latents = torch.stack([*found, torch.zeros(self.image_tokenizer.latent_shape)])
+        blank = hidden.new_zeros(1, *hidden.shape[1:])
+        return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
+
+    def num_drawn(self, batch: TextBatch) -> int:
+        """Images that a micro-batch draws as latents."""
+        return sum(len(media[DRAWN]) for media in batch.media if DRAWN in media)
+
+    def flops_of_image(self) -> int:
+        """Operations of the flow head for an image, forward and backward; 0 without one. Before ``parallelize``."""
+        if not self.has_head:
+            return 0
+        tokenizer = self.image_tokenizer
+        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)
+
+    def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+        """As ``PackedModel.alone``; transformers' module takes no latents."""
+        return {name: each for name, each in super().alone(input_ids, images).items() if name != DRAWN}
+
+    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
+        media = [{name: each for name, each in one.items() if name != DRAWN} for one in media]
+        return super()._score(tensors, media)
+
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
+        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``); one with a
+        flow head writes what draws as a pipeline, ``drawing``."""
+        heads = {name: weights.pop(name) for name in [*weights] if name.startswith(f"{NAME}.")}
+        whole = dict(weights)
+        with self._without_head():
+            super().save_export(folder, weights, merge)
+        config, dtype = self.plain.config, self.autocast_dtype or torch.float32
+        encoder, foundation = _empty(config.vision_config, False), _empty(config.text_config, True)
+        names = foundation_names(foundation)
+        prefix = "model.vision_tower."
+        own = {name.removeprefix(prefix): each for name, each in whole.items() if name.startswith(prefix)}
+        give_weights(encoder, {name: each.to(dtype) for name, each in own.items()})
+        given = {names[name]: each.to(dtype) for name, each in whole.items() if name in names}
+        give_weights(foundation, given)
+        for module, part in ((foundation, "foundation"), (encoder, "encoder")):
+            module.config.dtype = dtype
+            module.save_pretrained(folder / part)
+        self.tokenizer.save_pretrained(folder / "foundation")
+        self.image_tokenizer.save(folder / "image_tokenizer")
+        if heads:
+            with torch.device("meta"):
+                head = self.head_class.from_config(getattr(self.plain, NAME).config)
+            head.load_state_dict({name.removeprefix(f"{NAME}."): each for name, each in heads.items()}, assign=True)
+            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """Inside, a module that is built has no head."""
+        build = self._build
+        self._build = getattr(build, "without_head", build)
+        try:
+            yield
+        finally:
+            self._build = build
+
+
+def foundation_names(foundation: nn.Module) -> dict[str, str]:
+    """Names of weights in the whole model, each with that of the language model alone."""
+    prefix = f"{foundation.base_model_prefix}."
+    output = foundation.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or output.bias is not None:
+        raise ConfigError(f"model.foundation: {type(foundation).__name__} has no linear output layer without a bias")
+    head = next(name for name, module in foundation.named_modules() if module is output)
+    names = [name for name, _ in foundation.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in foundation.named_buffers() if name in foundation.state_dict()]
+    found = {f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)}
+    return found | {"lm_head.weight": f"{head}.weight"}
+
+
+def _empty(config: Any, causal: bool) -> nn.Module:
+    """A module without weights."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    auto_class = AutoModelForCausalLM if causal else AutoModel
+    return build_on_meta(partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager"))
