@@ -299,7 +299,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
 
     trainer = build_trainer(arguments, folder, 2)
     model = trainer.model
-    rollouts, _, ids = kept["part"]
+    rollouts, _, ids, _ = kept["part"]
     sequence_of = {
         request.sample_id: sequence
         for rollout in rollouts

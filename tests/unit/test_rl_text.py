@@ -95,7 +95,7 @@ def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
         "train": {"max_steps": 1, "micro_batch_size": 3, "lr": 1e-9},
     }
     run_task_here(task, tiny_text_rl_config(tmp_path, **settings))
-    rollouts, _, ids = kept["part"]
+    rollouts, _, ids, _ = kept["part"]
     sequences = {
         request.sample_id: sequence
         for rollout in rollouts
