@@ -26,7 +26,8 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.encoded import EncodedBatch, open_encoder
+from sfumato.data.encoded import EncodedBatch
+from sfumato.data.encoders import open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader

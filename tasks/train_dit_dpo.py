@@ -27,7 +27,8 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.encoded import EncodedBatch, Encoder, open_encoder
+from sfumato.data.encoded import EncodedBatch
+from sfumato.data.encoders import Encoder, open_encoder
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches

@@ -13,6 +13,7 @@ from sfumato.config.paths import FilePath
 from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
 
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
+Size = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
 MOST_BUCKETS = 1000
 """Most sizes of images."""
@@ -51,7 +52,7 @@ class ImageDataConfig(Section):
     """Height of the training images in pixels."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
     """Width of the training images in pixels."""
-    buckets: Annotated[int, Field(ge=8, le=MAX_SIDE)] | list[tuple[Side, Side]] | None = None
+    buckets: Annotated[int, Field(ge=8, le=MAX_SIDE)] | list[Size] | None = None
     """Sizes of images; each is brought to that whose aspect ratio is nearest to its own. A number: multiples of so
     many pixels whose area is that of height x width at most; a list: [height, width] of each; null: height x width."""
     num_frames: int = Field(1, ge=1)
@@ -92,7 +93,7 @@ class ImageDataConfig(Section):
             return [(self.height, self.width)]
         if isinstance(self.buckets, int):
             return sizes_of_area(self.height, self.width, self.buckets)
-        return list(self.buckets)
+        return [(height, width) for height, width in self.buckets]
 
     def _check_buckets(self) -> None:
         """Raises ValueError for buckets that cannot be meant."""

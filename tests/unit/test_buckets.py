@@ -19,7 +19,7 @@ from sfumato.config.image_data import ImageTextDataConfig, sizes_of_area
 from sfumato.config.sections import EpochTrainConfig, ModelConfig
 from sfumato.data import buckets as module
 from sfumato.data.buckets import Buckets, read_sizes, sort_into_buckets
-from sfumato.data.encoded import open_encoder
+from sfumato.data.encoders import open_encoder
 from sfumato.data.image_text import ImageTextDataset, nearest_size
 from sfumato.data.loader import IndexLoader, evaluation_batches
 from sfumato.data.pictures import read_image, read_size

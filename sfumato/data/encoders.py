@@ -1,0 +1,86 @@
+"""What makes latents and embeddings of the rows of a run: encoders for each size of images, or their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.config.image_data import ImageDataConfig
+from sfumato.data.bad_rows import BadRows
+from sfumato.data.buckets import Buckets, OneSize
+from sfumato.data.encoded import Dataset, EncodedBatch, LatentCache, OnlineEncoder, ReadRows, open_cache, probe_encoders
+from sfumato.data.loader import IndexBatch
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.parallel.mesh import Mesh
+
+
+class BucketEncoder:
+    """An encoder for the rows of each bucket; arguments and results are those of one encoder."""
+
+    def __init__(self, encoders: dict[int, OnlineEncoder | LatentCache], rows: dict[int, OneSize]) -> None:
+        """Encoders and what they encode, by the number of the bucket."""
+        self._encoders, self._rows = encoders, rows
+        self._place = {number: {int(row): at for at, row in enumerate(one.indices)} for number, one in rows.items()}
+
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        return self.encode(self.read(index_batch))
+
+    def read(self, index_batch: IndexBatch) -> tuple[int, ReadRows | EncodedBatch]:
+        """The number of the bucket, and the first half of ``batch``."""
+        number = index_batch.bucket
+        place = self._place[number]
+        own = replace(index_batch, indices=[place[index] for index in index_batch.indices])
+        return number, self._encoders[number].read(own)
+
+    def encode(self, read: tuple[int, Any]) -> EncodedBatch:
+        number, rows = read
+        return self._encoders[number].encode(rows)
+
+
+Encoder = OnlineEncoder | LatentCache | BucketEncoder
+
+
+def open_encoder(
+    dataset: Dataset,
+    model: DiffusionModel,
+    config: ImageDataConfig,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    watch: Callable[[Iterable[int], int], Iterable[int]],
+    buckets: Buckets | None = None,
+) -> Encoder:
+    """What makes latents and embeddings of rows: a cache where one is configured. Every rank must call it.
+
+    Args:
+        dataset, model: what is encoded, and by what.
+        config: the data section.
+        mesh: the ranks, of which the first makes the cache.
+        say: is told of broken rows.
+        watch: see ``open_cache``.
+        buckets: of the rows; each has a cache of its own.
+
+    Raises:
+        DataError: as ``open_cache``.
+    """
+    bad_rows = BadRows(config.max_bad_rows, say)
+
+    def open_one(rows: Dataset, probe: list[torch.Tensor] | None) -> OnlineEncoder | LatentCache:
+        if config.cache_dir is None:
+            return OnlineEncoder(rows, model, bad_rows)
+        return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, probe=probe)
+
+    with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():
+        if buckets is None:
+            return open_one(dataset, None)
+        numbers = np.unique(buckets.numbers).tolist()
+        rows = {
+            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
+            for number in numbers
+        }
+        probe = None if config.cache_dir is None else probe_encoders(model)
+        return BucketEncoder({number: open_one(rows[number], probe) for number in numbers}, rows)
