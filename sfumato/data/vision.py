@@ -23,7 +23,7 @@ from sfumato.data.media import KIND_OF, NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.pictures import read_image
 from sfumato.data.processor_files import save_processor
 from sfumato.data.sounds import Sound, read_sound
-from sfumato.errors import ConfigError, DataError
+from sfumato.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -276,6 +276,8 @@ class ImageReader:
         """As ``place``, of files. Raises DataError when one is broken, or refused."""
         try:
             return self.place([self.open(file, where) for file in files])
+        except UserError:  # of a file, which says where
+            raise
         except ValueError as error:
             kinds = " or a ".join(self.media)
             raise DataError(f"{where}: {type(self.processor).__name__} refuses an {kinds}: {error}") from error
