@@ -213,12 +213,7 @@ def build_unified(
 
     module, make = build_module(config, train, described, _OneClass(published), trains, finish)
     check_vocabulary(module, own_tokenizer)
-    if codes is not None or source is not None:
-        vq = read_vq(codes or source, described)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)
-            vq = copy.deepcopy((make() if train.init_device == "meta" else module).model.vqmodel)
+    vq = _image_tokenizer(module, make, codes or source, described, train.seed)
     if codes is not None:
         module.model.vqmodel.load_state_dict(vq.state_dict())
     own_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, own_tokenizer)
@@ -229,10 +224,7 @@ def build_unified(
     begin_as_processor(processor)
     vision = None
     if has_images:
-        arguments = [name for name in ("pixel_values",) if not family.sees_codes]
-        edge = 1 if family.sees_codes else described.vision_config.patch_size
-        kind = CodeReader if family.sees_codes else DrawingReader
-        vision = Vision(data_type.limited(kind(processor, arguments, (edge, 1.0), image_tokenizer)), None)
+        vision = Vision(data_type.limited(_reader(processor, image_tokenizer)), None)
         image_tokenizer = vision.reader.image_tokenizer
         own_processor.image_processor = image_tokenizer.images  # with the limits of the data
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
@@ -250,3 +242,23 @@ def build_unified(
     if trains:
         model.frozen_names = freeze(module, [r"\bvqmodel\."]) | freeze(module, config.freeze)
     return model
+
+
+def _image_tokenizer(
+    module: nn.Module, make: Callable[[], nn.Module], folder: Path | None, described: Any, seed: int
+) -> nn.Module:
+    """The VQ model of a folder, or a copy of that of a model with random weights, which may be on meta."""
+    if folder is not None:
+        return read_vq(folder, described)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = make() if any(parameter.is_meta for parameter in module.parameters()) else module
+        return copy.deepcopy(made.model.vqmodel)
+
+
+def _reader(processor: Any, image_tokenizer: OwnCodes) -> DrawingReader:
+    """What reads images, and those that are drawn."""
+    if image_tokenizer.sees_codes:
+        return CodeReader(processor, (), (1, 1.0), image_tokenizer)
+    patch = image_tokenizer.described.vision_config.patch_size
+    return DrawingReader(processor, ("pixel_values",), (patch, 1.0), image_tokenizer)
