@@ -144,7 +144,7 @@ class ImageReader:
         own = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
-        if hasattr(self.processor.image_processor, "image_grid_pinpoints"):
+        if self.sees and hasattr(self.processor.image_processor, "image_grid_pinpoints"):
             settings += " tiles that are not filled up"  # counted with them once
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
