@@ -90,7 +90,7 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
     if not _sees(described):
-        vision = Vision(ImageReader(processor, arguments, (1, 1.0), _least_samples(processor)), None)
+        vision = Vision(ImageReader(processor, arguments, (1, 1.0), least_samples=_least_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
     hears = getattr(described, "audio_config", None) is not None
