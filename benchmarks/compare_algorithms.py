@@ -202,6 +202,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     sys.path.insert(0, str(ROOT))
     from sfumato.data.prompts import PromptLoader, load_prompts
     from sfumato.parallel.mesh import build_mesh
+    from sfumato.rollout.batch import Part
     from sfumato.rollout.self_check import RowProbe
     from sfumato.tracking.run import Run, quiet_libraries
     from tasks import rl_diffusion, rl_diffusion_forward
@@ -235,7 +236,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
                 )
                 sampled = time.process_time()
                 advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
-                share = batches, samples, {each.sample_id: place for place, each in enumerate(requests)}
+                share = Part(batches, samples, {each.sample_id: place for place, each in enumerate(requests)})
                 task.update_policy(actor, share, advantages, each.config, step, *further[each.task])
                 if step > 0:
                     seconds[each.name]["rollout"].append((sampled - begun) / len(requests))

@@ -123,10 +123,10 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
         given = TextRollout(
             requests=drawn.rollout.requests, versions=drawn.rollout.versions, sequences=drawn.rollout.sequences
         )  # all that the update computes itself is computed again
-        return update_policy(actor, ([given], *drawn.part[1:]), drawn.advantages, config, step)
+        return update_policy(actor, drawn.part._replace(rollouts=[given]), drawn.advantages, config, step)
 
-    def other_noise(state: Any, requests: Any, iteration: int, version: int, config: Any) -> Any:
-        return draw(state, requests, iteration + 100, version, config)
+    def other_noise(state: Any, requests: Any, iteration: int, version: int) -> Any:
+        return draw(state, requests, iteration + 100, version)
 
     monkeypatch.setattr(task, "update_policy", of_dump)
     monkeypatch.setattr(task, "generate", other_noise)
