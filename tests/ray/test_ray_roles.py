@@ -278,6 +278,7 @@ def test_no_place(cluster: Cluster, group: RayGroup) -> None:
         cluster.group("actor", functions.build, None, TRAIN.model_copy(update={"tensor_parallel_size": 3}), TWO)
 
 
+@pytest.mark.slow
 def test_two_roles_share_each_gpu(cluster: Cluster, group: RayGroup) -> None:
     """Process i of both is on one GPU, also after one role was started anew; the places end with the second role."""
     half = PoolConfig(processes=2, cpus=0.25, gpus=0.5)
