@@ -180,6 +180,7 @@ def test_drawings_are_those_of_transformers_generate(trained: Any, exported: Any
     assert np.array_equal(np.asarray(pixels), expected)
 
 
+@pytest.mark.slow
 def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path) -> None:
     """Codes are what is learned from; ends of lines are given. The export is transformers' model again."""
     kind, _, run = trained

@@ -178,6 +178,7 @@ def test_a_server_and_its_children_end_and_start_again(tmp_path, monkeypatch):
     assert process.problem() == "the server was ended"
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tmp_path):
     with pytest.raises(ConfigError, match="/nowhere/python is not there"):
         started(tmp_path, command=["/nowhere/python"])
@@ -187,6 +188,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         started(tmp_path, code="import time; time.sleep(600)", start_timeout_s=0.5)
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
     code = (
         "import os, pathlib, psutil, sys\n"

@@ -38,6 +38,7 @@ def newest(run: RoleRun) -> tuple[int, Path]:
     return max(found), found[max(found)]
 
 
+@pytest.mark.slow
 def test_a_sampler_and_a_scorer_are_killed(tmp_path: Path) -> None:
     config = role_config(tmp_path, SEPARATE, train={"max_steps": 8, "save_steps": 0})
     with start(config, tmp_path) as run:

@@ -310,6 +310,7 @@ def test_waiting_for_a_place(cluster: Cluster, group: RayGroup, monkeypatch: pyt
         assert said.count(f"actor 1 x ({cpus:g} CPU, 0 GPU)") == 1 and f"waiting {what}" in said
 
 
+@pytest.mark.slow
 def test_processes_must_see_the_run_folder(cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     half = PoolConfig(cpus=0.5)
     role = cluster.group("writer", functions.build, None, TRAIN, half, sees_folder=True)
