@@ -1,10 +1,11 @@
 """The examples of RL of language models: runs what is not finished, draws their curves, prints their figures.
 
-    python benchmarks/text_rl_examples.py [--only calculator agent ...] [--only-picture]
+    python benchmarks/text_rl_examples.py [--only calculator agent ...] [--seeds 42 43 44] [--only-picture]
 
 Runs ``configs/text_rl/NAME.yaml`` of each example by the command that it prints, with their environments on the path,
 and draws ``docs/images/text_rl_examples.svg``. Examples whose packages are missing end with their message. The figures
-are those of ``docs/text_rl/examples.md``.
+are those of ``docs/text_rl/examples.md``. Runs of a seed start from one fine-tuned model, and differ in prompts' order
+and in what is drawn.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Example:
-    """The run of one configuration."""
+    """The run of one configuration with a seed."""
 
     name: str
+    seed: int
 
     @property
     def file(self) -> str:
@@ -52,8 +54,9 @@ class Example:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
-        return ROOT / str(self.config.train.output_dir)
+        """The run folder, which is the configuration's own for its own seed."""
+        own = self.config.train
+        return ROOT / (own.output_dir if self.seed == own.seed else f"{own.output_dir}_seed_{self.seed}")
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """A metric by iteration, so far."""
@@ -69,6 +72,7 @@ class Example:
     def run(self) -> None:
         """Goes on to the end. Raises UserError when it stops before."""
         command = ["bash", "train.sh", "tasks/rl_text.py", self.file, "--train.load_checkpoint_path", "auto"]
+        command += ["--train.seed", str(self.seed), "--train.output_dir", str(self.folder.relative_to(ROOT))]
         print(" ".join(command), flush=True)
         path = os.pathsep.join(["docs/examples", os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False)
@@ -81,7 +85,7 @@ class Example:
         timings = read_jsonl(self.folder / "timings.jsonl")
         return {
             "example": self.name,
-            "seed": self.config.train.seed,
+            "seed": self.seed,
             "iterations": f"{held_out[-1][0]} of {self.config.train.max_steps}",
             "held out": [held_out[0][1], held_out[-1][1]],
             "drawn": [drawn[0][1], drawn[-1][1]],
@@ -90,21 +94,24 @@ class Example:
 
 
 def draw(examples: list[Example], path: Path) -> None:
-    """Rewards over iterations, a panel for each example."""
+    """Rewards over iterations, a panel for each configuration and a line for each seed."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    names = list(dict.fromkeys(example.name for example in examples))
     style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
     with plt.rc_context(style):
         figure, panels = plt.subplots(
-            1, len(examples), figsize=(2.6 * len(examples), 2.3), sharey=True, layout="constrained", squeeze=False
+            1, len(names), figsize=(2.6 * len(names), 2.3), sharey=True, layout="constrained", squeeze=False
         )
-        for panel, example in zip(panels[0], examples, strict=True):
-            panel.plot(*zip(*example.curve(DRAWN), strict=True), alpha=0.5, label="drawn")
-            panel.plot(*zip(*example.curve(HELD_OUT), strict=True), marker="o", markersize=3, label="held out")
-            panel.set_title(TITLES[example.name])
+        for panel, name in zip(panels[0], names, strict=True):
+            for number, example in enumerate(each for each in examples if each.name == name):
+                labels = ("drawn", "held out") if number == 0 else (None, None)
+                panel.plot(*zip(*example.curve(DRAWN), strict=True), "C0", alpha=0.3, label=labels[0])
+                panel.plot(*zip(*example.curve(HELD_OUT), strict=True), "C1o-", markersize=3, label=labels[1])
+            panel.set_title(TITLES[name])
             panel.set_ylim(0, 1.02)
             panel.grid(alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
@@ -119,13 +126,15 @@ def draw(examples: list[Example], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", help="run these only")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44], metavar="SEED", help="42, 43 and 44")
     parser.add_argument("--only-picture", action="store_true", help="run nothing; draw what is there")
     arguments = parser.parse_args()
+    examples = [Example(name, seed) for name in TITLES for seed in arguments.seeds]
     if not arguments.only_picture:
-        for example in map(Example, arguments.only or TITLES):
-            if not example.is_finished:
+        for example in examples:
+            if example.name in (arguments.only or TITLES) and not example.is_finished:
                 example.run()
-    begun = [each for each in map(Example, TITLES) if len(each.curve(HELD_OUT)) > 1]
+    begun = [each for each in examples if len(each.curve(HELD_OUT)) > 1]
     if not begun:
         raise UserError("no example has run yet: start without --only-picture")
     draw(begun, PICTURE)
