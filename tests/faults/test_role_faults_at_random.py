@@ -13,6 +13,7 @@ import pytest
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
+from tests.many_ends import partial_config
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import run_task_here, tiny_text_rl_config, write_config
 
@@ -20,7 +21,12 @@ KILLS, STEPS_PER_KILL = {"separate": 12, "colocated": 8, "one-step-off": 12}, 4
 WHERE = {"separate": SEPARATE, "colocated": COLOCATED, "one-step-off": ONE_STEP_OFF}
 TEXT_KILLS, MAX_STALENESS = 10, 2
 ASYNCHRONOUS = merge(SEPARATE, {"rollout": {"async_strategy": "fully-async", "max_staleness": MAX_STALENESS}})
-TEXT_WHERE = {"separate": SEPARATE, "one-step-off": ONE_STEP_OFF, "fully asynchronous": ASYNCHRONOUS}
+TEXT_WHERE = {
+    "separate": SEPARATE,
+    "one-step-off": ONE_STEP_OFF,
+    "one-step-off, partial rollouts": ONE_STEP_OFF,
+    "fully asynchronous": ASYNCHRONOUS,
+}
 PATIENCE_S = 600.0
 SECONDS = 1.0
 """A kill comes at most so long after the run has made a step: about two steps."""
@@ -91,13 +97,15 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
     settings = {
         "runtime": {"max_restarts": 20},
         "reward": {"rewards": [{"type": "tests.text_rewards:FirstIsAscii"}]},
-        "rollout": {"n": 2, "micro_batch_size": 4},
         "train": {"max_steps": TEXT_KILLS * STEPS_PER_KILL, "save_steps": 1, "max_checkpoints": 2},
         "eval": {"every_steps": 1000},
     }
-    if name != "fully asynchronous":
-        settings["rollout"]["max_extra_groups"] = 4
-    config = tiny_text_rl_config(tmp_path, **merge(TEXT_WHERE[name], settings))
+    if name.endswith("partial rollouts"):
+        config = partial_config(tmp_path, **merge(TEXT_WHERE[name], settings))
+    else:
+        extra = {} if name == "fully asynchronous" else {"max_extra_groups": 4}
+        settings["rollout"] = {"n": 2, "micro_batch_size": 4, **extra}
+        config = tiny_text_rl_config(tmp_path, **merge(TEXT_WHERE[name], settings))
     plan = [["actor", "sampler", "scorer"][number % 3] for number in range(TEXT_KILLS)]
     rng.shuffle(plan)
     with RoleRun(write_config(config, tmp_path / "killed.yaml"), script="tasks/rl_text.py") as run:
