@@ -96,7 +96,6 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
     rng = random.Random(name)
     settings = {
         "runtime": {"max_restarts": 20},
-        "reward": {"rewards": [{"type": "tests.text_rewards:FirstIsAscii"}]},
         "train": {"max_steps": TEXT_KILLS * STEPS_PER_KILL, "save_steps": 1, "max_checkpoints": 2},
         "eval": {"every_steps": 1000},
     }
@@ -105,6 +104,7 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
     else:
         extra = {} if name == "fully asynchronous" else {"max_extra_groups": 4}
         settings["rollout"] = {"n": 2, "micro_batch_size": 4, **extra}
+        settings["reward"] = {"rewards": [{"type": "tests.text_rewards:FirstIsAscii"}]}
         config = tiny_text_rl_config(tmp_path, **merge(TEXT_WHERE[name], settings))
     plan = [["actor", "sampler", "scorer"][number % 3] for number in range(TEXT_KILLS)]
     rng.shuffle(plan)
@@ -114,8 +114,10 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
             print(f"{name:12s} {role:8s} {kill_one(run, role, rng)}", flush=True)
         assert run.wait(PATIENCE_S) == 0, run.output
         assert run.left() == {}
+    lines = [line for line in read_jsonl(run.folder / "metrics.jsonl") if "staleness/max" in line]
+    if name.endswith("partial rollouts"):
+        assert min(line["rollout/kept_tokens"] for line in lines) > 0
     if name == "fully asynchronous":
-        lines = [line for line in read_jsonl(run.folder / "metrics.jsonl") if "staleness/max" in line]
         assert len(lines) == TEXT_KILLS * STEPS_PER_KILL
         assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
     else:
