@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -63,7 +64,7 @@ def _inside(annotation: Any) -> Iterator[Any]:
 
 
 def hostile_arguments(schema: type[BaseModel], every: int = 1) -> Iterator[list[str]]:
-    """Overrides with every value in every field, or in each field every ``every``-th, beginning with another one."""
-    for number, (path, around) in enumerate(fields_of(schema)):
-        for value in VALUES[number % every :: every]:
-            yield [*around, f"--{path}={value}"]
+    """Overrides with every value in every field, or every ``every``-th of these."""
+    pairs = itertools.product(fields_of(schema), VALUES)
+    for (path, around), value in itertools.islice(pairs, 0, None, every):
+        yield [*around, f"--{path}={value}"]

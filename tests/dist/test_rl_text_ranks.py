@@ -59,7 +59,7 @@ MESHES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "fsdp2, adapters": (2, "qwen3", {}, {"model": {"lora": {"rank": 4}}}),
     "fsdp2 x ring, chunked loss": (4, "qwen3", {"context_parallel_size": 2, "chunked_loss": True}, {}),
 }
-FAST = ("fsdp2, tokens a micro-batch, returns", "ulysses, gspo")
+FAST = ("ulysses, gspo",)
 
 ROUNDING = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}
 """What is the rounding of kernels alone."""

@@ -175,7 +175,8 @@ def test_reward(mode, objective, ranks, tmp_path):
     both("train_text_reward", mode, REWARD, ranks, tmp_path, **base)
 
 
-@pytest.mark.parametrize("datasets_type", ["mapping", pytest.param("iterable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("datasets_type", ["mapping", "iterable"])
 def test_a_run_goes_on_with_other_ranks_and_another_parallelism(datasets_type, ranks, tmp_path):
     """4 ranks, then 2, then 1: the losses of the undisturbed run, so that no sample is lost or seen twice."""
     config = tiny_text_config(

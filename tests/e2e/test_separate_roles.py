@@ -72,13 +72,12 @@ def test_fully_async_stays_within_its_bound(runs: Runs) -> None:
     assert [line["staleness/max"] for line in lines] == [0, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "off_policy",
     [
         pytest.param({"type": "decoupled"}, id="decoupled"),
-        pytest.param(
-            {"type": "rejection", "min_ratio": 0.9999, "max_ratio": 1.0001}, id="rejection", marks=pytest.mark.slow
-        ),
+        pytest.param({"type": "rejection", "min_ratio": 0.9999, "max_ratio": 1.0001}, id="rejection"),
     ],
 )
 def test_corrections_apply_where_versions_differ(runs: Runs, off_policy: dict[str, Any]) -> None:

@@ -141,6 +141,7 @@ def test_parts_of_an_export_and_its_projector_are_the_model_again(settings: dict
     assert changed and all("projector" in name for name in changed)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_in_rl_is_rewarded_as_an_image(whole: Path, tmp_path: Path) -> None:
     """Codes are the tokens that are learned from; an answer among which are others is a blank image."""
     folder = whole / "hf_ckpt"

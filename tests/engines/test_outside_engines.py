@@ -157,6 +157,7 @@ def wait_for_end(pids):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_server_and_its_children_end_and_start_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TAKEN", "yes")
     process, http = started(tmp_path)

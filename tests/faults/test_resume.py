@@ -118,6 +118,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(runs, tmp_path):
     assert not list((output_dir / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(runs, tmp_path):
     output_dir = runs.copy_of_killed(tmp_path / "damaged")
     *_, previous, newest = list_checkpoints(output_dir / "checkpoints").items()
@@ -180,9 +181,9 @@ def test_a_named_checkpoint_that_is_missing_or_damaged_is_an_error(dit_runs, tmp
 
 
 RL_MODELS = [
-    pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora", marks=pytest.mark.slow),
+    pytest.param({"lora": {"rank": 4, "alpha": 8}, "keep_encoders": False}, id="lora"),
     pytest.param({"keep_encoders": False}, id="all weights"),
-    pytest.param({"keep_encoders": True}, id="prompts embedded on the way", marks=pytest.mark.slow),
+    pytest.param({"keep_encoders": True}, id="prompts embedded on the way"),
 ]
 
 
@@ -190,6 +191,7 @@ class Interrupted(Exception):  # noqa: N818
     """Stands for a crash."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", RL_MODELS)
 def test_rl_with_average_and_kl_penalty_resumes_exactly(tmp_path, model):
     config = tiny_rl_config(

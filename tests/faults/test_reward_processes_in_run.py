@@ -41,6 +41,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.mark.slow
 def test_processes_change_no_bit_and_what_scoring_took_is_measured(tmp_path: Path) -> None:
     close_workers()
     before = children()

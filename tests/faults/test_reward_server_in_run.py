@@ -86,6 +86,7 @@ def disturbed_run(folder: Path, config: dict[str, Any], served: list[dict[str, A
     return run
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_for_a_while_changes_no_bit_of_the_run(tmp_path: Path, undisturbed: Path) -> None:
     disturbed = disturbed_run(tmp_path, config_of(tmp_path, BRIGHTNESS[0]), BRIGHTNESS, outage_s=3)
     assert (disturbed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()

@@ -13,6 +13,7 @@ from tests import fused_engine
 from tests.ray.test_ray_roles import TRAIN
 
 
+@pytest.mark.slow
 def test_an_engine_on_ray_is_sent_weights_and_verified_by_rescoring(cluster: Cluster) -> None:
     one = PoolConfig(processes=1, cpus=0.5)
     actor = cluster.group("actor", fused_engine.Actor, None, TRAIN, one)

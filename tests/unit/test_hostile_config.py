@@ -106,9 +106,9 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("task", "base"), [(task, task) for task in SCHEMAS], indirect=["base"])
-def test_some_hostile_values_in_every_field(task: str, base: Path) -> None:
-    tried, accepted = try_all(SCHEMAS[task], base, every=101 if task.startswith("rl_") else 31)
-    assert tried > 80 and 0 < accepted < 0.3 * tried
+def test_some_hostile_values_in_some_fields(task: str, base: Path) -> None:
+    tried, accepted = try_all(SCHEMAS[task], base, every=211)
+    assert tried > 20 and 0 < accepted < 0.3 * tried
 
 
 @pytest.mark.slow

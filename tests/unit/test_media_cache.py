@@ -133,6 +133,7 @@ def test_the_cache_and_threads_give_what_the_reader_gives(
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_the_cache_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_media_config(tmp_path, "qwen3_vl", train={"max_steps": 3})
     cached = {"data": {"cache_dir": str(tmp_path / "cache"), "cache_media": True}}

@@ -93,7 +93,7 @@ def compiler(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "recompute", "rows", "graphs"),
-    [("dense", "selective", 2, 2), ("flux", "full", 1, 3), ("moe", "none", 1, 2)],
+    [pytest.param("dense", "selective", 2, 2, marks=pytest.mark.slow), ("flux", "full", 1, 3), ("moe", "none", 1, 2)],
     ids=["dense", "flux", "moe"],
 )
 def test_compiled_blocks_compute_the_same(kind, recompute, rows, graphs, compiler):

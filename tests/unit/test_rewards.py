@@ -111,7 +111,7 @@ def test_crop_of_blank_and_faintly_noisy_images_is_nothing():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("detect", [False, True])
+@pytest.mark.parametrize("detect", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_real_ocr_tells_right_from_wrong_words(engine, detect):
     reward = OcrReward(engine=engine, detect=detect)
     reward.prepare()

@@ -400,6 +400,7 @@ def test_threads_share_one_model_and_agree(tmp_path, folders):
     assert results[:3] * 4 == results
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_to_the_bit(folders):
     code = (
         "import sys, torch\n"

@@ -47,6 +47,7 @@ def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path)
     assert (folder / "hf_ckpt/model.safetensors").is_file() and (folder / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_missing_is_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tasks"))  # where python looks when it runs the script
     maker = tiny_text_config(tmp_path / "maker", train={"max_steps": 1})
@@ -160,6 +161,7 @@ def test_a_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert lines[0] == lines[1] and weights_in(whole / "hf_ckpt") == weights_in(more / "hf_ckpt")
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(whole: Path, tmp_path: Path) -> None:
     """On-policy distillation: the KL of the policy's own answers to what the teacher says falls."""
     settings = {

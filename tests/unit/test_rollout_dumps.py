@@ -158,6 +158,7 @@ def test_a_run_from_dumps_has_the_bits_of_the_run_that_drew_them(tmp_path: Path)
         assert_equal(read_dump(dump_path(learned, step)), first.rollout, first.advantages)
 
 
+@pytest.mark.slow
 def test_drawing_alone_and_learning_alone(tmp_path: Path) -> None:
     only = {"rollout": {"rollout_only": True, "micro_batch_size": 8}, "train": {"max_steps": 2}}
     drawn = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "drawn", **only))

@@ -138,6 +138,7 @@ def test_models_that_it_does_not_fit_are_refused(
         StepCache(build(tmp_path, describe, tokens), ALWAYS, STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_reports_it_and_trains_as_without(tmp_path: Path) -> None:
     lines = {}
     for threshold in (0.0, ALWAYS):

@@ -304,6 +304,7 @@ def test_a_store_names_the_bad_rows_of_a_batch_and_keeps_the_others(tmp_path):
         build_token_store(sources, transform, tmp_path / "less", 1, 1, said.append)
 
 
+@pytest.mark.slow
 def test_tokenizers_start_no_threads_unless_a_person_says_so():
     code = """if True:
         import os, threading
