@@ -297,6 +297,10 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
     task.update_policy, task.policy_loss, task.reduce_and_clip = watched, loss_of, before
     task.main(load_config(TextRLConfig, overrides=sfumato_config(arguments, folder, 2)))
 
+    if not kept["advantages"].any():
+        raise SystemExit(
+            "no group of the second iteration has answers of different rewards: there is nothing to compare"
+        )
     trainer = build_trainer(arguments, folder, 2)
     model = trainer.model
     rollouts, _, ids, _ = kept["part"]
@@ -455,7 +459,7 @@ def main() -> None:
                     label = f"{model}, {case}, KL {kl}, {threads} threads"
                     if arguments.check:
                         with tempfile.TemporaryDirectory() as folder:
-                            ours, theirs, worst = Side(arguments, "check", folder, {**changes, "lr": 1e-3}).report()
+                            ours, theirs, worst = Side(arguments, "check", folder, {**changes, "lr": 1e-4}).report()
                         print(f"{label}: loss {ours:.8f}, TRL {theirs:.8f}, gradients differ by {worst:.1e}")
                     elif arguments.profile:
                         show_profile(arguments, label, **changes)

@@ -435,6 +435,15 @@ class PackedModel(ABC, Generic[Output]):
         kind, dtype = self.mesh.device.type, self.autocast_dtype
         return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
 
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside, autocast is off."""
+        before, self.autocast_dtype = self.autocast_dtype, None
+        try:
+            yield
+        finally:
+            self.autocast_dtype = before
+
     def _dropout_of(self, step: int, batch: TextBatch, row: Tensors) -> AbstractContextManager[None]:
         """What is dropped belongs to (seed, step, sample, position), not to the row that a sample is packed into."""
         if self._dropout is None:

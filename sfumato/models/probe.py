@@ -66,7 +66,8 @@ class Measured:
     random: tuple[str, ...] = ()
     """Generators that the training pass drew from."""
     noise: float = 0.0
-    """Largest difference of a log-probability that one more token at the end of a document makes: rounding alone."""
+    """What rounding alone does to a log-probability, at most: of float32 the difference that one more token at the end
+    of a document makes, of half precision that to the same weights in float32."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,29 @@ class Tolerance:
 
     log_probs: tuple[float, float]
     """Nats, of one token: at least, and at most."""
+    noise: float
+    """Of it, for each nat of ``Measured.noise``."""
+    size: float
+    """Of it, for each nat of the largest log-probability, since logits are rounded by their size: those of a Qwen3 in
+    float32, down to -141, were off by 2.5e-4 where one more token changed nothing."""
     relative: float
     """Of the loss and the gradient norm, as a fraction."""
 
+    def allowed(self, log_probs: Tensor, noise: float = 0.0) -> float:
+        """Nats by which one of these log-probabilities may differ."""
+        least, most = self.log_probs
+        return min(max(self.noise * noise, self.size * float(log_probs.abs().max()), least), most)
 
-FLOAT32 = Tolerance((2e-5, 5e-4), 5e-4)
-HALF = Tolerance((0.15, 0.15), 0.05)
+
+FLOAT32 = Tolerance((2e-5, 5e-4), noise=20, size=4e-6, relative=5e-4)
+HALF = Tolerance((0.15, 5.0), noise=4, size=0.01, relative=0.05)
+
+
+def tolerance_of(model: PackedModel) -> Tolerance:
+    """That of the dtype in which a model computes."""
+    dtypes = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
+    return HALF if dtypes & {torch.bfloat16, torch.float16} else FLOAT32
+
 
 SAME_SHAPES = 2e-6
 """Nats by which a log-probability moves when other tokens stand in rows of the same shape and there are no experts."""
@@ -142,10 +160,7 @@ class Checks:
     ) -> None:
         """``documents`` of each micro-batch; ``copies`` of one are computed at a time, as pipelines need."""
         self.model, self.documents, self.train, self.copies, self.trains = model, documents, train, copies, trains
-        self.tolerance = FLOAT32
-        half = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
-        if half & {torch.bfloat16, torch.float16}:
-            self.tolerance = HALF
+        self.tolerance = tolerance_of(model)
         self.batches = [self._batch(part) for part in documents]
 
     def _batch(self, documents: list[TextSample]) -> TextBatch:
@@ -231,8 +246,7 @@ class Checks:
         """Of the log-probabilities, with nothing dropped out."""
         if expected is None:
             return None
-        least, most = self.tolerance.log_probs
-        allowed = min(max(20 * expected.noise, least), most)
+        allowed = self.tolerance.allowed(expected.log_probs, expected.noise)
         far = float((found.log_probs - expected.log_probs).abs().max())
         if far <= allowed:
             return None
@@ -346,10 +360,15 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     with torch.no_grad():
         plain.eval()
         alone = [numbers_of(tokens) for tokens in short]
-        noise = (torch.cat(alone) - torch.cat([numbers_of(tokens, more=1) for tokens in short])).abs().max()
+        near = torch.cat(alone)
+        noise = (near - torch.cat([numbers_of(tokens, more=1) for tokens in short])).abs().max()
         with suppress(ConfigError, ValueError, ImportError):  # the score matrices of long ones are large
             set_attention(plain, "sdpa")
         alone += [numbers_of(tokens) for part in long for tokens in part]
+        if tolerance_of(model) is HALF:
+            with model.in_float32():
+                plain.float()
+                noise = (near - torch.cat([numbers_of(tokens) for tokens in short])).abs().max()
     return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
 
 

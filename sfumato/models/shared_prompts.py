@@ -10,6 +10,7 @@ from sfumato.data.text import Document, TextSample
 from sfumato.errors import ConfigError
 from sfumato.models.packed_attention import ATTENTION
 from sfumato.models.packed_model import PackedModel
+from sfumato.models.probe import tolerance_of
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.loss import IGNORED
 
@@ -18,9 +19,6 @@ PROMPTS, ANSWERS = (13, 6), (9, 4, 4, 1)
 
 LOCAL = ("sliding_window", "attention_chunk_size")
 """What transformers' configurations call the tokens that a layer sees, where it does not see all."""
-
-FLOAT32, HALF = 2e-5, 0.15
-"""Nats by which a log-probability may move."""
 
 
 def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
@@ -44,8 +42,8 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
             found = _numbers(model, _batch(model, shared=True))
         except ConfigError:  # a pattern of the attention that the configuration does not name
             return False
-    far = model.mesh.max(float((found - expected).abs().max()), over="world")
-    return far <= (FLOAT32 if model.autocast_dtype is None else HALF)
+    far = float((found - expected).abs().max()) / tolerance_of(model).allowed(expected)
+    return model.mesh.max(far, over="world") <= 1
 
 
 def _numbers(model: PackedModel, batch: TextBatch) -> Tensor:

@@ -124,6 +124,16 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         complete(EmbeddedEngine(module), make_requests(), WARM)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_logits_are_rounded_by_their_size(dtype: torch.dtype) -> None:
+    module = make_module()
+    with torch.no_grad():
+        module.lm_head.weight.mul_(25)  # log-probabilities down to about -100
+    engine = EmbeddedEngine(module.to(dtype))
+    assert complete(engine, make_requests(1, 1), WARM)[0].token_ids
+    assert type(engine._rows).__name__ == "CachedRows"
+
+
 def test_long_prompts_are_computed_in_parts_and_in_half_precision() -> None:
     module, requests = make_module(), make_requests()
     whole = complete(EmbeddedEngine(module), requests, WARM)

@@ -165,6 +165,26 @@ def test_documents_that_leak_get_rows_of_their_own() -> None:
         look(Leaking, model={"rows": "packed"})
 
 
+class Certain(LlamaForCausalLM):
+    """Logits are larger than those of trained models, and with them their rounding."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        with torch.no_grad():
+            self.lm_head.weight *= 20
+
+
+class CertainLeaking(Leaking, Certain):
+    """Large logits, of documents that see each other."""
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_large_logits_are_rounded_by_their_size(precision: str) -> None:
+    model, said = look(Certain, mixed_precision=precision)
+    assert (model.rows.rows, said) == ("packed", [])
+    assert look(CertainLeaking, mixed_precision=precision)[0].rows.rows == "documents"
+
+
 def test_a_leak_can_be_a_warning() -> None:
     model, said = look(Leaking, model={"rows": "packed"}, probe="warn")
     assert said[0].startswith("WARNING: Leaking is not trained as transformers would") and model.rows.rows == "packed"

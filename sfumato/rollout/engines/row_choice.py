@@ -19,9 +19,10 @@ from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.forward import Forward
 from sfumato.rollout.engines.rows import CACHE_ARGUMENTS, CachedRows, GroupedRows, RecomputedRows, Rows, rounded_up
 
-FLOAT32, HALF = (5e-5, 5e-3), 0.3
-"""Nats by which the log-probability of a likely token may differ: rounding. A wrong mask, position or state makes 0.01
-and more. In float32 at least and at most: in between it is ``TIMES`` what one more token at the end of a row makes."""
+FLOAT32, HALF = (5e-5, 5e-3, 4e-6), (0.3, 3.0, 0.03)
+"""Nats by which rounding may change the log-probability of a likely token: at least, at most, and in between for each
+nat of the least likely one, since logits are rounded by their size. A wrong mask, position or state makes 0.01 and
+more. In float32 it is also ``TIMES`` what one more token at the end of a row makes."""
 
 TIMES = 10
 
@@ -82,8 +83,10 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
         raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
     half = (torch.bfloat16, torch.float16)
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
-    noise = _refuse_looking_ahead(forward, known, longest, HALF if is_half else FLOAT32[1])
-    bound = HALF if is_half else min(max(TIMES * noise, FLOAT32[0]), FLOAT32[1])
+    least, most, of_size = HALF if is_half else FLOAT32
+    bound = min(max(of_size * _largest(expected), least), most)
+    noise = _refuse_looking_ahead(forward, known, longest, bound if is_half else most)
+    bound = bound if is_half else min(max(bound, TIMES * noise), most)
     problems = []
     for make in _ways(forward, max_tokens):
         problem, rows = _try(make, forward, texts, images, expected, bound)
@@ -198,6 +201,12 @@ def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarr
     """The last but so many tokens of each text, and where they stand."""
     tokens = torch.tensor([text[-last] for text in texts], device=device)
     return tokens, np.array([len(text) - last for text in texts])
+
+
+def _largest(logits: Tensor) -> float:
+    """Minus the log-probability of the least likely token, of those that can be drawn at all."""
+    log_probs = logits.double().log_softmax(-1)
+    return float(log_probs.where(log_probs.isfinite(), 0).abs().max())
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:
