@@ -89,6 +89,7 @@ def test_corrections_apply_where_versions_differ(runs: Runs, off_policy: dict[st
     assert (corrected[2]["mismatch/rejected"] > 0) == (off_policy["type"] == "rejection")
 
 
+@pytest.mark.slow
 def test_a_late_run_that_was_killed_goes_on_with_the_samples_of_the_policy_before(runs: Runs) -> None:
     overrides = merge(APART, {"rollout": {"async_strategy": "one-step-off"}, "train": {"save_steps": 1}})
     task = load_task("rl_diffusion")

@@ -83,6 +83,7 @@ def test_a_model_that_is_missing_is_made_first(tmp_path):
     assert (made / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_dpo_makes_the_better_answers_likelier(tmp_path):
     sft = run_task_here("train_text", learner(tmp_path / "sft"))
     model = {"config_path": None, "tokenizer_path": None, "model_path": str(sft / "hf_ckpt")}

@@ -65,6 +65,7 @@ class TwoRanks:
         return list(list_checkpoints(self.folder / "run" / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_one_line_and_its_code(tmp_path):
     run = TwoRanks(tmp_path, [[1, 3, 4]])
     assert run.end() == (4, ["rank 1: stopped: a loss is not finite"])

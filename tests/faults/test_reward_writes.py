@@ -81,6 +81,7 @@ def test_a_combination_changes_neither_values_nor_rows() -> None:
     assert_untouched(samples, before)
 
 
+@pytest.mark.slow
 def test_pictures_of_a_run_are_those_that_were_sampled(tmp_path) -> None:
     """The first reward of the list blackens its pictures; diversity and the next reward see them as they were."""
     quiet = {"max_steps": 1}

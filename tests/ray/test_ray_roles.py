@@ -78,6 +78,7 @@ def test_calls_run_in_the_order_of_issue(group: RayGroup) -> None:
     assert all(each.done() for each in waited)
 
 
+@pytest.mark.slow
 def test_parts_go_to_their_data_parallel_ranks(group: RayGroup, tensor_parallel: RayGroup) -> None:
     assert group.map(functions.data_rank_of, ["a", "b"], "!").result() == "[(0, 'a!'), (1, 'b!')]"
     assert tensor_parallel.num_data_ranks == 1
