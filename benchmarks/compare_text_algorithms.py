@@ -206,9 +206,8 @@ learn from, mean over the first and the last {AVERAGED} iterations and the seeds
 accuracy: at most {0.5 / first.eval.num_prompts**0.5:.2f}. The teacher of `distillation` is the same model after
 {TEACHER_STEPS} steps of fine-tuning. *Steps*: optimiser steps in which an iteration's answers are learned from; with
 more than one, ratios leave 1 from the second on, and what a recipe does with them counts. `rloo` and `distillation`
-have no ratio: with four steps of 5e-4 their accuracy fell at first, with seed 1 to 0.25 and 0.02. *Outside*: share of
-tokens whose ratio, of `gspo` their answer's, was outside of the recipe's bounds, mean over iterations and seeds; `none`
-where it has none."""
+have no ratio and take one ([why](rloo.md#curve)). *Outside*: share of tokens whose ratio, of `gspo` their answer's, was
+outside of the recipe's bounds, mean over iterations and seeds; `none` where it has none."""
     left = ", ".join(f"`{name}`" for name in missing)
     return f"""# The algorithms compared
 

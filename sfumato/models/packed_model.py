@@ -436,7 +436,7 @@ class PackedModel(ABC, Generic[Output]):
         return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
 
     @contextmanager
-    def in_float32(self) -> Iterator[None]:
+    def in_full_precision(self) -> Iterator[None]:
         """Inside, autocast is off."""
         before, self.autocast_dtype = self.autocast_dtype, None
         try:

@@ -366,7 +366,8 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
             set_attention(plain, "sdpa")
         alone += [numbers_of(tokens) for part in long for tokens in part]
         if tolerance_of(model) is HALF:
-            with model.in_float32(), suppress(RuntimeError):  # a module with a dtype of its own goes by the size alone
+            # a module that insists on its own dtype goes by one more token and by the size of its logits
+            with model.in_full_precision(), suppress(RuntimeError):
                 plain.float()
                 noise = (near - torch.cat([numbers_of(tokens) for tokens in short])).abs().max()
     return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
