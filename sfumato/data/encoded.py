@@ -46,8 +46,8 @@ class EncodedBatch:
     size: tuple[int, int]
     """Height and width of the images in pixels."""
     framing: torch.Tensor | None = None
-    """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled, and
-    the rows and columns of the scaled image that were cut off at the top and left. None where nobody knows them."""
+    """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled,
+    and the rows and columns of the scaled image that were cut off at the top and left. None where nobody knows them."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
-from sfumato.data.file_rows import MAX_LINE, file_fingerprint
+from sfumato.data.file_columns import find_file, find_frames
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
+from sfumato.data.picture_folder import FolderRows, describe_unlisted, find_metadata
 from sfumato.data.pictures import (
     ANIMATION_ENDINGS,
     IMAGE_ENDINGS,
@@ -21,14 +22,13 @@ from sfumato.data.pictures import (
     VIDEO_ENDINGS,
     File,
     Picture,
-    find_file,
-    find_frames,
+    check_fit,
     fitted,
     framing_of,
     read_frames,
     read_image,
 )
-from sfumato.data.rows import FiledRows, open_rows, read_text, text_field
+from sfumato.data.rows import FiledRows, join_rows, open_rows, text_field
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,41 +56,6 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> i
     return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
 
 
-class FolderRows:
-    """A folder of images or videos, each with its caption in a .txt file of the same name."""
-
-    def __init__(self, folder: Path, image_key: str, text_key: str, endings: set[str] = IMAGE_ENDINGS) -> None:
-        self.root, self.image_key, self.text_key = folder, image_key, text_key
-        self._files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        caption = self._files[index].with_suffix(".txt")
-        if not caption.exists():
-            raise DataError(
-                f"{self.describe(index)}: no caption: {caption} does not exist (and there is no metadata.jsonl)"
-            )
-        image = str(self._files[index].relative_to(self.root))
-        return {self.image_key: image, self.text_key: read_text(caption, MAX_LINE).strip()}
-
-    def describe(self, index: int) -> str:
-        return str(self._files[index])
-
-    def folder(self, index: int) -> Path:
-        return self.root
-
-    def fingerprint(self) -> str:
-        """Every image and every caption there is, with size and time."""
-        return file_fingerprint(self.files())
-
-    def files(self) -> list[Path]:
-        """Every image and every caption there is."""
-        captions = (path.with_suffix(".txt") for path in self._files)
-        return [*self._files, *(path for path in captions if path.is_file())]
-
-
 class ImageTextDataset:
     """Images or videos with captions from a file or folder, resized to one size."""
 
@@ -101,20 +66,31 @@ class ImageTextDataset:
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(str(config.train_path))
+        self._is_folder = path.is_dir()
         if rows is not None:
             self.rows = rows
-        elif path.is_dir() and not (path / "metadata.jsonl").is_file():
-            endings = IMAGE_ENDINGS if config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
-            self.rows = FolderRows(path, config.image_key, config.text_key, endings)
+        elif path.is_dir() and not (listed := find_metadata(path)):
+            self.rows = FolderRows(path, config.image_key, config.text_key, self._endings)
             if len(self.rows) == 0:
                 kind = "images" if config.num_frames == 1 else "videos"
-                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(endings))})")
+                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(self._endings))})")
         else:
-            source = path / "metadata.jsonl" if path.is_dir() else path
-            self.rows = open_rows(source, config.text_key, "data.train_path")
+            tables = listed if path.is_dir() else [path]
+            self.rows = join_rows([open_rows(table, config.text_key, "data.train_path") for table in tables])
+
+    @property
+    def _endings(self) -> set[str]:
+        return IMAGE_ENDINGS if self.config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def unused_files(self) -> list[str]:
+        """Lines about the files of a folder that are in no row, which look as if they should be."""
+        path = Path(str(self.config.train_path))
+        if isinstance(self.rows, FolderRows):
+            return self.rows.unused
+        return describe_unlisted(path, self.rows, self._image_key, self._endings) if path.is_dir() else []
 
     def describe(self, index: int) -> str:
         """File and row, for messages."""
@@ -149,9 +125,11 @@ class ImageTextDataset:
             image = read_image(find_file(row, key, folder, where), where)
             sizes = self.config.sizes
             size = size or sizes[nearest_size(image.height, image.width, sizes)]
+            check_fit((image.height, image.width), *size, self.config.crop, where)
             pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
             return Picture(pixels, self._framing(image, size))
         frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
         video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
         return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
 
@@ -168,8 +146,9 @@ class ImageTextDataset:
         if pixels.ndim == 4 and not self.has_source(index):
             return pixels[:, 0].permute(1, 2, 0).numpy()
         row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
-        return self._fitted(image, tuple(pixels.shape[-2:]))
+        image, size = read_image(find_file(row, self.config.source_image_key, folder, where), where), pixels.shape[-2:]
+        check_fit((image.height, image.width), *size, self.config.crop, where)
+        return self._fitted(image, tuple(size))
 
     def has_source(self, index: int) -> bool:
         """Whether the row has a source image of its own."""
@@ -214,7 +193,7 @@ class ImageTextDataset:
 
     def _image_key(self, row: dict[str, Any]) -> str:
         key = self.config.image_key
-        is_image_folder = key == "image" and key not in row and Path(str(self.config.train_path)).is_dir()
+        is_image_folder = key == "image" and key not in row and self._is_folder
         return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
@@ -224,11 +203,25 @@ class ImageTextDataset:
         return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)
 
 
-def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:
-    """The dataset that the configuration describes. Raises DataError when its source is missing."""
+def open_image_text(
+    config: ImageTextDataConfig, seed: int, say: Callable[[str], None] | None = None
+) -> ImageTextDataset | GlyphDataset:
+    """The dataset that the configuration describes.
+
+    Args:
+        config: the data section.
+        seed: of words that are rendered.
+        say: is told which files of a folder are not used.
+
+    Raises:
+        DataError: when the source is missing.
+    """
     if config.data_type == "glyphs":
         return GlyphDataset(config.glyphs, config.height, config.width, seed, config.num_frames)
-    return ImageTextDataset(config)
+    dataset = ImageTextDataset(config)
+    for line in dataset.unused_files() if say is not None else []:
+        say(line)
+    return dataset
 
 
 class PairDataset:
@@ -250,8 +243,8 @@ class PairDataset:
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
-        listed = path / "metadata.jsonl"
-        rows = open_rows(listed if listed.is_file() else path, config.text_key, f"data.{option}")
+        tables = (find_metadata(path) if path.is_dir() else []) or [path]
+        rows = join_rows([open_rows(table, config.text_key, f"data.{option}") for table in tables])
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
         keys = (config.chosen_key, config.rejected_key)

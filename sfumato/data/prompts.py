@@ -11,9 +11,10 @@ import numpy as np
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
+from sfumato.data.file_columns import find_file
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.data.loader import EpochOrder, refuse_repetition
-from sfumato.data.pictures import File, check_image, find_file, fitted, read_image
+from sfumato.data.pictures import File, check_fit, check_image, fitted, read_image
 from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError
 
@@ -59,7 +60,10 @@ class FileSource:
 
     def read(self, height: int, width: int) -> np.ndarray:
         """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
-        return fitted(read_image(self._file(), self.rows.describe(self.index)), height, width)
+        where = self.rows.describe(self.index)
+        image = read_image(self._file(), where)
+        check_fit((image.height, image.width), height, width, "center", where)
+        return fitted(image, height, width)
 
     def _file(self) -> File:
         where = self.rows.describe(self.index)

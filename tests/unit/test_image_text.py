@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
@@ -213,13 +214,11 @@ def test_a_broken_image_is_named_with_file_and_row(tmp_path, kind):
 
 
 def test_broken_exif_is_a_broken_image(tmp_path, monkeypatch):
-    from PIL import ImageOps
-
     def fail(_):
         raise struct.error("required argument is not an integer")  # what Pillow lets out for some headers
 
     path = write_rows(tmp_path, 1)
-    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    monkeypatch.setattr(PngImageFile, "getexif", fail)
     assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: broken image")
 
 
