@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,23 @@ class OneSize:
         """As of the dataset."""
         return self.dataset.caption(int(self.indices[index]))
 
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of the dataset."""
+        return self.dataset.files(int(self.indices[index]), with_source)
+
+    def has_source(self, index: int) -> bool:
+        """As of the dataset."""
+        return self.dataset.has_source(int(self.indices[index]))
+
+    def paths(self, index: int) -> list[str]:
+        """As of the dataset."""
+        return self.dataset.paths(int(self.indices[index]))
+
+    @property
+    def settings(self) -> list[Any]:
+        """As of the dataset."""
+        return self.dataset.settings
+
     def pixels(self, index: int) -> torch.Tensor:
         """As of the dataset. Raises as ``picture``."""
         return self.picture(index).pixels
@@ -94,7 +112,7 @@ class OneSize:
         return self.dataset.source(int(self.indices[index]), pixels)
 
     def fingerprint(self) -> str:
-        """Identifies the images, for caches: a bucket whose rows stay the same keeps its cache."""
+        """Identifies the rows of the bucket."""
         rows = np.ascontiguousarray(self.indices, "<i8").tobytes()
         return json.dumps([self.dataset.fingerprint(), self.size, hashlib.blake2b(rows, digest_size=16).hexdigest()])
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from sfumato.config.paths import LONGEST_PATH, file_problem
-from sfumato.data.pictures import File
+from sfumato.data.pictures import File, frames_of
 from sfumato.errors import DataError
 
 BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]+=*\s*")
@@ -77,6 +77,13 @@ def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File |
     if not isinstance(value, list):
         return find_file(row, key, root, where)
     return [find_file({**row, key: frame}, key, root, f"{where}, frame {n}") for n, frame in enumerate(value, start=1)]
+
+
+def list_frames(source: File | list[File]) -> list[File]:
+    """The files that ``read_frames`` reads: of a folder of images these."""
+    if isinstance(source, Path) and source.is_dir():
+        return list(frames_of(source))
+    return source if isinstance(source, list) else [source]
 
 
 def _read_data_url(url: str, where: str, kind: str) -> bytes:

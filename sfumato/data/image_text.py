@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
-from sfumato.data.file_columns import find_file, find_frames
+from sfumato.config.paths import LONGEST_NAME
+from sfumato.data.file_columns import find_file, find_frames, list_frames
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
 from sfumato.data.picture_folder import FolderRows, describe_unlisted, find_metadata
 from sfumato.data.pictures import (
@@ -105,6 +106,27 @@ class ImageTextDataset:
         row = self.rows[index]
         return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
 
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """Everything that the pixels of a row are read from, with its source image where it has one and that is asked.
+
+        Raises DataError when one is missing.
+        """
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        key, find = self._image_key(row), find_file if self.config.num_frames == 1 else find_frames
+        files = list_frames(find(row, key, folder, where))
+        if with_source and row.get(self.config.source_image_key) is not None:
+            files.append(find_file(row, self.config.source_image_key, folder, where))
+        return files
+
+    def paths(self, index: int) -> list[str]:
+        """Files that a row may name, whether they are there or not: of each text that can be a path."""
+        try:
+            texts = [value for value in self.rows[index].values() if isinstance(value, str)]
+        except DataError:
+            return []
+        folder = self.rows.folder(index)
+        return [str(folder / text) for text in texts if len(text) < LONGEST_NAME and "\n" not in text]
+
     def pixels(self, index: int) -> torch.Tensor:
         """``Picture.pixels`` of a row. Raises as ``picture``."""
         return self.picture(index).pixels
@@ -171,13 +193,18 @@ class ImageTextDataset:
         return self._examples(count, edit)
 
     def fingerprint(self) -> str:
-        """Identifies the images, for caches: the source with its size and time, and how it is read.
+        """Identifies the table of images and captions: the source with its size and time, and how it is read.
 
-        Images that a .jsonl file names are not looked at: who replaces one under its name removes the cache.
+        Images that a .jsonl file names are not looked at; ``files`` names them.
         """
         path = Path(str(self.config.train_path)).resolve()
-        settings = self.config.model_dump(include={*KEYS, "height", "width", "num_frames", "crop"})
-        return json.dumps([VERSION, str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
+        keys = self.config.model_dump(include={*KEYS, "height", "width"})
+        return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return [VERSION, self.config.num_frames, self.config.crop]
 
     def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
         found: list[Item] = []
@@ -271,6 +298,15 @@ class PairDataset:
         """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
         return self.sides[0].file(self.indices[index])
 
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of ``ImageTextDataset``, of both images or videos, the better one first."""
+        row, better = self.indices[index], 0 if self._label(index) else 1
+        return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
+
+    def paths(self, index: int) -> list[str]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].paths(self.indices[index])
+
     def pixels(self, index: int) -> torch.Tensor:
         """``Picture.pixels`` of both. Raises as ``picture``."""
         return self.picture(index).pixels
@@ -280,18 +316,22 @@ class PairDataset:
 
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
-        row = self.indices[index]
-        label, where = self.labels[row], self.describe(index)
-        if isinstance(label, DataError):
-            raise label
-        if label not in (0, 1):
-            raise DataError(f"{where}: column {self.config.label_key!r} must be a number, not {label!r}")
+        row, label, where = self.indices[index], self._label(index), self.describe(index)
         first = self.sides[0].picture(row)
         second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
         if torch.equal(first.pixels, second.pixels):
             raise DataError(f"{where}: both images are the same")
         pair = [first, second] if label else [second, first]
         return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
+
+    def _label(self, index: int) -> int:
+        """1 where the first side is the better one, else 0."""
+        label = self.labels[self.indices[index]]
+        if isinstance(label, DataError):
+            raise label
+        if label not in (0, 1):
+            raise DataError(f"{self.describe(index)}: column {self.config.label_key!r} must be a number, not {label!r}")
+        return label
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""
@@ -310,8 +350,13 @@ class PairDataset:
         return self.sides[0].example_edits(count)
 
     def fingerprint(self) -> str:
-        """Identifies the pairs, for caches, as ``ImageTextDataset`` does."""
+        """Identifies the table of pairs, as ``ImageTextDataset`` does."""
         return json.dumps(["pairs", *(side.fingerprint() for side in self.sides), self.config.label_key, len(self)])
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return ["pairs", *self.sides[0].settings]
 
 
 def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], None]) -> PairDataset | GlyphPairs:

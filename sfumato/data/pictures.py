@@ -133,11 +133,17 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
         MissingDependencyError: when OpenCV is needed and missing.
     """
     if isinstance(source, Path) and source.is_dir():
-        source = sorted(path for path in source.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
+        source = frames_of(source)
     if isinstance(source, list):
         return [read_image(source[index], where) for index in _spread(len(source), count, where)]
     is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
     return (_read_animation if is_picture else _read_video)(source, count, where)
+
+
+def frames_of(folder: Path) -> list[File]:
+    """The images of a folder that is a video, in the order of their names; hidden ones are none."""
+    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in visible if path.suffix.lower() in IMAGE_ENDINGS)
 
 
 def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
