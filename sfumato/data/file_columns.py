@@ -13,7 +13,7 @@ from sfumato.config.paths import LONGEST_PATH, file_problem
 from sfumato.data.pictures import File, frames_of
 from sfumato.errors import DataError
 
-BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]+=*\s*")
+BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]*=*\s*")
 """Base64 in either alphabet, perhaps in lines."""
 
 BEGINNINGS = re.compile(

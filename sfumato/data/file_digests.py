@@ -57,8 +57,9 @@ class FileDigests:
         remembered = self._entries.get(key)
         if remembered is not None and remembered[0] == stat:
             return remembered[1]
+        now = time.time_ns()
         digest = self._digest(file)
-        if stat is not None and is_settled(stat):
+        if stat is not None and is_settled(stat, now):
             self._entries[key], self._is_changed = (stat, digest), True
         return digest
 
@@ -96,17 +97,25 @@ def stat_of(path: str | Path) -> Stat | None:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def is_settled(stat: Stat) -> bool:
-    """Whether a change of the file from now on would give it other times."""
+def is_settled(stat: Stat, at_ns: int) -> bool:
+    """Whether a change of the file after this moment, in nanoseconds, has given it other times."""
     step = SETTLED_NS if any(moment % 10**9 for moment in stat[1:]) else COARSE_NS
-    return time.time_ns() - max(stat[1:]) > step
+    return at_ns - max(stat[1:]) > step
 
 
-def signature_of(paths: Iterable[str]) -> tuple[str, bool]:
-    """What tells the files at these paths from others by sizes and times, and whether all are settled."""
+def signature_of(paths: Iterable[str], read_from_ns: int = 0) -> tuple[str, bool]:
+    """What tells the files at these paths from others by sizes and times.
+
+    Args:
+        paths: of files that may be missing.
+        read_from_ns: the moment when they were begun to be read.
+
+    Returns:
+        The signature, and whether none has changed since then, nor so shortly before that its times could not tell.
+    """
     digest, settled = hashlib.blake2b(digest_size=16), True
     for path in paths:
         stat = stat_of(path)
         digest.update(f"{path}\0{stat}\0".encode("utf-8", "surrogateescape"))
-        settled &= stat is None or is_settled(stat)
+        settled &= stat is None or is_settled(stat, read_from_ns)
     return digest.hexdigest(), settled

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ from sfumato.data.encoded import (
     not_finite_error,
 )
 from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
-from sfumato.data.file_digests import FileDigests, signature_of
+from sfumato.data.file_digests import FileDigests, Stat, signature_of, stat_of
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import PairDataset
 from sfumato.data.loader import IndexBatch
@@ -226,12 +227,12 @@ def open_cache(
         if rows is None:
             digests = FileDigests(folder / "files.npy")
             builder = _Builder(dataset, model, bad_rows, *stores, digests)
-            before = dataset.fingerprint()
+            before, started = dataset.fingerprint(), time.time_ns()
             try:
                 rows = builder.build(batch_size or max(64 // dataset.size[2], 1), watch)
             finally:
                 digests.save()
-            signature, is_settled = signature_of(rows.paths)
+            signature, is_settled = signature_of(rows.paths, started)
             rows.save(rows_file, f"{before} {signature}" if is_settled else "")
             if len(stores[0]):
                 bad_rows.say(f"{folder}: {builder.num_encoded:,} of {len(dataset):,} rows were encoded anew")
@@ -261,6 +262,8 @@ class _Builder:
         self._dataset, self._model, self._bad_rows, self._digests = dataset, model, bad_rows, digests
         self._latents, self._prompts = {*latents.keys.tolist()}, {*prompts.keys.tolist()}
         self._latent_writer, self._prompt_writer = RowWriter(latents), RowWriter(prompts)
+        self._stats: dict[int, list[tuple[str, Stat | None]]] = {}
+        """Files of the rows of a batch, before they were read."""
         self.num_encoded = 0
         """Pictures, videos or pairs that were not there before."""
 
@@ -297,11 +300,14 @@ class _Builder:
             source = {index: key if with_source else b"" for index, key in made.items()}
             return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in made.items()}
         files: dict[int, list[File]] = {}
+        self._stats = {}
         captions: dict[int, str] = {}
         for index in indices:  # here, since a table need not know threads
             try:
                 files[index], captions[index] = dataset.files(index, with_source), dataset.caption(index)
-                rows.paths += [str(file) for file in files[index] if isinstance(file, Path)]
+                paths = [str(file) for file in files[index] if isinstance(file, Path)]
+                self._stats[index] = [(path, stat_of(path)) for path in paths]
+                rows.paths += paths
             except DataError as error:
                 rows.paths += dataset.paths(index)
                 self._leave_out(index, error, rows)
@@ -329,8 +335,10 @@ class _Builder:
         wanted: dict[bytes, tuple[str, np.ndarray | None]] = {}
         for index, key in keys.items():
             try:
-                pictures[index] = dataset.picture(index)
-                source = dataset.source(index, pictures[index].pixels) if model.takes_image else None
+                picture = dataset.picture(index)
+                source = dataset.source(index, picture.pixels) if model.takes_image else None
+                self._check_stayed(index)
+                pictures[index] = picture
             except DataError as error:
                 self._leave_out(index, error, rows)
                 continue
@@ -351,6 +359,12 @@ class _Builder:
         for index, key in keys.items():
             if bad.intersection(key.as_tuple()):
                 self._leave_out(index, not_finite_error(dataset, index), rows)
+
+    def _check_stayed(self, index: int) -> None:
+        """Raises DataError when a file of a row is not the one of which the key was made."""
+        for path, stat in self._stats.get(index, []):
+            if stat_of(path) != stat:
+                raise DataError(f"{self._dataset.describe(index)}: {path} changed while it was read: start again")
 
     def _embed(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
         """Embeds prompts with their source images and writes them. Returns the keys of those that are not finite."""

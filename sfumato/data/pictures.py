@@ -292,8 +292,8 @@ def _check_still(opened: Any) -> None:
             raise ValueError("its first picture is a thumbnail, as in raw photographs: develop it, as PNG or JPEG")
         frames = sum(not kind & NO_PICTURE for kind in kinds)
     if frames > 1:
-        what = "pages" if opened.format == "TIFF" else "frames"
-        raise ValueError(f"it is {'' if what == 'pages' else 'animated, '}of {frames} {what}: give one of them")
+        what = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
+        raise ValueError(f"{what}: give one of them")
 
 
 def _describe_unknown(source: File) -> str:

