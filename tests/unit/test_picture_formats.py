@@ -178,7 +178,9 @@ def test_what_has_several_frames_is_no_picture_and_one_frame_is(kind: str) -> No
     first, *rest = frames()
     several = written(first, kind, save_all=True, append_images=rest)
     for read in (read_image, check_image):
-        with pytest.raises(DataError, match=r"row 1: .*(it is animated, with 3 frames|it has 3 pages): give one of them"):
+        with pytest.raises(
+            DataError, match=r"row 1: .*(it is animated, with 3 frames|it has 3 pages): give one of them"
+        ):
             read(several, "row 1")
     assert read_image(written(first, kind, save_all=True), "row 1").size == (WIDTH, HEIGHT)
 
