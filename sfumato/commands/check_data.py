@@ -157,7 +157,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
         check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
-                prompt.check_source()
+                prompt.check_source(config.rollout.height, config.rollout.width)
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return found

@@ -139,21 +139,15 @@ class IndexLoader:
             self._rows = BucketOrder(buckets.numbers, train.micro_batch_size, train.seed, "order")
 
     def _describe_unseen(self, num_rows: int, train: EpochTrainConfig) -> str:
-        """A line about the rows that are not trained on, or not in the last epoch; empty where there are none."""
-        samples = self.total_steps * self.global_batch_size
-        if samples < num_rows:
-            return (
-                f"{self.total_steps:,} steps of {self.global_batch_size:,} see {samples:,} of {num_rows:,} rows: "
-                f"{num_rows - samples:,} are never trained on (a last step that is not full is left out; "
-                "train.max_steps, train.num_train_epochs)"
-            )
-        left = num_rows * train.num_train_epochs - samples
-        if train.max_steps is None and left:
-            return (
-                f"the last of {train.num_train_epochs} epochs leaves {left:,} of {num_rows:,} rows out, which do not "
-                f"fill a step of train.global_batch_size {self.global_batch_size:,}"
-            )
-        return ""
+        """A line about the rows that do not fill a last step; empty where there are none, or ``max_steps`` ends it."""
+        left = num_rows * train.num_train_epochs - self.total_steps * self.global_batch_size
+        if train.max_steps is not None or left <= 0:
+            return ""
+        last = f"the last of {train.num_train_epochs} epochs" if train.num_train_epochs > 1 else "the epoch"
+        return (
+            f"{last} leaves {left:,} of {num_rows:,} rows out, which do not fill a step of train.global_batch_size "
+            f"{self.global_batch_size:,}"
+        )
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
         """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import sfumato
 from sfumato.data.pictures import check_image, read_image, read_size
 from sfumato.errors import DataError
 
@@ -227,3 +228,10 @@ def test_cut_off_and_progressive_and_transparent_pictures() -> None:
     grey = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
     hidden = png_16(grey, tRNS=struct.pack(">H", int(grey[3, 3])))
     assert (np.asarray(read_image(hidden, "row 1"))[3, 3] == 255).all()
+
+
+def test_pictures_of_data_are_opened_in_one_place() -> None:
+    """So that colours, orientation and frames mean the same to every task; the others read what a run has written."""
+    root = Path(sfumato.__file__).parent
+    others = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "Image.open(" in path.read_text()}
+    assert others == {"data/pictures.py", "rewards/http/wire.py", "tracking/samples.py"}
