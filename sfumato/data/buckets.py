@@ -87,6 +87,10 @@ class OneSize:
         """As of the dataset."""
         return self.dataset.has_source(int(self.indices[index]))
 
+    def tables(self) -> list[Path]:
+        """As of the dataset."""
+        return self.dataset.tables()
+
     def paths(self, index: int) -> list[str]:
         """As of the dataset."""
         return self.dataset.paths(int(self.indices[index]))

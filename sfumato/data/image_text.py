@@ -29,7 +29,7 @@ from sfumato.data.pictures import (
     read_frames,
     read_image,
 )
-from sfumato.data.rows import FiledRows, join_rows, open_rows, text_field
+from sfumato.data.rows import FiledRows, JoinedRows, join_rows, open_rows, text_field
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class ImageTextDataset:
         if with_source and row.get(self.config.source_image_key) is not None:
             files.append(find_file(row, self.config.source_image_key, folder, where))
         return files
+
+    def tables(self) -> list[Path]:
+        """The files that rows and captions are in, and of a folder the images, too."""
+        parts = self.rows.parts if isinstance(self.rows, JoinedRows) else [self.rows]
+        return [path for part in parts for path in (part.files() if isinstance(part, FolderRows) else [part.path])]
 
     def paths(self, index: int) -> list[str]:
         """Files that a row may name, whether they are there or not: of each text that can be a path."""
@@ -302,6 +307,10 @@ class PairDataset:
         """As of ``ImageTextDataset``, of both images or videos, the better one first."""
         row, better = self.indices[index], 0 if self._label(index) else 1
         return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
+
+    def tables(self) -> list[Path]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].tables()
 
     def paths(self, index: int) -> list[str]:
         """As of ``ImageTextDataset``."""

@@ -14,18 +14,14 @@ So a picture that is replaced is encoded, and the others are not; what was encod
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
-import os
 import re
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +29,7 @@ import torch
 from sfumato.algorithms.device import to_device
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.buckets import OneSize
+from sfumato.data.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows
 from sfumato.data.encoded import (
     Dataset,
     EncodedBatch,
@@ -67,9 +64,6 @@ UNUSED_BYTES = 2**20
 READERS = 16
 """Files whose content is hashed at a time."""
 
-NOTHING = b"\0" * 16
-"""In the place of a key of a row that is broken."""
-
 Watch = Callable[[Iterable[int], int], Iterable[int]]
 
 
@@ -85,7 +79,7 @@ class LatentCache:
         self._latents, self._prompts = latents, prompts
         self._latent_of = latents.positions(rows.latents)
         self._prompt_of, self._negative_of = prompts.positions(rows.prompts), prompts.positions(rows.negatives)
-        self._own_negative, self._nothing = model.takes_image, prompts.position(rows.nothing)
+        self._own_negative, self._nothing = model.takes_image, int(prompts.positions([rows.nothing])[0])
         known = latents.tensors.get("latents")
         empty = no_latents(dataset, model).cpu() if known is None else torch.zeros_like(known[0])
         self._placeholder = empty[None], no_framing(dataset)[None]
@@ -136,59 +130,6 @@ class LatentCache:
         return replace(read, latents=latents, conditioning=conditioning)
 
 
-class RowKeys(NamedTuple):
-    """What a row is made of."""
-
-    latents: bytes
-    """16 bytes that stand for its picture, video or pair."""
-    source: bytes
-    """For its source image; empty where the model takes none."""
-    caption: str
-
-    @property
-    def prompt(self) -> bytes:
-        """Key of the embedding of its caption with its source image."""
-        return digest_16(self.caption, self.source)
-
-    @property
-    def negative(self) -> bytes:
-        """Of the empty prompt with its source image."""
-        return digest_16("", self.source)
-
-    def as_tuple(self) -> tuple[bytes, bytes, bytes]:
-        """All three keys."""
-        return self.latents, self.prompt, self.negative
-
-
-@dataclass
-class DatasetRows:
-    """Which latents and embeddings are those of the rows of a dataset."""
-
-    latents: list[bytes]
-    """Keys of N rows; ``NOTHING`` of those that are broken."""
-    prompts: list[bytes]
-    negatives: list[bytes]
-    """Of the empty prompt with the row's source image; without one, of the empty prompt."""
-    nothing: bytes
-    """Key of the empty prompt, with a black image where the model takes one."""
-    paths: list[str]
-    """Files that these follow from, or that were missing."""
-    bad_rows: list[tuple[int, str]]
-
-    def save(self, path: Path, signature: str) -> None:
-        """Writes them whole or not at all. ``signature`` is of the dataset and its files."""
-        said = json.dumps([signature, self.paths, self.bad_rows]).encode("utf-8", "surrogateescape")
-        keys = np.array([self.latents, self.prompts, self.negatives], "V16").reshape(3, -1)
-        part = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        try:
-            with part.open("wb") as file:
-                np.savez(file, keys=keys, nothing=np.array([self.nothing], "V16"), said=np.frombuffer(said, np.uint8))
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise DataError(f"data.cache_dir: {path} cannot be written: {error.strerror}") from error
-
-
 def open_cache(
     cache_dir: str | Path,
     dataset: Dataset,
@@ -221,23 +162,15 @@ def open_cache(
     latents = folder / f"latents_{digest_of([LAYOUT, encoders.latents, settings, size])}"
     prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
     rows_file = folder / f"rows_{digest_of([_place(dataset), latents.name, prompts.name])}.npz"
-    with _locked(folder):
-        stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
-        rows = _load_rows(rows_file, dataset, *stores)
-        if rows is None:
-            digests = FileDigests(folder / "files.npy")
-            builder = _Builder(dataset, model, bad_rows, *stores, digests)
-            before, started = dataset.fingerprint(), time.time_ns()
-            try:
-                rows = builder.build(batch_size or max(64 // dataset.size[2], 1), watch)
-            finally:
-                digests.save()
-            signature, is_settled = signature_of(rows.paths, started)
-            rows.save(rows_file, f"{before} {signature}" if is_settled else "")
-            if len(stores[0]):
-                bad_rows.say(f"{folder}: {builder.num_encoded:,} of {len(dataset):,} rows were encoded anew")
-            stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
-        _say_unused(folder, stores, bad_rows.say)
+    batch_size = batch_size or max(64 // dataset.size[2], 1)
+    stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+    if rows is None:  # one that is whole is only read, whoever else adds to it
+        with _locked(folder):
+            stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+            if rows is None:
+                rows = _Builder(dataset, model, bad_rows, *stores).build(rows_file, batch_size, watch)
+                stores, _ = _open_whole(latents, prompts, rows_file, dataset)
+            _say_unused(folder, stores, bad_rows.say)
     cache = LatentCache(dataset, model, *stores, rows)
     for index, message in cache.bad_rows:
         bad_rows.add(dataset.describe(index), DataError(message))
@@ -245,6 +178,14 @@ def open_cache(
     if enlarged:
         bad_rows.say(describe_enlarged(enlarged, cache.framing[..., 0].numel(), dataset.size))
     return cache
+
+
+def _open_whole(
+    latents: Path, prompts: Path, rows_file: Path, dataset: Dataset
+) -> tuple[tuple[RowStore, RowStore], DatasetRows | None]:
+    """Both stores, and the rows of a dataset where all are in them and its files are still those."""
+    stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
+    return stores, load_rows(rows_file, dataset, *stores)
 
 
 class _Builder:
@@ -257,17 +198,32 @@ class _Builder:
         bad_rows: BadRows,
         latents: RowStore,
         prompts: RowStore,
-        digests: FileDigests,
     ) -> None:
-        self._dataset, self._model, self._bad_rows, self._digests = dataset, model, bad_rows, digests
-        self._latents, self._prompts = {*latents.keys.tolist()}, {*prompts.keys.tolist()}
+        self._dataset, self._model, self._bad_rows = dataset, model, bad_rows
+        self._digests = FileDigests(latents.folder.parent / "files.npy")
+        self._num_before = len(latents)
+        self._latents, self._prompts = latents.key_set, prompts.key_set
         self._latent_writer, self._prompt_writer = RowWriter(latents), RowWriter(prompts)
         self._stats: dict[int, list[tuple[str, Stat | None]]] = {}
         """Files of the rows of a batch, before they were read."""
-        self.num_encoded = 0
+        self._num_encoded = 0
         """Pictures, videos or pairs that were not there before."""
 
-    def build(self, batch_size: int, watch: Watch | None) -> DatasetRows:
+    def build(self, rows_file: Path, batch_size: int, watch: Watch | None) -> DatasetRows:
+        """Encodes what is missing, and writes which rows are the dataset's."""
+        dataset, started = self._dataset, time.time_ns()
+        before = dataset.fingerprint()
+        try:
+            rows = self._encode_all(batch_size, watch)
+        finally:
+            self._digests.save()
+        signature, is_settled = signature_of(rows.paths, started)
+        rows.save(rows_file, f"{before} {signature}" if is_settled else "")
+        if self._num_before:
+            self._bad_rows.say(f"{rows_file.parent}: {self._num_encoded:,} of {len(dataset):,} rows were encoded anew")
+        return rows
+
+    def _encode_all(self, batch_size: int, watch: Watch | None) -> DatasetRows:
         """Encodes and writes batch by batch."""
         model, dataset, count = self._model, self._dataset, len(self._dataset)
         model.forget_prompts()
@@ -276,6 +232,7 @@ class _Builder:
         if nothing.prompt not in self._prompts:
             self._embed({nothing.prompt: ("", blank[0] if blank else None)})
         rows = DatasetRows([NOTHING] * count, [NOTHING] * count, [NOTHING] * count, nothing.prompt, [], [])
+        rows.paths += [] if isinstance(dataset, GlyphDataset) else map(str, dataset.tables())
         starts = range(0, count, batch_size)
         with ThreadPoolExecutor(READERS) as pool:
             for start in watch(starts, len(starts)) if watch else starts:
@@ -306,6 +263,7 @@ class _Builder:
             try:
                 files[index], captions[index] = dataset.files(index, with_source), dataset.caption(index)
                 paths = [str(file) for file in files[index] if isinstance(file, Path)]
+                paths += dataset.paths(index) if dataset.size[2] > 1 else []  # folders of frames among them
                 self._stats[index] = [(path, stat_of(path)) for path in paths]
                 rows.paths += paths
             except DataError as error:
@@ -355,7 +313,7 @@ class _Builder:
             written = [key for key in new if key not in bad]
             self._latent_writer.append(written, {"latents": latents[is_finite], "framing": framing[is_finite]})
             self._latents.update(written)
-            self.num_encoded += len(written)
+            self._num_encoded += len(written)
         for index, key in keys.items():
             if bad.intersection(key.as_tuple()):
                 self._leave_out(index, not_finite_error(dataset, index), rows)
@@ -384,32 +342,6 @@ class _Builder:
         rows.bad_rows.append((index, str(error)))
 
 
-def digest_16(*parts: Any) -> bytes:
-    """16 bytes that stand for bytes and values that print alike only when they are equal."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        content = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.digest()
-
-
-def _load_rows(path: Path, dataset: Dataset, latents: RowStore, prompts: RowStore) -> DatasetRows | None:
-    """What was written of a dataset, if its files are still those; None where anything has to be looked at anew."""
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            keys, [nothing] = content["keys"].tolist(), content["nothing"].tolist()
-            signature, paths, bad_rows = json.loads(content["said"].tobytes().decode("utf-8", "surrogateescape"))
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-        return None
-    if len(keys[0]) != len(dataset) or signature != f"{dataset.fingerprint()} {signature_of(paths)[0]}":
-        return None
-    rows = DatasetRows(*keys, nothing, paths, [(index, message) for index, message in bad_rows])
-    broken = {index for index, _ in rows.bad_rows}
-    is_whole = all(latents.position(key) >= 0 or index in broken for index, key in enumerate(rows.latents))
-    is_whole &= all(prompts.position(key) >= 0 for key in {nothing, *rows.prompts, *rows.negatives} - {NOTHING})
-    return rows if is_whole else None
-
-
 def _place(dataset: Dataset) -> list[Any]:
     """Which data set it is among those of a cache folder, whatever its files hold now."""
     if isinstance(dataset, GlyphDataset):
@@ -427,7 +359,7 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
     for store in stores:
         if len(store) * store.row_bytes < UNUSED_BYTES:
             continue
-        used = used or {key for path in folder.glob("rows_*.npz") for key in _keys_of(path)}
+        used = used or {key for path in folder.glob("rows_*.npz") for key in keys_of_rows(path)}
         num_unused = sum(key not in used for key in store.keys.tolist())
         size = num_unused * store.row_bytes
         if size > UNUSED_BYTES:
@@ -445,17 +377,13 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
         )
 
 
-def _keys_of(path: Path) -> set[bytes]:
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            return {key for part in content["keys"].tolist() for key in part} | {*content["nothing"].tolist()}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-        return set()
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Only one process at a time is inside. The system opens the lock when a process is killed."""
-    with (folder / "lock").open("a") as lock:
+    try:
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {folder}/lock: {error.strerror}, and not all is cached") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -48,7 +48,6 @@ class RowStore:
             index = (folder / INDEX).read_bytes()
             self.keys = np.frombuffer(index[: len(index) // 16 * 16], KEY)
             self.tensors = {name: self._map(name) for name in self.specs} if len(self.keys) else {}
-        self._positions = {key: position for position, key in enumerate(self.keys.tolist())}
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -58,13 +57,15 @@ class RowStore:
         """Bytes of a row, with its key."""
         return 16 + sum(map(_num_bytes, self.specs.values()))
 
-    def position(self, key: bytes) -> int:
-        """Where a row is; -1 where there is none."""
-        return self._positions.get(key, -1)
+    @property
+    def key_set(self) -> set[bytes]:
+        """The keys of all rows."""
+        return {*self.keys.tolist()}
 
     def positions(self, keys: list[bytes]) -> np.ndarray:
         """Where rows are: int64 ``[n]``, -1 of those that are missing."""
-        return np.array([self._positions.get(key, -1) for key in keys], np.int64)
+        places = {key: place for place, key in enumerate(self.keys.tolist())}  # not kept: it is larger than the index
+        return np.array([places.get(key, -1) for key in keys], np.int64)
 
     def _read_specs(self) -> dict[str, dict[str, Any]]:
         path = self.folder / SPECS

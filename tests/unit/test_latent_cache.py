@@ -20,7 +20,7 @@ from sfumato.data import row_store
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.encoder_identity import identify_encoders
-from sfumato.data.file_digests import FileDigests, digest_of_file
+from sfumato.data.file_digests import FileDigests, digest_of_file, signature_of
 from sfumato.data.image_text import ImageTextDataset, PairDataset
 from sfumato.data.latent_cache import LatentCache, open_cache
 from sfumato.data.loader import IndexBatch
@@ -97,7 +97,10 @@ def test_captions_that_were_replaced_are_embedded_and_a_moved_folder_is_not_enco
         type(model), "embed_prompts", lambda self, texts: (embedded.extend(texts), embed(self, texts))[1]
     )
     for index in range(6):
-        (folder / f"{index}.txt").write_text(f"z {index}")  # as long as before
+        caption = folder / f"{index}.txt"
+        moment = caption.stat().st_mtime_ns
+        caption.write_text(f"z {index}")  # as long as before, and with its time set back
+        os.utime(caption, ns=(moment, moment))
     found = open_folder(folder, cache, model)
     assert sum(counts) == 0 and {*embedded} >= {f"z {index}" for index in range(6)}
     same_as_online(found, folder, model)
@@ -356,3 +359,33 @@ def test_what_stands_behind_the_last_whole_row_is_cut_off(tmp_path: Path) -> Non
     assert found.positions([b"z" * 16, keys[1], b"y" * 16]).tolist() == [3, 1, -1]
     assert torch.equal(found.tensors["a"], torch.cat([rows["a"], rows["a"][:1] + 7]))
     assert found.tensors["b"].tolist() == [0, 1, 2, 7]
+
+
+def test_a_finished_cache_is_read_where_nothing_can_be_written_and_while_another_adds_to_it(
+    tmp_path: Path, model: Any
+) -> None:
+    folder, cache = write_folder(tmp_path / "data"), tmp_path / "cache"
+    open_folder(folder, cache, model)
+    (cache / "lock").unlink()
+    (cache / "lock").mkdir()  # which cannot be opened, whoever runs the test
+    same_as_online(open_folder(folder, cache, model), folder, model)
+    picture(77, 16, 16).save(folder / "0.bmp")
+    with pytest.raises(DataError, match=r"lock: .*, and not all is cached"):
+        open_folder(folder, cache, model)
+
+
+def test_a_frame_that_was_added_to_a_folder_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a video that is a folder of images, all of whose other files stayed."""
+    frames = tmp_path / "video"
+    frames.mkdir()
+    for number in (0, 2, 4):
+        picture(number, 16, 16).save(frames / f"{number}.bmp")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "video", "text": "x"}))
+    settle(tmp_path)
+    config = ImageTextDataConfig(train_path=str(tmp_path / "rows.jsonl"), height=16, width=16, num_frames=2)
+    dataset = ImageTextDataset(config)
+    before = signature_of(dataset.paths(0))[0]
+    files = dataset.files(0)
+    picture(9, 16, 16).save(frames / "5.bmp")
+    assert signature_of(dataset.paths(0))[0] != before
+    assert dataset.files(0) == [*files, frames / "5.bmp"]
