@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-LONG_VALUE = re.compile(r"(['\"])((?:(?!\1)[^\n]){400,})\1|\S{1000,}")
+LONG_VALUE = re.compile(r"(?<![^\s(\[{=:,])(['\"])((?:(?!\1)[^\n]){400,})\1|\S{1000,}")
 """What an error repeats of the user's data and nobody reads to its end: in quotes, or without a space."""
 
 LONGEST_LINE = 3000

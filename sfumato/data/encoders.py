@@ -69,19 +69,21 @@ def open_encoder(
         DataError: as ``open_cache``.
     """
     bad_rows = BadRows(config.max_bad_rows, say)
+    encoders: EncoderIdentity | None = None
+    if config.cache_dir is not None:
+        encoders = mesh.first(identify_encoders(model) if mesh.is_first else None, "world")
 
-    def open_one(rows: Dataset, encoders: EncoderIdentity | None) -> OnlineEncoder | LatentCache:
+    def open_one(rows: Dataset) -> OnlineEncoder | LatentCache:
         if config.cache_dir is None:
             return OnlineEncoder(rows, model, bad_rows)
         return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, encoders=encoders)
 
     with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():
         if buckets is None:
-            return open_one(dataset, None)
+            return open_one(dataset)
         numbers = np.unique(buckets.numbers).tolist()
         rows = {
             number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
             for number in numbers
         }
-        encoders = None if config.cache_dir is None else identify_encoders(model)
-        return BucketEncoder({number: open_one(rows[number], encoders) for number in numbers}, rows)
+        return BucketEncoder({number: open_one(rows[number]) for number in numbers}, rows)

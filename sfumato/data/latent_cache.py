@@ -243,6 +243,7 @@ class _Builder:
                     if self._has(key):
                         rows.latents[index], rows.prompts[index], rows.negatives[index] = key.as_tuple()
         rows.bad_rows.sort()
+        rows.paths = [*dict.fromkeys(rows.paths)]
         return rows
 
     def _has(self, key: RowKeys) -> bool:

@@ -206,6 +206,8 @@ def test_long_values_of_any_kind_are_shortened_in_errors(value: Any) -> None:
     assert message.startswith("rows.jsonl, line 3") and message.endswith("(data.text_key)")
     whole = f"a path of {'/'.join(['folder'] * 40)}, and 'quoted' words\nin lines " + "of words " * 100
     assert str(DataError(whole)) == whole
+    apart = "the model's column 'a' " + "has words between " * 40 + "and 'b' isn't " + "there " * 90 + "it's 'c'"
+    assert str(DataError(apart)) == apart, "what stands between two values is none"
 
 
 @pytest.mark.parametrize(
