@@ -1,12 +1,37 @@
 """Errors that a user can cause. A task prints them without a stack trace and exits with their exit code."""
 
+import re
 from collections.abc import Sequence
+
+LONG_VALUE = re.compile(r"(?<![^\s(\[{=:,])(['\"])((?:(?!\1)[^\n]){400,})\1|\S{1000,}")
+"""What an error repeats of the user's data and nobody reads to its end: in quotes, or without a space."""
+
+LONGEST_LINE = 3000
+"""Letters of the longest line of an error."""
+
+
+def shorten_values(message: str) -> str:
+    """A message in which long values of the user's stand with their beginning, their end and their length."""
+
+    def shorten(found: re.Match[str]) -> str:
+        text = found[0]
+        return f"{text[:160]}...({len(text):,} letters)...{text[-40:]}"
+
+    lines = LONG_VALUE.sub(shorten, message).split("\n")
+    cut = (
+        f"{line[:2000]}...({len(line):,} letters)...{line[-600:]}" if len(line) > LONGEST_LINE else line
+        for line in lines
+    )
+    return "\n".join(cut)
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; the message names the thing and the remedy."""
+    """A mistake that the user can mend; the message names the thing and the remedy, and long values shortened."""
 
     exit_code = 2
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(shorten_values(given) if isinstance(given, str) else given for given in arguments))
 
 
 class ConfigError(UserError):

@@ -42,8 +42,8 @@ def main(config: TrainAutoencoderConfig) -> None:
     mesh = build_mesh(config.train)  # the autoencoder is whole in each process, whatever the mode
     run = start_run(config, mesh, "train_autoencoder")
 
-    dataset = open_image_text(config.data, config.train.seed)
-    loader = IndexLoader(len(dataset), config.train, mesh)
+    dataset = open_image_text(config.data, config.train.seed, run.say)
+    loader = IndexLoader(len(dataset), config.train, mesh, say=run.say)
     identity = identify_images(config, dataset, loader.global_batch_size)
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     vae = model.pipeline.vae.float().requires_grad_(True).train()

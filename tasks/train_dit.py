@@ -48,9 +48,9 @@ def main(config: TrainDitConfig) -> None:
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_dit")
 
-    dataset = open_image_text(config.data, config.train.seed)
+    dataset = open_image_text(config.data, config.train.seed, run.say)
     buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
-    loader = IndexLoader(len(dataset), config.train, mesh, buckets)
+    loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)
     identity = identify_images(config, dataset, loader.global_batch_size, buckets=buckets)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)

@@ -59,7 +59,7 @@ def main(config: TrainDitDpoConfig) -> None:
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
     buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
     eval_buckets = None if held_out is None else sort_into_buckets(held_out, config.data, mesh, run.say)
-    loader = IndexLoader(len(dataset), config.train, mesh, buckets)
+    loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)
     identity = identify_images(config, dataset, loader.global_batch_size, held_out, buckets)
     precision, seed = config.train.mixed_precision, config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)

@@ -39,8 +39,8 @@ def main(config: TrainImageTokenizerConfig) -> None:
     mesh = build_mesh(config.train)  # the model is whole in each process, whatever the mode
     run = start_run(config, mesh, "train_image_tokenizer")
 
-    dataset = open_image_text(config.data, config.train.seed)
-    loader = IndexLoader(len(dataset), config.train, mesh)
+    dataset = open_image_text(config.data, config.train.seed, run.say)
+    loader = IndexLoader(len(dataset), config.train, mesh, say=run.say)
     identity = identify_images(config, dataset, loader.global_batch_size)
     vq = build_vq(config.model, config.train.seed)
     vq.trained.to(mesh.device).train()

@@ -28,8 +28,14 @@ KEY = "identity"
 FREE = {"train_path", "eval_path", "cache_dir", "cache_media", "num_workers", "max_bad_rows", "train_size"}
 """Fields of ``data`` that may change: where it lies (its content is compared), how it is read, when the run ends."""
 
-WATCHED = ("data.eval_path", "eval.")
+EVALUATION = ("data.eval_path", "eval.")
 """What may change, too, but is said, since curves of the evaluation have a break there."""
+
+BEGUN_WITH = ("model.model_path (weights that the run began with)", "critic.")
+"""Likewise weights of which the checkpoint holds what has become."""
+
+OWN_SOURCE = "(its source)"
+"""Ends the fields of functions of the user's, whose source may change and is said."""
 
 
 def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, Any] | None = None) -> Identity:
@@ -70,16 +76,27 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
     """
     both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
     changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-    watched = {name for name in changed if name.startswith(WATCHED)}
+    evaluation = {name for name in changed if name.startswith(EVALUATION)}
+    others = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
+    watched = evaluation | others
     fatal = [_describe(name, *changed[name]) for name in changed if name not in watched]
     if fatal:
         raise CheckpointError(
-            f"{folder} cannot go on with this configuration, since its position would mean other samples, some of them "
-            f"trained twice and others never: {'; '.join(fatal)}. Restore that, or start a new run from the exported "
-            "weights (model.model_path) with another train.output_dir"
+            f"{folder} cannot go on with this configuration, since it would go on with other samples (some trained "
+            f"twice and others never), or other models: {'; '.join(fatal)}. Restore that, or start a new run from the "
+            "exported weights (model.model_path) with another train.output_dir"
         )
-    listed = "; ".join(_describe(name, *changed[name]) for name in sorted(watched))
-    return f"the evaluation is another one than before the checkpoint: {listed}" if watched else ""
+    unknown = [name for name, value in here.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
+    lines = []
+    for names, what in (
+        (evaluation, "the evaluation is another one than before the checkpoint"),
+        (others, "changed since the checkpoint, which is gone on with"),
+    ):
+        if names:
+            lines.append(f"{what}: {'; '.join(_describe(name, *changed[name]) for name in sorted(names))}")
+    if unknown:
+        lines.append(f"{folder} does not say what these held, so they are not compared: {', '.join(unknown)}")
+    return "; ".join(lines)
 
 
 def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:

@@ -174,6 +174,7 @@ def _look_at_data(found: Findings, config: Section) -> None:
     except UserError as error:
         found.problems.append(str(error))
         return
+    found.notes.extend(found.data.notes)
     limit = getattr(config.data, "max_bad_rows", 0)
     for part in (found.data.training, found.data.validation):
         lines, stops = bad_rows_of(part, limit)

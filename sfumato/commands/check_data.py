@@ -18,6 +18,7 @@ from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.data.media import check_head
+from sfumato.data.pictures import is_enlarged
 from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.prompts import check_prompts, load_prompts
 from sfumato.data.row_samples import filed_row
@@ -85,6 +86,8 @@ class DataFindings:
     tokens_per_step: int | None = None
     """Most tokens of one step."""
     images_per_step: int | None = None
+    notes: list[str] = field(default_factory=list)
+    """What the run's log would say of the data."""
 
 
 def check_text_data(
@@ -129,16 +132,17 @@ def check_text_data(
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
     """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
     data, seed, held_out = config.data, config.train.seed, None
+    notes: list[str] = []
     if isinstance(config, TrainDitDpoConfig):
-        dataset: Dataset = open_image_pairs(data, seed, lambda text: None)
+        dataset: Dataset = open_image_pairs(data, seed, notes.append)
         held_out = open_held_out_pairs(data, seed, config.eval.num_rows)
     else:
-        dataset = open_image_text(data, seed)
-    found = DataFindings([_look_at_images(data.train_path or "glyphs", dataset)])
+        dataset = open_image_text(data, seed, notes.append)
+    found = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
     if held_out is not None:
-        found.validation = [_look_at_images(data.eval_path or "glyphs", held_out)]
+        found.validation = [_look_at_images(data.eval_path or "glyphs", held_out, notes)]
     with pretended_mesh(layout) as mesh:
-        loader = IndexLoader(len(dataset), config.train, mesh)
+        loader = IndexLoader(len(dataset), config.train, mesh, say=notes.append)
     found.num_steps = loader.total_steps
     found.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
     return found
@@ -153,7 +157,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
         check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
-                prompt.check_source()
+                prompt.check_source(config.rollout.height, config.rollout.width)
         path = config.data.train_path if split == "train" else config.data.eval_path
         listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return found
@@ -222,14 +226,20 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTran
     findings.num_heads = len(rows) - len(known)
 
 
-def _look_at_images(name: str, dataset: Dataset) -> SourceFindings:
+def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFindings:
+    enlarged: list[bool] = []
+
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)
-        pixels = dataset.pixels(index)
+        pixels, framing = dataset.picture(index)
+        enlarged.append(bool(is_enlarged(framing, pixels.shape[-2:]).any()))
         if not isinstance(dataset, GlyphDataset) and dataset.has_source(index):
             dataset.source(index, pixels)
 
-    return _look_at(name, dataset, look)
+    findings = _look_at(name, dataset, look)
+    if any(enlarged):
+        notes.append(f"{name}: {sum(enlarged)} of {len(enlarged)} pictures that were looked at would be enlarged")
+    return findings
 
 
 def _look_at(name: str, rows: Any, look: Callable[[int, SourceFindings], None]) -> SourceFindings:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig
+from sfumato.data.file_digests import signature_of
 from sfumato.data.image_text import ImageTextDataset, PairDataset, nearest_size
-from sfumato.data.pictures import File, read_size
+from sfumato.data.pictures import VERSION, File, Picture, read_size
 from sfumato.data.stored import digest_of, make_cache_folder
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank
@@ -75,13 +79,38 @@ class OneSize:
         """As of the dataset."""
         return self.dataset.caption(int(self.indices[index]))
 
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of the dataset."""
+        return self.dataset.files(int(self.indices[index]), with_source)
+
+    def has_source(self, index: int) -> bool:
+        """As of the dataset."""
+        return self.dataset.has_source(int(self.indices[index]))
+
+    def tables(self) -> list[Path]:
+        """As of the dataset."""
+        return self.dataset.tables()
+
+    def paths(self, index: int) -> list[str]:
+        """As of the dataset."""
+        return self.dataset.paths(int(self.indices[index]))
+
+    @property
+    def settings(self) -> list[Any]:
+        """As of the dataset."""
+        return self.dataset.settings
+
     def pixels(self, index: int) -> torch.Tensor:
+        """As of the dataset. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
         """As of the dataset. Raises DataError also when the image is of another bucket than before the run."""
-        found = self.dataset.pixels(int(self.indices[index]))
-        if tuple(found.shape[-2:]) != self.size[:2]:
+        found = self.dataset.picture(int(self.indices[index]))
+        if tuple(found.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(
                 f"{self.describe(index)}: the image has another size than when it was sorted into a bucket: start the "
-                "run again, and where data.cache_dir has sizes of images, remove that file"
+                "run again"
             )
         return found
 
@@ -90,7 +119,7 @@ class OneSize:
         return self.dataset.source(int(self.indices[index]), pixels)
 
     def fingerprint(self) -> str:
-        """Identifies the images, for caches: a bucket whose rows stay the same keeps its cache."""
+        """Identifies the rows of the bucket."""
         rows = np.ascontiguousarray(self.indices, "<i8").tobytes()
         return json.dumps([self.dataset.fingerprint(), self.size, hashlib.blake2b(rows, digest_size=16).hexdigest()])
 
@@ -116,13 +145,15 @@ def sort_into_buckets(
         return None
     kept = None
     if config.cache_dir is not None:
-        kept = Path(config.cache_dir) / f"sizes_{digest_of([dataset.fingerprint()])}.npy"
+        kept = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
     found = mesh.first(_load(kept, len(dataset)) if mesh.is_first else None, "world")
     if found is None:
-        own = range_of_rank(len(dataset), mesh.rank, mesh.size)
-        found = np.concatenate(mesh.gather(read_sizes(dataset, own), "world"))
+        started, own = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
+        parts = mesh.gather(read_sizes(dataset, own), "world")
+        found = np.concatenate([sizes for sizes, _ in parts])
         if kept is not None and mesh.is_first:
-            _keep(kept, found)
+            paths = [path for _, listed in parts for path in listed]
+            _keep(kept, found, paths, *signature_of(paths, started))
     distinct, place = np.unique(found, axis=0, return_inverse=True)
     given = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
     numbers = np.array([nearest_size(*size, config.sizes) for size in given], np.int16)
@@ -131,8 +162,11 @@ def sort_into_buckets(
     return buckets
 
 
-def read_sizes(dataset: Sized, indices: Sequence[int]) -> np.ndarray:
-    """Height and width of the images of some rows, by the heads of their files: int32 ``[n, 2]``, 0 of broken ones."""
+def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:
+    """Height and width of the images of some rows, by the heads of their files: int32 ``[n, 2]``, 0 of broken ones.
+
+    Returns these, and the files that they follow from, or that were missing.
+    """
 
     def read(place: tuple[File, str] | None) -> tuple[int, int]:
         try:
@@ -142,35 +176,43 @@ def read_sizes(dataset: Sized, indices: Sequence[int]) -> np.ndarray:
 
     def find(index: int) -> tuple[File, str] | None:
         try:
-            return dataset.file(index), dataset.describe(index)
+            file = dataset.file(index)
         except DataError:
+            paths.extend(dataset.paths(index))
             return None
+        paths.extend([str(file)] if isinstance(file, Path) else [])
+        return file, dataset.describe(index)
 
+    paths: list[str] = []
     found: list[tuple[int, int]] = []
     with ThreadPoolExecutor(HEADS) as pool:
         for start in range(0, len(indices), BLOCK):  # rows are found here, since a table need not know threads
             found += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
-    return np.array(found, np.int32).reshape(-1, 2)
+    return np.array(found, np.int32).reshape(-1, 2), paths
 
 
 def _load(kept: Path | None, count: int) -> np.ndarray | None:
-    """Sizes that were found before."""
+    """Sizes that were found before, of files that have stayed."""
     if kept is None or not kept.is_file():
         return None
     try:
-        found = np.load(kept, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        with np.load(kept, allow_pickle=False) as content:
+            found, said = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
+        signature, paths = json.loads(said)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return None  # what is damaged is read again
-    return found if found.shape == (count, 2) and found.dtype == np.int32 else None
+    stayed = found.shape == (count, 2) and found.dtype == np.int32 and signature == signature_of(paths)[0]
+    return found if stayed else None
 
 
-def _keep(kept: Path, sizes: np.ndarray) -> None:
+def _keep(kept: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
     """Writes sizes whole or not at all. Raises DataError when there is no room."""
+    said = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
     make_cache_folder(kept.parent)
     part = kept.with_suffix(f".tmp{os.getpid()}")
     try:
         with part.open("wb") as file:
-            np.save(file, sizes)
+            np.savez(file, sizes=sizes, said=np.frombuffer(said, np.uint8))
         part.replace(kept)
     except OSError as error:
         part.unlink(missing_ok=True)

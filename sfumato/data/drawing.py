@@ -92,7 +92,7 @@ class DrawingReader(ImageReader):
         seen = [each for each in files if not isinstance(each, DrawnFile)]
         own = Images(images.shapes[: len(seen)], lambda: seen, images.where)
         found = super().tensors(own) if seen else {}
-        pictures = [read_image(file, images.where, still=True) for file in drawn]
+        pictures = [read_image(file, images.where) for file in drawn]
         return found | {DRAWN: self.image_tokenizer.latents(pictures)}
 
 
@@ -129,7 +129,7 @@ class OmniTransform(ImageConversationTransform):
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """As a call. Every image is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
-        opened = [read_image(file, where, still=True) for file in files]
+        opened = [read_image(file, where) for file in files]
         drawn = _are_drawn(messages)
         try:
             seen, shapes = self.reader.place(

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.buckets import Buckets, OneSize
-from sfumato.data.encoded import Dataset, EncodedBatch, LatentCache, OnlineEncoder, ReadRows, open_cache, probe_encoders
+from sfumato.data.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
+from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
+from sfumato.data.latent_cache import LatentCache, open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.mesh import Mesh
@@ -68,19 +69,21 @@ def open_encoder(
         DataError: as ``open_cache``.
     """
     bad_rows = BadRows(config.max_bad_rows, say)
+    encoders: EncoderIdentity | None = None
+    if config.cache_dir is not None:
+        encoders = mesh.first(identify_encoders(model) if mesh.is_first else None, "world")
 
-    def open_one(rows: Dataset, probe: list[torch.Tensor] | None) -> OnlineEncoder | LatentCache:
+    def open_one(rows: Dataset) -> OnlineEncoder | LatentCache:
         if config.cache_dir is None:
             return OnlineEncoder(rows, model, bad_rows)
-        return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, probe=probe)
+        return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, encoders=encoders)
 
     with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():
         if buckets is None:
-            return open_one(dataset, None)
+            return open_one(dataset)
         numbers = np.unique(buckets.numbers).tolist()
         rows = {
             number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
             for number in numbers
         }
-        probe = None if config.cache_dir is None else probe_encoders(model)
-        return BucketEncoder({number: open_one(rows[number], probe) for number in numbers}, rows)
+        return BucketEncoder({number: open_one(rows[number]) for number in numbers}, rows)

@@ -5,22 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sfumato.checkpoint.identity import Identity, identify
 from sfumato.data.buckets import Buckets
+from sfumato.data.file_digests import FileDigests
 from sfumato.data.file_rows import FileRows
-from sfumato.data.image_text import FolderRows, ImageTextDataset
-from sfumato.data.prompts import Prompt
+from sfumato.data.image_text import ImageTextDataset, PairDataset
+from sfumato.data.named_files import content_of_named_files
+from sfumato.data.picture_folder import FolderRows
+from sfumato.data.pictures import File
+from sfumato.data.prompts import FileSource, Prompt
+from sfumato.data.row_samples import filed_row
 from sfumato.data.rows import JoinedRows
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform, source_of
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.data.vision import Images
+from sfumato.errors import DataError
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
+
+MODEL_BLOCKS = 16
+"""Likewise of files of models."""
+
+SAMPLE, READERS = 2**14, 16
+"""Bytes of each of four parts of a picture that are read to tell it from others, and files that are read at a time."""
 
 
 def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
@@ -29,7 +42,10 @@ def identify_text(config: Any, sources: Sources, held_out: Sources | None, trans
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
     own = ", the file of data.data_type" if source_of(config.data.data_type) else ""
     tokens = {f"model.tokenizer_path, data.chat_template{own}": transform.fingerprint}
-    return identify(config, content | tokens)
+    if getattr(transform, "has_images", False) and sources.files is None:
+        files = [file for rows in sources.rows for file in media_of_rows(rows, transform)]
+        tokens |= _content_of_media(config, files, "data.train_path (its images and other media)")
+    return identify(config, content | tokens | content_of_named_files(config, content_of_model_file))
 
 
 def identify_images(
@@ -37,6 +53,8 @@ def identify_images(
 ) -> Identity:
     """The identity of a task that trains on images; see ``identify``. Buckets make the order depend on more."""
     content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
+    content |= _content_of_media(config, pictures_of(dataset), "data.train_path (its images)")
+    content |= content_of_named_files(config, content_of_model_file)
     numbers = {"train.global_batch_size": global_batch_size}
     if buckets is not None:
         content["data.buckets of the images"] = buckets.digest
@@ -47,6 +65,9 @@ def identify_images(
 def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
     """The identity of a task of RL; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
+    sources = [prompt.source.file() for prompt in prompts if isinstance(prompt.source, FileSource)]
+    content |= _content_of_media(config, sources, "data.train_path (its source images)")
+    content |= content_of_named_files(config, content_of_model_file)
     return identify(config, content, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
 
 
@@ -57,17 +78,92 @@ def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: 
         return _digest([[prompt.token_ids, prompt.metadata, *_media(prompt.images)] for prompt in some])
 
     names = {"data.train_path": content(prompts), "data.eval_path": content(eval_prompts)}
+    media = [file for prompt in prompts for file in _files_of(prompt.images)]
+    names |= _content_of_media(config, media, "data.train_path (its images and other media)")
+    names |= content_of_named_files(config, content_of_model_file)
     sizes = ("num_prompts", "n", "over_sampling_batch_size", "partial_rollout")
     return identify(config, names, {f"rollout.{name}": getattr(config.rollout, name) for name in sizes})
 
 
 def _media(images: Images | None) -> list[Any]:
-    """Of images what they hold, or the names and sizes of their files."""
-    files = [getattr(each, "file", each) for each in ([] if images is None else images.find())]
+    """Of images what they hold, or the names and sizes of their files; what these hold is compared beside it."""
     return [
         [str(file), file.stat().st_size] if isinstance(file, Path) else hashlib.blake2b(file).hexdigest()
-        for file in files
+        for file in _files_of(images)
     ]
+
+
+def _files_of(images: Images | None) -> list[File]:
+    return [getattr(each, "file", each) for each in ([] if images is None else images.find())]
+
+
+def pictures_of(dataset: Any) -> list[File]:
+    """The files that rows of images name; empty where the table holds the images itself. Broken rows are left out."""
+    if isinstance(dataset, FolderRows):
+        return dataset.files()
+    if not isinstance(dataset, ImageTextDataset | PairDataset):
+        return []
+    if isinstance(dataset, ImageTextDataset) and isinstance(dataset.rows, FolderRows):
+        return dataset.rows.files()
+    files: list[File] = []
+    for index in range(len(dataset)):
+        try:
+            row = dataset.files(index, with_source=True)
+        except DataError:
+            continue
+        if any(isinstance(file, bytes) for file in row):
+            return []  # the content of the table is compared
+        files += row
+    return files
+
+
+def media_of_rows(rows: Any, transform: Any) -> list[File]:
+    """The files of images and other media of conversations; as of ``pictures_of``."""
+    files: list[File] = []
+    for index in range(len(rows)):
+        try:
+            media = transform.files(filed_row(rows, index), rows.describe(index))
+        except DataError:
+            continue
+        row = [getattr(medium, "file", medium) for medium in media]
+        if any(isinstance(file, bytes) for file in row):
+            return []
+        files += row
+    return files
+
+
+def _content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str, str]:
+    """The digest of files in their order; of nothing where there are none.
+
+    What is in them is remembered in the run folder, by path, size and times, so that a resume reads none again that
+    stayed.
+    """
+    paths = [file for file in files if isinstance(file, Path)]
+    if not paths:
+        return {}
+    digests = FileDigests(Path(config.train.output_dir) / "files.npy", sampled_digest)
+
+    def digest(path: Path) -> bytes:
+        try:
+            return digests[path]
+        except OSError:  # a broken row, which is named when it is read
+            return b""
+
+    with ThreadPoolExecutor(READERS) as pool:
+        content = b"".join(pool.map(digest, paths))
+    digests.save()
+    return {field: hashlib.blake2b(content, digest_size=20).hexdigest()}
+
+
+def sampled_digest(path: Path) -> bytes:
+    """16 bytes for the size of a file and its bytes, of one of more than ``4 * SAMPLE`` a part at even distances."""
+    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(4):
+            file.seek(max(size - SAMPLE, 0) * number // 3 if size > 4 * SAMPLE else SAMPLE * number)
+            digest.update(file.read(SAMPLE))
+    return digest.digest()
 
 
 def content_of_sources(sources: Sources | None) -> str:
@@ -119,6 +215,11 @@ def content_of_file(path: Path, blocks: int | None = None) -> str:
                 file.seek((size - BLOCK) * number // max(blocks - 1, 1))
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
+
+
+def content_of_model_file(path: Path) -> str:
+    """The digest of a file among weights, of which training changes every part."""
+    return content_of_file(path, MODEL_BLOCKS)
 
 
 def _rows(rows: Any) -> Any:

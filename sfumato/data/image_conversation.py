@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import ChatTemplate, build_chat_template
+from sfumato.data.file_columns import find_file
 from sfumato.data.media import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media_limits import ImageLimits, MediaLimits
-from sfumato.data.pictures import File, find_file
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import (
     Document,
@@ -178,7 +175,8 @@ def take_media(
                 raise DataError(
                     f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
                 )
-            file = _open(waiting[kind].pop(0) if value is None else value, kind, row.folder, place)
+            value = waiting[kind].pop(0) if value is None else value
+            file = find_file({kind: value}, kind, row.folder, place, kind)
             files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
             parts.append({"type": kind})
         message["content"] = parts
@@ -251,20 +249,3 @@ def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str,
 def _only(part: dict[str, Any], kind: str) -> dict[str, Any]:
     given = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
     return {"url": f"data:;base64,{given['base64']}"} if "base64" in given else given
-
-
-def _open(value: Any, kind: str, folder: Path, place: str) -> File:
-    """The file of an image or a video, or what it holds. Raises DataError that names the message."""
-    if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise DataError(f"{place}: {value}: {kind}s are not downloaded: give a file, bytes, or a data: URL")
-    if isinstance(value, str) and value.startswith("data:"):
-        head, _, text = value.partition(",")
-        if not head.endswith(";base64"):
-            raise DataError(f"{place}: a data: URL of {NAMES[kind]} must be base64")
-        try:
-            return base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(f"{place}: {NAMES[kind]} is no valid base64: {error}") from error
-    if isinstance(value, str) and value.startswith("file://"):
-        value = value.removeprefix("file://")
-    return find_file({kind: value}, kind, folder, place, kind)

@@ -12,21 +12,24 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
-from sfumato.data.file_rows import MAX_LINE, file_fingerprint
+from sfumato.config.paths import LONGEST_NAME
+from sfumato.data.file_columns import find_file, find_frames, list_frames
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
+from sfumato.data.picture_folder import FolderRows, describe_unlisted, find_metadata
 from sfumato.data.pictures import (
     ANIMATION_ENDINGS,
     IMAGE_ENDINGS,
     VERSION,
     VIDEO_ENDINGS,
     File,
-    find_file,
-    find_frames,
+    Picture,
+    check_fit,
     fitted,
+    framing_of,
     read_frames,
     read_image,
 )
-from sfumato.data.rows import FiledRows, open_rows, read_text, text_field
+from sfumato.data.rows import FiledRows, JoinedRows, join_rows, open_rows, text_field
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,41 +57,6 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> i
     return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
 
 
-class FolderRows:
-    """A folder of images or videos, each with its caption in a .txt file of the same name."""
-
-    def __init__(self, folder: Path, image_key: str, text_key: str, endings: set[str] = IMAGE_ENDINGS) -> None:
-        self.root, self.image_key, self.text_key = folder, image_key, text_key
-        self._files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        caption = self._files[index].with_suffix(".txt")
-        if not caption.exists():
-            raise DataError(
-                f"{self.describe(index)}: no caption: {caption} does not exist (and there is no metadata.jsonl)"
-            )
-        image = str(self._files[index].relative_to(self.root))
-        return {self.image_key: image, self.text_key: read_text(caption, MAX_LINE).strip()}
-
-    def describe(self, index: int) -> str:
-        return str(self._files[index])
-
-    def folder(self, index: int) -> Path:
-        return self.root
-
-    def fingerprint(self) -> str:
-        """Every image and every caption there is, with size and time."""
-        return file_fingerprint(self.files())
-
-    def files(self) -> list[Path]:
-        """Every image and every caption there is."""
-        captions = (path.with_suffix(".txt") for path in self._files)
-        return [*self._files, *(path for path in captions if path.is_file())]
-
-
 class ImageTextDataset:
     """Images or videos with captions from a file or folder, resized to one size."""
 
@@ -99,20 +67,31 @@ class ImageTextDataset:
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(str(config.train_path))
+        self._is_folder = path.is_dir()
         if rows is not None:
             self.rows = rows
-        elif path.is_dir() and not (path / "metadata.jsonl").is_file():
-            endings = IMAGE_ENDINGS if config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
-            self.rows = FolderRows(path, config.image_key, config.text_key, endings)
+        elif path.is_dir() and not (listed := find_metadata(path)):
+            self.rows = FolderRows(path, config.image_key, config.text_key, self._endings)
             if len(self.rows) == 0:
                 kind = "images" if config.num_frames == 1 else "videos"
-                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(endings))})")
+                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(self._endings))})")
         else:
-            source = path / "metadata.jsonl" if path.is_dir() else path
-            self.rows = open_rows(source, config.text_key, "data.train_path")
+            tables = listed if path.is_dir() else [path]
+            self.rows = join_rows([open_rows(table, config.text_key, "data.train_path") for table in tables])
+
+    @property
+    def _endings(self) -> set[str]:
+        return IMAGE_ENDINGS if self.config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def unused_files(self) -> list[str]:
+        """Lines about the files of a folder that are in no row, which look as if they should be."""
+        path = Path(str(self.config.train_path))
+        if isinstance(self.rows, FolderRows):
+            return self.rows.unused
+        return describe_unlisted(path, self.rows, self._image_key, self._endings) if path.is_dir() else []
 
     def describe(self, index: int) -> str:
         """File and row, for messages."""
@@ -127,8 +106,38 @@ class ImageTextDataset:
         row = self.rows[index]
         return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
 
-    def pixels(self, index: int, size: tuple[int, int] | None = None) -> torch.Tensor:
-        """Image of a row: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``.
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """Everything that the pixels of a row are read from, with its source image where it has one and that is asked.
+
+        Raises DataError when one is missing.
+        """
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        key, find = self._image_key(row), find_file if self.config.num_frames == 1 else find_frames
+        files = list_frames(find(row, key, folder, where))
+        if with_source and row.get(self.config.source_image_key) is not None:
+            files.append(find_file(row, self.config.source_image_key, folder, where))
+        return files
+
+    def tables(self) -> list[Path]:
+        """The files that rows and captions are in, and of a folder the images, too."""
+        parts = self.rows.parts if isinstance(self.rows, JoinedRows) else [self.rows]
+        return [path for part in parts for path in (part.files() if isinstance(part, FolderRows) else [part.path])]
+
+    def paths(self, index: int) -> list[str]:
+        """Files that a row may name, whether they are there or not: of each text that can be a path."""
+        try:
+            texts = [value for value in self.rows[index].values() if isinstance(value, str)]
+        except DataError:
+            return []
+        folder = self.rows.folder(index)
+        return [str(folder / text) for text in texts if len(text) < LONGEST_NAME and "\n" not in text]
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """``Picture.pixels`` of a row. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int, size: tuple[int, int] | None = None) -> Picture:
+        """Image or video of a row, and which part of it is shown.
 
         Args:
             index: of the row.
@@ -142,11 +151,14 @@ class ImageTextDataset:
         if num_frames == 1:
             image = read_image(find_file(row, key, folder, where), where)
             sizes = self.config.sizes
-            pixels = self._fitted(image, size or sizes[nearest_size(image.height, image.width, sizes)])
-            return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame, self.size[:2]) for frame in frames]))
-        return video.permute(3, 0, 1, 2).contiguous()
+            size = size or sizes[nearest_size(image.height, image.width, sizes)]
+            check_fit((image.height, image.width), *size, self.config.crop, where)
+            pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
+            return Picture(pixels, self._framing(image, size))
+        frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
+        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
+        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """The image that a row's own is made from: uint8 ``[height, width, 3]``.
@@ -161,8 +173,9 @@ class ImageTextDataset:
         if pixels.ndim == 4 and not self.has_source(index):
             return pixels[:, 0].permute(1, 2, 0).numpy()
         row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
-        return self._fitted(image, tuple(pixels.shape[-2:]))
+        image, size = read_image(find_file(row, self.config.source_image_key, folder, where), where), pixels.shape[-2:]
+        check_fit((image.height, image.width), *size, self.config.crop, where)
+        return self._fitted(image, tuple(size))
 
     def has_source(self, index: int) -> bool:
         """Whether the row has a source image of its own."""
@@ -178,16 +191,25 @@ class ImageTextDataset:
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
         size = self.size[:2]
-        return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index, size))))
+
+        def edit(index: int) -> tuple[str, np.ndarray]:
+            return self.caption(index), self.source(index, self.picture(index, size).pixels)
+
+        return self._examples(count, edit)
 
     def fingerprint(self) -> str:
-        """Identifies the images, for caches: the source with its size and time, and how it is read.
+        """Identifies the table of images and captions: the source with its size and time, and how it is read.
 
-        Images that a .jsonl file names are not looked at: who replaces one under its name removes the cache.
+        Images that a .jsonl file names are not looked at; ``files`` names them.
         """
         path = Path(str(self.config.train_path)).resolve()
-        settings = self.config.model_dump(include={*KEYS, "height", "width", "num_frames", "crop"})
-        return json.dumps([VERSION, str(path), len(self), self.rows.fingerprint(), settings], sort_keys=True)
+        keys = self.config.model_dump(include={*KEYS, "height", "width"})
+        return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return [VERSION, self.config.num_frames, self.config.crop]
 
     def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
         found: list[Item] = []
@@ -203,18 +225,35 @@ class ImageTextDataset:
 
     def _image_key(self, row: dict[str, Any]) -> str:
         key = self.config.image_key
-        is_image_folder = key == "image" and key not in row and Path(str(self.config.train_path)).is_dir()
+        is_image_folder = key == "image" and key not in row and self._is_folder
         return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
         return fitted(image, *size, self.config.crop)
 
+    def _framing(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+        return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)
 
-def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:
-    """The dataset that the configuration describes. Raises DataError when its source is missing."""
+
+def open_image_text(
+    config: ImageTextDataConfig, seed: int, say: Callable[[str], None] | None = None
+) -> ImageTextDataset | GlyphDataset:
+    """The dataset that the configuration describes.
+
+    Args:
+        config: the data section.
+        seed: of words that are rendered.
+        say: is told which files of a folder are not used.
+
+    Raises:
+        DataError: when the source is missing.
+    """
     if config.data_type == "glyphs":
         return GlyphDataset(config.glyphs, config.height, config.width, seed, config.num_frames)
-    return ImageTextDataset(config)
+    dataset = ImageTextDataset(config)
+    for line in dataset.unused_files() if say is not None else []:
+        say(line)
+    return dataset
 
 
 class PairDataset:
@@ -236,8 +275,8 @@ class PairDataset:
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
-        listed = path / "metadata.jsonl"
-        rows = open_rows(listed if listed.is_file() else path, config.text_key, f"data.{option}")
+        tables = (find_metadata(path) if path.is_dir() else []) or [path]
+        rows = join_rows([open_rows(table, config.text_key, f"data.{option}") for table in tables])
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
         keys = (config.chosen_key, config.rejected_key)
@@ -264,23 +303,44 @@ class PairDataset:
         """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
         return self.sides[0].file(self.indices[index])
 
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of ``ImageTextDataset``, of both images or videos, the better one first."""
+        row, better = self.indices[index], 0 if self._label(index) else 1
+        return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
+
+    def tables(self) -> list[Path]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].tables()
+
+    def paths(self, index: int) -> list[str]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].paths(self.indices[index])
+
     def pixels(self, index: int) -> torch.Tensor:
-        """Both images, the better one first: uint8 ``[2, 3, height, width]``; videos ``[2, 3, frames, height, width]``.
+        """``Picture.pixels`` of both. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
+        """Both images or videos, the better one first.
 
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
-        row = self.indices[index]
-        label, where = self.labels[row], self.describe(index)
+        row, label, where = self.indices[index], self._label(index), self.describe(index)
+        first = self.sides[0].picture(row)
+        second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
+        if torch.equal(first.pixels, second.pixels):
+            raise DataError(f"{where}: both images are the same")
+        pair = [first, second] if label else [second, first]
+        return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
+
+    def _label(self, index: int) -> int:
+        """1 where the first side is the better one, else 0."""
+        label = self.labels[self.indices[index]]
         if isinstance(label, DataError):
             raise label
         if label not in (0, 1):
-            raise DataError(f"{where}: column {self.config.label_key!r} must be a number, not {label!r}")
-        first = self.sides[0].pixels(row)
-        second = self.sides[1].pixels(row, tuple(first.shape[-2:]))
-        images = [first, second] if label else [second, first]
-        if torch.equal(*images):
-            raise DataError(f"{where}: both images are the same")
-        return torch.stack(images)
+            raise DataError(f"{self.describe(index)}: column {self.config.label_key!r} must be a number, not {label!r}")
+        return label
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""
@@ -299,8 +359,13 @@ class PairDataset:
         return self.sides[0].example_edits(count)
 
     def fingerprint(self) -> str:
-        """Identifies the pairs, for caches, as ``ImageTextDataset`` does."""
+        """Identifies the table of pairs, as ``ImageTextDataset`` does."""
         return json.dumps(["pairs", *(side.fingerprint() for side in self.sides), self.config.label_key, len(self)])
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return ["pairs", *self.sides[0].settings]
 
 
 def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], None]) -> PairDataset | GlyphPairs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +101,14 @@ class IndexLoader:
     With buckets the order depends on the micro-batch size, of which each has rows of one bucket.
     """
 
-    def __init__(self, num_rows: int, train: EpochTrainConfig, mesh: Mesh, buckets: Buckets | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        train: EpochTrainConfig,
+        mesh: Mesh,
+        buckets: Buckets | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         """Plans the run: ``max_steps`` steps, or those that the epochs fill, without a last incomplete one.
 
         Args:
@@ -109,6 +116,7 @@ class IndexLoader:
             train: the task's section.
             mesh: the ranks.
             buckets: of the rows.
+            say: is told how many rows the run does not come to.
 
         Raises:
             DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
@@ -122,11 +130,24 @@ class IndexLoader:
                 f"{self.global_batch_size}: lower it, or set train.max_steps"
             )
         refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
+        if say is not None and (line := self._describe_unseen(num_rows, train)):
+            say(line)
         self._micro_batch_size, self._rank, self._num_ranks = train.micro_batch_size, mesh.data_rank, mesh.data_size
         self._buckets = buckets
         self._rows: EpochOrder | BucketOrder = EpochOrder(num_rows, train.seed, "order")
         if buckets is not None:
             self._rows = BucketOrder(buckets.numbers, train.micro_batch_size, train.seed, "order")
+
+    def _describe_unseen(self, num_rows: int, train: EpochTrainConfig) -> str:
+        """A line about the rows that do not fill a last step; empty where there are none, or ``max_steps`` ends it."""
+        left = num_rows * train.num_train_epochs - self.total_steps * self.global_batch_size
+        if train.max_steps is not None or left <= 0:
+            return ""
+        last = f"the last of {train.num_train_epochs} epochs" if train.num_train_epochs > 1 else "the epoch"
+        return (
+            f"{last} leaves {left:,} of {num_rows:,} rows out, which do not fill a step of train.global_batch_size "
+            f"{self.global_batch_size:,}"
+        )
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[IndexBatch]]]:
         """Steps with this rank's micro-batches. ``from_step`` steps are passed over without reading data."""

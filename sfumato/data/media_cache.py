@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from sfumato.data.media import AudioFile, DrawnFile, Medium, VideoFile
+from sfumato.data.pictures import VERSION as PICTURES
 from sfumato.data.rows import RowTable
 from sfumato.data.stored import close_on_disk, digest_of, make_cache_folder
 from sfumato.data.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
@@ -154,7 +155,7 @@ def build_media_cache(
 def fingerprint_of_media(reader: ImageReader) -> str:
     """Identifies how files become tensors on this machine."""
     versions = [[name, _version(name)] for name in LIBRARIES]
-    return digest_of([VERSION, reader.fingerprint, reader.arguments, versions, platform.machine()])
+    return digest_of([VERSION, PICTURES, reader.fingerprint, reader.arguments, versions, platform.machine()])
 
 
 def key_of(media: Sequence[Medium], where: str) -> bytes | None:

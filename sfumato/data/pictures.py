@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sfumato.config.paths import file_problem
+from sfumato.data.colours import check_code_points, significant_bits, to_srgb
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same files become other pixels, so that stored latents are not used any more."""
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 """What Pillow may take a file for. Its other formats include some that start a program, as EPS does."""
 
-IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png"}
+IMAGE_ENDINGS = {
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
+}  # fmt: skip
+ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
 """What Pillow reads several frames of."""
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """What OpenCV reads."""
@@ -33,8 +39,30 @@ VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
 
+OTHER_KINDS = {
+    rb"....ftyp(hei[cxms]|hev[cx]|mif1|msf1)": "HEIC, which phones write: save it as JPEG or PNG (heif-convert does)",
+    rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg|<svg)": "an SVG drawing: render it as PNG",
+    rb"\s*<(!doctype html|html)": "a web page, such as of a failed download: fetch the picture again",
+    rb"version https://git-lfs": "a pointer of Git LFS: `git lfs pull` fetches the picture",
+    rb"(\xff\x0a|....JXL )": "JPEG XL: save it as JPEG or PNG",
+    rb"8BPS": "a Photoshop document: save it as PNG or JPEG",
+    rb"%PDF": "a PDF: render its pages as PNG",
+    rb"....ftyp": "a video or of a format that is not read: save it as PNG or JPEG",
+}
+"""How files begin that are pictures to people, what they are, and what to do."""
+
+HEAD = 2**16
+"""Bytes at the beginning of a file in which it says what its colours are."""
+
 ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
 """EXIF's number of how an image is turned, and what swaps height and width."""
+
+SUBFILE_TYPE, NO_PICTURE = 254, 1 | 4
+"""TIFF's number of what an image in a file is, and the bits of thumbnails and masks."""
+
+MOST_ENLARGED, LEAST_SHOWN = 10, 0.1
+"""How often a picture is enlarged in each direction at most; and how much of it is shown, or how far it is squeezed,
+at least."""
 
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
 """What Pillow raises for files that are damaged, or made to break it."""
@@ -43,73 +71,44 @@ File = Path | bytes
 """Where a picture comes from: a path, or what such a file holds."""
 
 
-def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
-    """The picture that a column of a row names or holds.
+class Picture(NamedTuple):
+    """What is read of a row of images or videos."""
 
-    Args:
-        row: its column is a path, bytes, or the struct of bytes and path that Hugging Face datasets write.
-        key: name of the column.
-        root: folder that paths are relative to.
-        where: file and row, for messages.
-        kind: what is looked for, for messages.
+    pixels: Tensor
+    """uint8 ``[3, height, width]``; of a video ``[3, frames, height, width]``, of pairs ``[2, ...]``."""
+    framing: Tensor
+    """int32 ``[4]``, of pairs ``[2, 4]``: what ``framing_of`` says of the image, or of the first frame."""
 
-    Raises:
-        DataError: when the column is missing, holds something else, or names a file that does not exist.
+
+def read_image(source: File, where: str) -> Image.Image:
+    """An image, turned as EXIF says, of 8 bits per channel of sRGB; what is transparent shows white.
+
+    Raises DataError when it is broken, or has several frames.
     """
-    value = row.get(key)
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, (bytes, bytearray)):
-        return bytes(value)
-    if isinstance(value, str) and value:
-        path = root / value
-        problem = file_problem(path, or_folder=True)  # which may hold the frames of a video
-        if problem == "does not exist":
-            raise DataError(f"{where}: {kind} file not found: {path}")
-        if problem is not None:
-            raise DataError(f"{where}: {path} {problem}")
-        return path
-    raise DataError(
-        f"{where}: column {key!r} holds no {kind} path or bytes; its columns are {', '.join(map(str, row))}"
-    )
-
-
-def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
-    """The video that a column of a row names or holds: as ``find_file``, or a list of such images.
-
-    Raises DataError as ``find_file`` does.
-    """
-    value = row.get(key)
-    if not isinstance(value, list):
-        return find_file(row, key, root, where)
-    return [find_file({**row, key: frame}, key, root, f"{where}, frame {n}") for n, frame in enumerate(value, start=1)]
-
-
-def read_image(source: File, where: str, still: bool = False) -> Image.Image:
-    """An image, turned as EXIF says, of 8 bits per channel, red green blue; what is transparent shows white.
-
-    Raises DataError when it is broken; with ``still`` also when it has several frames.
-    """
-    from PIL import ImageOps
-
     with _opened(source, where) as opened:
-        frames = getattr(opened, "n_frames", 1)
-        if still and frames > 1:
-            raise DataError(f"{where}: image ({_shown(source)}) is animated, with {frames} frames: give one of them")
-        return _to_rgb(ImageOps.exif_transpose(opened))
+        _check_still(opened)
+        head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
+        check_code_points(head, opened.format)
+        is_deep = any(";16" in str(tile[3]) for tile in opened.tile)
+        opened.load()  # after which Pillow has turned a TIFF, and read what a PNG file says after its pixels
+        transpose = _transposes().get(_orientation(opened))
+        shown = to_srgb(opened, is_deep, significant_bits(head, opened.format))
+        return shown if transpose is None else shown.transpose(transpose)
 
 
 def check_image(source: File, where: str) -> None:
-    """Reads the head of an image. Raises DataError when it is none."""
-    with _opened(source, where):
-        pass
+    """Reads the head of an image. Raises DataError when it is none, or has several frames."""
+    with _opened(source, where) as opened:
+        _check_still(opened)
 
 
 def read_size(source: File, where: str) -> tuple[int, int]:
     """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
     with _opened(source, where) as opened:
         width, height = opened.size
-        turned = opened.getexif().get(ORIENTATION) in QUARTER_TURNS
+        if opened.format == "TIFF":  # of which some versions of Pillow say the size as it is seen
+            width, height = (opened.tag_v2[number] for number in (256, 257))
+        turned = _orientation(opened, source) in QUARTER_TURNS
     return (width, height) if turned else (height, width)
 
 
@@ -134,11 +133,17 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
         MissingDependencyError: when OpenCV is needed and missing.
     """
     if isinstance(source, Path) and source.is_dir():
-        source = sorted(path for path in source.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
+        source = frames_of(source)
     if isinstance(source, list):
         return [read_image(source[index], where) for index in _spread(len(source), count, where)]
     is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
     return (_read_animation if is_picture else _read_video)(source, count, where)
+
+
+def frames_of(folder: Path) -> list[File]:
+    """The images of a folder that is a video, in the order of their names; hidden ones are none."""
+    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in visible if path.suffix.lower() in IMAGE_ENDINGS)
 
 
 def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
@@ -158,6 +163,41 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
     return np.array(image)
 
 
+def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "center") -> tuple[int, int, int, int]:
+    """Which part of a picture ``fitted`` shows, as SDXL is conditioned on it.
+
+    Args:
+        size: height and width of the picture, upright, before it is scaled.
+        height, width, crop: see ``fitted``.
+
+    Returns:
+        Original height and width, and the rows and columns of the scaled picture that are cut off at the top and left.
+    """
+    if crop != "center":
+        return (*size, 0, 0)
+    scale = max(height / size[0], width / size[1])
+    top, left = (round((side * scale - kept) / 2) for side, kept in zip(size, (height, width), strict=True))
+    return (*size, top, left)
+
+
+def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: str) -> None:
+    """Raises DataError for a picture of which little would be seen at another size; arguments as of ``framing_of``."""
+    scales = height / size[0], width / size[1]
+    shown = min(scales) / max(scales)
+    if max(scales) > MOST_ENLARGED or shown < LEAST_SHOWN:
+        what = "shown" if crop == "center" else "left of its longer side against the shorter one"
+        problem = f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {what}"
+        raise DataError(
+            f"{where}: a picture of {size[0]} x {size[1]} pixels (height x width) for {height} x {width}: {problem}; "
+            f"at most {MOST_ENLARGED} times, and at least {LEAST_SHOWN:.0%}, make sense: leave it out"
+        )
+
+
+def is_enlarged(framing: Tensor, size: Sequence[int]) -> Tensor:
+    """Which pictures are smaller than what they are brought to, by ``framing_of``, int ``[..., 4]``: bool ``[...]``."""
+    return (framing[..., 0] < size[0]) | (framing[..., 1] < size[1])
+
+
 def as_png(image: Image.Image) -> bytes:
     """What a file of an image holds."""
     image.save(file := io.BytesIO(), "PNG")
@@ -172,13 +212,12 @@ def _opened(source: File, where: str) -> Iterator[Image.Image]:
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats()) as opened:
             yield opened
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        raise DataError(f"{where}: broken image ({_shown(source)}): it is no {kinds}") from error
+        raise DataError(f"{where}: broken image ({_shown(source)}): {_describe_unknown(source)}") from error
     except MemoryError as error:
         raise DataError(f"{where}: broken image ({_shown(source)}): it does not fit into memory") from error
     except BROKEN as error:
@@ -189,24 +228,94 @@ def _opened(source: File, where: str) -> Iterator[Image.Image]:
         ) from error
 
 
-def _shown(source: File) -> str:
-    return str(source) if isinstance(source, Path) else "its bytes"
-
-
-def _to_rgb(image: Any) -> Any:
-    """Eight bits per channel; Pillow alone would clip deeper images to white instead of scaling them."""
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Those of ``FORMATS`` that this Pillow has."""
     from PIL import Image
 
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in {"I", "F"}:
-        raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
-    if image.has_transparency_data:  # the colours below it are not what anybody sees
-        image = image.convert("RGBA")
-        shown = Image.new("RGB", image.size, "white")
-        shown.paste(image, mask=image.getchannel("A"))
-        return shown
-    return image.convert("RGB")
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@functools.cache
+def _transposes() -> dict[int, Any]:
+    """What turns an image by EXIF's number."""
+    from PIL.Image import Transpose
+
+    return {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+
+
+def _orientation(opened: Any, head_of: File | None = None) -> int:
+    """EXIF's number of how an image is turned.
+
+    ``head_of`` is its file where its pixels are not to be read for that: a PNG file may say it after them.
+    """
+    from PIL import Image
+
+    if opened.format == "PNG" and head_of is not None and not _says_more_after_pixels(head_of):
+        return Image.Image.getexif(opened).get(ORIENTATION, 1)
+    return opened.getexif().get(ORIENTATION, 1)
+
+
+def _says_more_after_pixels(source: File) -> bool:
+    """Whether a PNG file has chunks of text or EXIF behind its pixels."""
+    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        file.seek(8)
+        are_read = False
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            are_read |= kind == b"IDAT"
+            if are_read and kind in {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}:
+                return True
+            file.seek(length + 4, 1)
+    return False
+
+
+def _check_still(opened: Any) -> None:
+    """Raises ValueError for a file that holds more or less than a picture."""
+    frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)  # of a phone: then depth, or the other eye
+    if opened.format == "TIFF":
+        kinds = []
+        for number in range(frames):
+            opened.seek(number)
+            kinds.append(opened.tag_v2.get(SUBFILE_TYPE, 0))
+        opened.seek(0)
+        if kinds[0] & NO_PICTURE:
+            raise ValueError("its first picture is a thumbnail, as in raw photographs: develop it, as PNG or JPEG")
+        frames = sum(not kind & NO_PICTURE for kind in kinds)
+    if frames > 1:
+        what = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
+        raise ValueError(f"{what}: give one of them")
+
+
+def _describe_unknown(source: File) -> str:
+    """What a file is that no reader knows, and the remedy where there is one."""
+    head = _head_of(source)
+    if not head:
+        return "it is empty, of 0 bytes: fetch it again"
+    for pattern, what in OTHER_KINDS.items():
+        if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
+            return f"it is {what}"
+    return f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+
+
+def _head_of(source: File) -> bytes:
+    if isinstance(source, bytes):
+        return source[:HEAD]
+    with source.open("rb") as file:
+        return file.read(HEAD)
+
+
+def _shown(source: File) -> str:
+    return str(source) if isinstance(source, Path) else "its bytes"
 
 
 def _spread(total: int, count: int, where: str) -> list[int]:
@@ -221,7 +330,7 @@ def _is_picture(content: bytes) -> bool:
     from PIL import Image
 
     try:
-        Image.open(io.BytesIO(content), formats=FORMATS).close()
+        Image.open(io.BytesIO(content), formats=_formats()).close()
     except Image.DecompressionBombError:
         return True
     except BROKEN:
@@ -234,7 +343,7 @@ def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
         frames = []
         for index in _spread(getattr(opened, "n_frames", 1), count, where):
             opened.seek(index)
-            frames.append(_to_rgb(opened))
+            frames.append(to_srgb(opened))
         return frames
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
+from sfumato.data.file_columns import find_file
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.data.loader import EpochOrder, refuse_repetition
-from sfumato.data.pictures import File, check_image, find_file, fitted, read_image
+from sfumato.data.pictures import File, check_fit, check_image, fitted, read_image, read_size
 from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError
 
@@ -29,19 +30,23 @@ class Prompt:
     source: FileSource | GlyphSource | None = None
     """The image that is edited or animated."""
 
-    def check_source(self) -> None:
-        """Looks for the source image, and at the head of its file. Raises DataError that names file and row."""
+    def check_source(self, height: int, width: int) -> None:
+        """Looks for the source image, and at the head of its file. Raises DataError that names file and row.
+
+        Args:
+            height, width: of what it is brought to.
+        """
         if self.source is None:
             raise DataError(
                 f"{self.where}: no source image, which this model needs with every prompt: give its path, or its "
                 "bytes, in the column that data.source_image_key names"
             )
-        self.source.check()
+        self.source.check(height, width)
 
     def source_image(self, height: int, width: int) -> np.ndarray:
         """The source image, read anew at every call: uint8 ``[height, width, 3]``. Raises as ``check_source``."""
         if self.source is None:
-            self.check_source()
+            self.check_source(height, width)
         return self.source.read(height, width)
 
 
@@ -53,15 +58,21 @@ class FileSource:
     index: int
     key: str
 
-    def check(self) -> None:
+    def check(self, height: int, width: int) -> None:
         """Looks at the head of the file."""
-        check_image(self._file(), self.rows.describe(self.index))
+        file, where = self.file(), self.rows.describe(self.index)
+        check_image(file, where)
+        check_fit(read_size(file, where), height, width, "center", where)
 
     def read(self, height: int, width: int) -> np.ndarray:
         """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
-        return fitted(read_image(self._file(), self.rows.describe(self.index)), height, width)
+        where = self.rows.describe(self.index)
+        image = read_image(self.file(), where)
+        check_fit((image.height, image.width), height, width, "center", where)
+        return fitted(image, height, width)
 
-    def _file(self) -> File:
+    def file(self) -> File:
+        """Where the image is. Raises DataError when it is not there."""
         where = self.rows.describe(self.index)
         return find_file(self.rows[self.index], self.key, self.rows.folder(self.index), where)
 
@@ -73,7 +84,7 @@ class GlyphSource:
     word: str
     config: GlyphConfig
 
-    def check(self) -> None:
+    def check(self, height: int, width: int) -> None:
         """It is made in code."""
 
     def read(self, height: int, width: int) -> np.ndarray:

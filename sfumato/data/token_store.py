@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,7 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.file_digests import signature_of
 from sfumato.data.media import DrawnFile, Medium
+from sfumato.data.pictures import VERSION as PICTURES
 from sfumato.data.row_samples import filed_row, samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
@@ -30,6 +33,9 @@ from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, 
 from sfumato.data.text import Document, TextSample, TextTransform
 from sfumato.data.vision import Images
 from sfumato.errors import DataError
+
+MEDIA = "media.json"
+"""Of a store whose documents may have images: how pictures are read, and which files of which sizes and times."""
 
 CHUNK_ROWS = 256
 """Rows that a process tokenises at a time."""
@@ -147,7 +153,20 @@ def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray)
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
     """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
     place = folder / _key(sources, transform)
-    return TokenStore(place, sources, transform) if (place / MANIFEST).is_file() else None
+    return TokenStore(place, sources, transform) if _is_whole(place, transform) else None
+
+
+def _is_whole(place: Path, transform: TextTransform) -> bool:
+    """Whether a store has been made, and the files of the media in it are still those of which it was made."""
+    if not (place / MANIFEST).is_file():
+        return False
+    if not getattr(transform, "has_images", False):
+        return True
+    try:
+        version, signature, paths = json.loads((place / MEDIA).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return version == PICTURES and signature == signature_of(paths)[0]
 
 
 def build_token_store(
@@ -180,7 +199,7 @@ def build_token_store(
     make_cache_folder(folder)
     with place.with_suffix(".lock").open("w") as lock:  # the system opens the lock when a process is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / MANIFEST).is_file():
+        if not _is_whole(place, transform):
             building = place.with_suffix(".tmp")
             shutil.rmtree(building, ignore_errors=True)  # what a process left that was killed
             building.mkdir()
@@ -215,6 +234,8 @@ class _TokenisedRows:
     """``Images.shapes`` of each document; the documents themselves have no images here."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
+    media: list[str] = field(default_factory=list)
+    """Files of the images, videos and audio in them."""
 
 
 def _build(
@@ -230,12 +251,12 @@ def _build(
         for source, rows in enumerate(sources.rows)
         for start in range(0, len(rows), CHUNK_ROWS)
     ]
-    first = np.cumsum([0, *map(len, sources.rows)])
+    first, started = np.cumsum([0, *map(len, sources.rows)]), time.time_ns()
     kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
     kinds |= IMAGES if getattr(transform, "has_images", False) else {}
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
-    num_samples = [0] * len(sources.rows)
+    num_samples, media = [0] * len(sources.rows), list[str]()
     with closing(in_workers(sources.rows, transform, _tokenise, chunks, num_workers)) as parts:
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
@@ -243,6 +264,7 @@ def _build(
                 bad_rows.add(int(first[source]) + row, error)
                 broken.append(str(error))
             num_samples[source] += len(part.rows)
+            media += part.media
             if part.documents:
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
@@ -264,6 +286,10 @@ def _build(
         "bad_rows": broken,
         **{name: column.size for name, column in columns.items()},
     }
+    if "row_of" in columns:
+        signature, is_settled = signature_of(media, started)
+        said = json.dumps([PICTURES, signature if is_settled else "", media])
+        (folder / MEDIA).write_text(said, encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
@@ -300,10 +326,18 @@ def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, 
             part.bad.append((index, found))
             continue
         for sample in found:
+            part.media += _media_of(sample)
             part.documents += [replace(document, images=None) for document in sample.documents]
             part.shapes += [_shapes_of(document) for document in sample.documents]
             part.rows.append(index)
     return part
+
+
+def _media_of(sample: TextSample) -> list[str]:
+    """Paths of the files of the media of a sample."""
+    media = [medium for document in sample.documents if document.images for medium in document.images.find()]
+    files = [getattr(medium, "file", medium) for medium in media]
+    return list(dict.fromkeys(str(file) for file in files if isinstance(file, Path)))
 
 
 def _shapes_of(document: Document) -> np.ndarray:

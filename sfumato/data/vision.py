@@ -61,7 +61,7 @@ class Images:
         from PIL import Image
 
         files = [file for file in self.find() if isinstance(file, Path | bytes)]
-        pictures = [read_image(file, self.where, still=True).convert("RGB") for file in files]
+        pictures = [read_image(file, self.where).convert("RGB") for file in files]
         if not pictures:
             return None
         for picture in pictures:
@@ -221,7 +221,7 @@ class ImageReader:
                     "a longer: fill it up with silence"
                 )
             return sound
-        return read_image(medium, where, still=True)
+        return read_image(medium, where)
 
     def noise(self, seconds: float, generator: np.random.Generator) -> Sound:
         """Random audio of so many seconds, or of the shortest that the model takes."""

@@ -67,11 +67,11 @@ def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: Di
     Raises:
         DataError: when a source image is missing or broken; names file and row.
     """
+    height, width = config.rollout.height, config.rollout.width
     for prompt in prompts if model.takes_image else ():
-        prompt.check_source()
+        prompt.check_source(height, width)
     if config.model.keep_encoders:
         return
-    height, width = config.rollout.height, config.rollout.width
     for start in range(0, len(prompts), READ_TOGETHER):
         part = prompts[start : start + READ_TOGETHER]
         images = [prompt.source_image(height, width) for prompt in part] if model.takes_image else None

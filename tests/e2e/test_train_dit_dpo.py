@@ -115,7 +115,7 @@ def test_a_cache_changes_nothing(tmp_path: Path) -> None:
     cached = run(tmp_path, "cached", train={"max_steps": 3}, data={"cache_dir": str(tmp_path / "cache")})
     for name in ("loss", "eval/loss", "pairs/error_rejected"):
         assert values(cached, name) == pytest.approx(values(online, name), rel=1e-5), name
-    assert len(list((tmp_path / "cache").iterdir())) == 2, "one of training, one of evaluation"
+    assert len([*(tmp_path / "cache").glob("rows_*")]) == 2, "one of training, one of evaluation"
 
 
 def test_accumulation_does_not_change_the_result(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder, open_cache
+from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.image_text import open_image_text
+from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from sfumato.models.diffusion.base import DiffusionModel

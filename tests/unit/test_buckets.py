@@ -28,6 +28,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from tests.tiny import tiny_dit_config, write_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux_kontext
 from tests.token_rows import mesh_of
+from tests.unit.test_image_text import settle
 
 SIZES = [(16, 16), (8, 16), (16, 8)]
 
@@ -201,6 +202,7 @@ def sorted_rows(images: Path, said: list[str], **settings: Any) -> tuple[ImageTe
 
 def test_rows_are_sorted_by_the_heads_of_their_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    settle(images.parent)
     cache = {"cache_dir": str(images.parent / "cache")}
     dataset, found = sorted_rows(images, said, **cache)
     assert found.numbers.tolist() == [0, 1, 2] * 4 + [0]
@@ -209,11 +211,14 @@ def test_rows_are_sorted_by_the_heads_of_their_images(images: Path, monkeypatch:
     # sizes are kept beside the latents; a damaged file is read again, another caption column is another data set
     monkeypatch.setattr(module, "read_sizes", None)
     assert sorted_rows(images, said, **cache)[1].digest == found.digest
-    [kept] = (images.parent / "cache").glob("sizes_*.npy")
+    [kept] = (images.parent / "cache").glob("sizes_*.npz")
     kept.write_bytes(kept.read_bytes()[:-3])
     monkeypatch.setattr(module, "read_sizes", read_sizes)
     assert sorted_rows(images, said, **cache)[1].digest == found.digest
-    assert np.load(kept).shape == (13, 2)
+    assert np.load(kept)["sizes"].shape == (13, 2)
+    # a picture that is replaced by one of another shape is looked at anew
+    Image.new("RGB", (40, 20)).save(images.parent / "0.png")
+    assert sorted_rows(images, said, **cache)[1].numbers.tolist()[:2] == [1, 1]
 
 
 def test_an_image_that_changed_its_shape_is_named(images: Path) -> None:
@@ -266,6 +271,6 @@ def test_edits_of_several_sizes_are_encoded_alike_with_a_cache(tmp_path: Path, i
         assert online.conditioning.tensors.keys() == cached.conditioning.tensors.keys()
         for name, tensor in online.conditioning.tensors.items():
             torch.testing.assert_close(cached.conditioning.tensors[name], tensor, rtol=1e-5, atol=1e-5)
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 3
+    assert len([*(tmp_path / "cache").glob("latents_*")]) == 3
     broken = [line for line in said if "line 13" in line]
     assert len(broken) == 2, "once by each encoder"

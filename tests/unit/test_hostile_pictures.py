@@ -13,9 +13,10 @@ from PIL import EpsImagePlugin, Image
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.encoded import BadRows, read_pixels
+from sfumato.data.file_columns import find_file
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch
-from sfumato.data.pictures import find_file, read_frames, read_image
+from sfumato.data.pictures import read_frames, read_image
 from sfumato.errors import DataError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
@@ -37,7 +38,9 @@ def test_a_file_that_would_start_ghostscript_starts_nothing(tmp_path: Path, ghos
     path = tmp_path / "a.png"
     path.write_bytes(EPS)
     for source in (path, EPS):
-        with pytest.raises(DataError, match=r"row 1: broken image .*: it is no PNG, JPEG, WEBP, BMP, GIF or TIFF"):
+        with pytest.raises(
+            DataError, match=r"row 1: broken image .*: it is no PNG, JPEG, WEBP, BMP, GIF, TIFF or AVIF"
+        ):
             read_image(source, "row 1")
         with pytest.raises(DataError, match="row 1"):
             read_frames(source, 2, "row 1")

@@ -15,14 +15,18 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
+from sfumato.data import file_digests
 from sfumato.data.background import STEPS_AHEAD, read_ahead
-from sfumato.data.encoded import BadRows, LatentCache, OnlineEncoder, open_cache, read_pixels
+from sfumato.data.encoded import BadRows, OnlineEncoder, read_pixels
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset, open_image_text
+from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
+from sfumato.data.row_store import RowStore
 from sfumato.errors import DataError
 from sfumato.models.diffusion.load import build_diffusion_model
 from tests.token_rows import index_loader
@@ -213,13 +217,11 @@ def test_a_broken_image_is_named_with_file_and_row(tmp_path, kind):
 
 
 def test_broken_exif_is_a_broken_image(tmp_path, monkeypatch):
-    from PIL import ImageOps
-
     def fail(_):
         raise struct.error("required argument is not an integer")  # what Pillow lets out for some headers
 
     path = write_rows(tmp_path, 1)
-    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    monkeypatch.setattr(PngImageFile, "getexif", fail)
     assert refusal(open_images(path).pixels, 0).startswith(f"{path}, line 1: broken image")
 
 
@@ -371,8 +373,8 @@ def test_pictures_of_the_next_steps_are_read_in_a_thread_and_broken_rows_count_a
     path = write_rows(tmp_path, 16, row1={"image": "gone.png", "text": "x"})
     data, batches = open_images(path, height=16, width=16), [IndexBatch([row], [row]) for row in range(16)]
     encoder, threads = OnlineEncoder(data, model, BadRows(0, print)), []
-    pixels = data.pixels
-    data.pixels = lambda row: (threads.append(threading.current_thread()), pixels(row))[1]
+    picture_of = data.picture
+    data.picture = lambda row: (threads.append(threading.current_thread()), picture_of(row))[1]
     steps = read_ahead(encoder.read, ((step, [batch]) for step, batch in enumerate(batches)))
     step, (read,) = next(steps)
     wanted = OnlineEncoder(open_images(path, height=16, width=16), model, silent()).batch(batches[0])
@@ -474,11 +476,19 @@ def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
     model.forget_prompts()
 
 
-def folders(cache_dir):
-    return sorted(path.name for path in cache_dir.iterdir())
+def settle(folder):
+    """Waits until a change of any file gives it other times."""
+    stats = [stat for path in folder.rglob("*") if (stat := file_digests.stat_of(path))]
+    while not all(file_digests.is_settled(stat, time.time_ns()) for stat in stats):
+        time.sleep(0.005)
+
+
+def stores(cache_dir, kind):
+    return sorted(path.name for path in cache_dir.glob(f"{kind}_*"))
 
 
 def test_a_cache_is_made_once(tmp_path, rows, model, monkeypatch):
+    settle(tmp_path / "rows")
     open_cache(tmp_path / "cache", rows, model, silent())
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 
@@ -495,44 +505,55 @@ def test_a_reused_cache_still_keeps_to_the_limit_of_broken_rows(tmp_path, rows, 
     open_cache(tmp_path / "cache", rows, model, silent(1))
     said = []
     open_cache(tmp_path / "cache", rows, model, BadRows(1, said.append))
-    assert len(said) == 1 and "line 5: image file not found" in said[0]
+    assert "line 5: image file not found" in said[0] and "row left out" not in " ".join(said[1:])
     message = refusal(open_cache, tmp_path / "cache", rows, model, BadRows(0, said.append))
     assert "line 5: image file not found" in message and "data.max_bad_rows" in message
 
 
 def test_a_broken_row_beyond_the_limit_stops_the_making_of_a_cache(tmp_path, rows, model):
     assert "line 5" in refusal(open_cache, tmp_path / "cache", rows, model, silent(0))
-    assert not [path for path in (tmp_path / "cache").iterdir() if ".tmp" not in path.name]
+    assert not [*(tmp_path / "cache").glob("rows_*")]
 
 
-def test_other_weights_or_other_data_give_another_cache(tmp_path, rows, model):
+def num_rows(cache_dir, kind):
+    return sum(len(RowStore(path, "")) for path in cache_dir.glob(f"{kind}_*"))
+
+
+def test_other_weights_or_other_data_are_encoded_anew(tmp_path, rows, model):
     cache_dir = tmp_path / "cache"
     open_cache(cache_dir, rows, model, silent())
     open_cache(cache_dir, rows, build_model(tmp_path), silent())  # the same weights
-    assert len(folders(cache_dir)) == 1
+    assert num_rows(cache_dir, "latents") == 11 and num_rows(cache_dir, "prompts") == 11  # one caption stands twice
     open_cache(cache_dir, rows, build_model(tmp_path, seed=1), silent())
-    assert len(folders(cache_dir)) == 2
+    assert num_rows(cache_dir, "latents") == 22 and num_rows(cache_dir, "prompts") == 22
     path = tmp_path / "rows" / "data.jsonl"
-    for options in ({"crop": "none"}, {"height": 32}, {"text_key": "image"}):
-        before = len(folders(cache_dir))
+    for options, latents, prompts in (
+        ({"crop": "none"}, 11, 0),
+        ({"height": 32}, 11, 0),
+        ({"text_key": "image"}, 0, 11),
+    ):
+        before = num_rows(cache_dir, "latents"), num_rows(cache_dir, "prompts")
         open_cache(cache_dir, open_images(path, **{"height": 16, "width": 16, **options}), model, silent())
-        assert len(folders(cache_dir)) == before + 1, options
-    before = len(folders(cache_dir))
+        after = num_rows(cache_dir, "latents"), num_rows(cache_dir, "prompts")
+        assert after == (before[0] + latents, before[1] + prompts), options
     path.write_text(path.read_text().replace("no 3", "no X"))
     open_cache(cache_dir, open_images(path, height=16, width=16), model, silent())
-    assert len(folders(cache_dir)) == before + 1
+    assert (num_rows(cache_dir, "latents"), num_rows(cache_dir, "prompts")) == (after[0], after[1] + 1)
 
 
-def test_other_autoencoder_or_text_encoder_weights_alone_give_another_cache(tmp_path, rows):
-    model = build_model(tmp_path)
-    for part in (model.pipeline.vae.encoder.conv_in, model.pipeline.text_encoder.text_projection):
-        before = len(folders(tmp_path / "cache")) if (tmp_path / "cache").exists() else 0
-        open_cache(tmp_path / "cache", rows, model, silent())
+def test_other_autoencoder_or_text_encoder_weights_alone_are_encoded_anew(tmp_path, rows):
+    model, cache_dir = build_model(tmp_path), tmp_path / "cache"
+    open_cache(cache_dir, rows, model, silent())
+    for part, kind, other in (
+        (model.pipeline.vae.encoder.conv_in, "latents", "prompts"),
+        (model.pipeline.text_encoder.text_projection, "prompts", "latents"),
+    ):
+        before = stores(cache_dir, kind), stores(cache_dir, other)
         with torch.no_grad():
             part.weight += 0.05
         model.forget_prompts()
-        open_cache(tmp_path / "cache", rows, model, silent())
-        assert len(folders(tmp_path / "cache")) == max(before, 1) + 1
+        open_cache(cache_dir, rows, model, silent())
+        assert len(stores(cache_dir, kind)) == len(before[0]) + 1 and stores(cache_dir, other) == before[1]
 
 
 @pytest.mark.parametrize("kind", ["captions beside", "metadata"])
@@ -560,12 +581,12 @@ def test_a_changed_image_in_a_folder_changes_the_fingerprint(tmp_path):
     assert open_images(tmp_path).fingerprint() != before
 
 
-@pytest.mark.parametrize("name", ["latents", "captions", "prompt_embeds", "pooled"])
+@pytest.mark.parametrize("name", ["latents", "framing", "prompt_embeds", "pooled"])
 def test_a_damaged_cache_is_named(tmp_path, rows, model, name):
     open_cache(tmp_path / "cache", rows, model, silent())
-    file = next((tmp_path / "cache").rglob(f"{name}.bin"))
+    [file] = (tmp_path / "cache").rglob(f"{name}.bin")
     whole = file.read_bytes()
-    for damage in (lambda: file.write_bytes(whole[:-1]), lambda: file.write_bytes(whole + b"x"), file.unlink):
+    for damage in (lambda: file.write_bytes(whole[:-1]), file.unlink):
         damage()
         message = refusal(open_cache, tmp_path / "cache", rows, model, silent())
         assert "damaged latent cache" in message and str(file) in message and "delete its folder" in message
@@ -574,15 +595,15 @@ def test_a_damaged_cache_is_named(tmp_path, rows, model, name):
     assert next((tmp_path / "cache").rglob(f"{name}.bin")).read_bytes() == whole
 
 
-def test_a_damaged_manifest_is_named(tmp_path, rows, model):
+def test_a_damaged_description_of_tensors_is_named(tmp_path, rows, model):
     open_cache(tmp_path / "cache", rows, model, silent())
-    manifest = next((tmp_path / "cache").rglob("manifest.json"))
-    manifest.write_text(manifest.read_text()[:20])
+    [described] = (tmp_path / "cache").rglob("latents_*/tensors.json")
+    described.write_text(described.read_text()[:20])
     message = refusal(open_cache, tmp_path / "cache", rows, model, silent())
-    assert "damaged latent cache" in message and str(manifest) in message
+    assert "damaged latent cache" in message and str(described) in message
 
 
-def test_an_interrupted_cache_is_not_used_and_is_made_again(tmp_path, rows, model):
+def test_an_interrupted_cache_is_gone_on_with(tmp_path, rows, model, monkeypatch):
     class StoppedError(Exception):
         pass
 
@@ -594,20 +615,24 @@ def test_an_interrupted_cache_is_not_used_and_is_made_again(tmp_path, rows, mode
 
     with pytest.raises(StoppedError):
         open_cache(tmp_path / "cache", rows, model, silent(), 4, watch=stop_in_the_middle)
-    assert all(".tmp" in name for name in folders(tmp_path / "cache"))
-    counted = []
+    assert num_rows(tmp_path / "cache", "latents") == 7, "two batches of four, of which one row is broken"
+    encoded_rows = count_encoded(monkeypatch, model)
+    cache = open_cache(tmp_path / "cache", rows, model, silent(), 4)
+    assert sum(encoded_rows) == 4
+    fresh = open_cache(tmp_path / "other", rows, model, silent(), 4)
+    assert_same_batch(cache.batch(IndexBatch([11, 2], [0, 1])), fresh.batch(IndexBatch([11, 2], [0, 1])))
 
-    def count(starts, number):
-        counted.append(number)
-        return starts
 
-    cache = open_cache(tmp_path / "cache", rows, model, silent(), 4, watch=count)
-    assert counted == [3]
-    assert len(folders(tmp_path / "cache")) == 1, "what the interrupted one left is gone"
-    assert_same_batch(
-        cache.batch(IndexBatch([11], [0])),
-        LatentCache(next((tmp_path / "cache").iterdir()), model.device, (16, 16)).batch(IndexBatch([11], [0])),
-    )
+def count_encoded(monkeypatch, model):
+    """Numbers of pictures that the autoencoder is given from now on; its probe is not counted."""
+    counts, encode = [], type(model).encode_pixels
+
+    def encode_and_count(self, pixels):
+        counts.append(len(pixels) if pixels.shape[-1] != self.probe_size or len(pixels) > 1 else 0)
+        return encode(self, pixels)
+
+    monkeypatch.setattr(type(model), "encode_pixels", encode_and_count)
+    return counts
 
 
 def test_glyphs_are_cached_too(tmp_path, model):

@@ -2,8 +2,10 @@
 
 import pytest
 
+from sfumato.config.sections import EpochTrainConfig
+from sfumato.data.loader import IndexLoader
 from sfumato.errors import DataError
-from tests.token_rows import index_loader
+from tests.token_rows import index_loader, mesh_of
 
 
 def make(num_rows=30, global_batch=6, micro_batch=6, seed=0, steps=None, epochs=1, rank=0, ranks=1):
@@ -90,3 +92,20 @@ def test_too_few_rows_are_an_error():
     for part in ("5 rows", "train.global_batch_size 6", "train.max_steps"):
         assert part in message
     assert make(num_rows=5, global_batch=6, epochs=2).total_steps == 1
+
+
+def test_rows_that_do_not_fill_a_last_step_are_said():
+    for num_rows, epochs, steps, said in (
+        (32, 1, None, ["the epoch leaves 2 of 32 rows out, which do not fill a step of train.global_batch_size 6"]),
+        (32, 2, None, ["the last of 2 epochs leaves 4 of 32 rows out, which do not fill a step of "]),
+        (32, 3, None, []),
+        (32, 1, 3, []),
+    ):
+        lines = []
+        train = EpochTrainConfig(
+            output_dir="nowhere", global_batch_size=6, micro_batch_size=6, max_steps=steps, num_train_epochs=epochs
+        )
+        loader = IndexLoader(num_rows, train, mesh_of(0, 1), say=lines.append)
+        assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+        seen = len({*order(loader)})
+        assert seen == min(num_rows, loader.total_steps * 6)

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sfumato.cli import main as command
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data import media_cache
+from sfumato.data.identity import identify_text
 from sfumato.data.media_cache import MediaCache, fingerprint_of_media, pack, unpack
 from sfumato.data.media_threads import open_ahead
 from sfumato.data.sources import open_sources
@@ -29,6 +31,7 @@ from sfumato.errors import DataError
 from sfumato.models.language_load import build_reader
 from tests.tiny import merge, run_task_here, write_config
 from tests.tiny_vision import picture, tiny_media_config, tiny_vision_config
+from tests.unit.test_image_text import settle
 
 
 def opened(config: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -294,3 +297,42 @@ def test_a_format_without_images_refuses_it() -> None:
     config = {"model": {"model_path": "x"}, "data": data, "train": {"output_dir": "x"}}
     with pytest.raises(Exception, match=r"data.cache_media has no effect with data.data_type conversation"):
         load_config(TrainTextConfig, overrides=config)
+
+
+def test_a_store_of_tokens_is_made_again_when_a_picture_was_replaced(tmp_path: Path) -> None:
+    """By one of another size, which takes another number of tokens; and not otherwise."""
+    config = file_config(tmp_path)
+    settle(tmp_path)
+    store, _, transform = opened(config)
+    written = (store.folder / "manifest.json").stat().st_mtime_ns
+    again, _, _ = opened(config)
+    assert (again.folder / "manifest.json").stat().st_mtime_ns == written
+    (tmp_path / "0.png").write_bytes(picture(48, 64, 9))
+    settle(tmp_path)
+    after, _, transform = opened(config)
+    assert after.fingerprint != store.fingerprint and after.lengths[0] > store.lengths[0]
+    assert (after.lengths[1:5] == store.lengths[1:5]).all()
+    for images in documents(after):
+        transform.reader.tensors(images)
+
+
+def test_a_resume_notices_that_a_picture_of_a_conversation_was_replaced(tmp_path: Path) -> None:
+    config = load_config(TrainTextConfig, overrides=file_config(tmp_path))
+    settle(tmp_path)
+    transform = build_transform(config.data, *build_reader(config.model, config.train, config.data.data_type))
+    sources, name = open_sources(config.data), "data.train_path (its images and other media)"
+    before = identify_text(config, sources, None, transform)
+    assert identify_text(config, sources, None, transform) == before and name in before
+    (tmp_path / "0.png").write_bytes(picture(24, 16, 99))
+    after = identify_text(config, sources, None, transform)
+    assert {key for key in before if before[key] != after[key]} == {name}
+
+
+def test_a_phones_photograph_of_two_pictures_stands_in_a_conversation(tmp_path: Path) -> None:
+    first, second = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
+    config = file_config(tmp_path)
+    first.save(tmp_path / "0.png", "MPO", save_all=True, append_images=[second], quality=95)
+    store, _, transform = opened(config)
+    images = documents(store)[0]
+    [found] = [transform.reader.open(file, images.where) for file in images.find()]
+    assert found.size == (32, 32) and abs(np.asarray(found).astype(int) - (254, 0, 0)).max() <= 2

@@ -22,8 +22,9 @@ from sfumato.config.recipes import TRAJECTORY_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.encoded import BadRows, open_cache
+from sfumato.data.encoded import BadRows
 from sfumato.data.image_text import open_image_text
+from sfumato.data.latent_cache import open_cache
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.load import build_diffusion_model

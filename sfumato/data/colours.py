@@ -1,0 +1,186 @@
+"""What the numbers of a picture mean (depth, profile, transparency), brought to 8 bits of sRGB as browsers do."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageCms
+
+LOGGER = logging.getLogger(__name__)
+
+MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK", "Lab": "LAB"}
+"""Pillow's name of what a colour profile is for."""
+
+IS_SRGB = 2
+"""A profile that moves no colour by more than this, of 255, is sRGB as other programs have written it down."""
+
+GRID = 9
+"""Levels of each channel at which a profile is compared with sRGB."""
+
+PROFILES = 64
+"""Transforms of different profiles that are kept."""
+
+SRGB_GAMMA, SAME_GAMMA = 1 / 2.2, 0.01
+"""What a PNG file that says its gamma says of sRGB, and how much another may differ."""
+
+DEEP_BITS = 12
+"""A picture of 16 bits per channel whose values all fit into so many is black to the eye, or was never scaled to 16."""
+
+PHOTOMETRIC, BITS_PER_SAMPLE = 262, 258
+"""Numbers of TIFF tags: what 0 stands for, and how many bits a value has."""
+
+SRGB_PRIMARIES, SRGB_TRANSFERS = {1, 2}, {1, 2, 6, 13, 14, 15}
+"""Code points of ITU-T H.273 (coding-independent code points) that are shown as sRGB; 2 is "unspecified"."""
+
+
+def to_srgb(image: Any, is_deep: bool = False, significant_bits: int | None = None) -> Image.Image:
+    """An opened image as red green blue of 8 bits per channel, as its colour profile says; transparent shows white.
+
+    Args:
+        image: as Pillow opens it.
+        is_deep: whether its file has 16 bits per channel.
+        significant_bits: of each value, where the file says so.
+
+    Raises:
+        ValueError: when nobody can know how bright it is.
+    """
+    from PIL import Image
+
+    profile, gamma, alpha = image.info.get("icc_profile"), _gamma(image), None
+    image = _to_8_bits(image, is_deep, significant_bits)
+    if image.has_transparency_data:  # the colours below it are not what anybody sees
+        image = image.convert("LA" if image.mode in {"La", "LA", "L"} else "RGBA")
+        alpha, image = image.getchannel("A"), image.convert(image.mode.removesuffix("A"))
+    if image.mode not in {"L", "RGB", "CMYK", "LAB"}:
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    image = _through_profile(image, profile) if profile else image
+    image = _lab_transform().apply(image) if image.mode == "LAB" else image.convert("RGB")
+    if gamma is not None:
+        light = (np.arange(256) / 255) ** (1 / gamma)
+        image = image.point(np.round(255 * srgb_of_light(light)).astype(int).tolist() * 3)
+    if alpha is None:
+        return image
+    shown = Image.new("RGB", image.size, "white")
+    shown.paste(image, mask=alpha)
+    return shown
+
+
+def srgb_of_light(light: np.ndarray) -> np.ndarray:
+    """The values of sRGB, 0 to 1, of amounts of light, 0 to 1 (IEC 61966-2-1)."""
+    return np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+
+
+def significant_bits(head: bytes, file_format: str | None) -> int | None:
+    """The bits of each value that a PNG file says are significant (chunk sBIT), of its first channel."""
+    place = head.find(b"sBIT") if file_format == "PNG" else -1
+    return head[place + 4] if 0 <= place < len(head) - 4 else None
+
+
+def check_code_points(head: bytes, file_format: str | None) -> None:
+    """Refuses PNG and AVIF files whose colours Pillow would take for those of sRGB.
+
+    Args:
+        head: how the file begins.
+        file_format: Pillow's name of it.
+
+    Raises:
+        ValueError: when the file says by code points that its colours are those of HDR or of a wider range.
+    """
+    mark, width = {"PNG": (b"cICP", "B"), "AVIF": (b"colrnclx", "H")}.get(str(file_format), (b"", ""))
+    place = head.find(mark) + len(mark)
+    if not mark or place < len(mark) or len(head) < place + 4:
+        return
+    primaries, transfer = struct.unpack_from(f">2{width}", head, place)
+    if primaries not in SRGB_PRIMARIES or transfer not in SRGB_TRANSFERS:
+        raise ValueError(
+            f"its colours (primaries {primaries}, transfer {transfer} of H.273) are of HDR or of a wider range than "
+            "sRGB: convert it to sRGB"
+        )
+
+
+def _to_8_bits(image: Any, is_deep: bool, significant_bits: int | None) -> Any:
+    """The upper 8 bits of each value. Raises ValueError when it has other bits, or they do not say how bright it is."""
+    from PIL import Image
+
+    if image.mode in {"I", "F"}:
+        raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
+    if image.mode.startswith("I;16"):
+        tags, values, hidden = getattr(image, "tag_v2", {}), np.asarray(image), image.info.get("transparency")
+        bits = tags.get(BITS_PER_SAMPLE, (significant_bits or 16,))[0]
+        if (
+            bits <= DEEP_BITS and values.max() < 2**bits
+        ):  # which neither Pillow nor the program that wrote it has scaled
+            values = values << (16 - bits)
+        if tags.get(PHOTOMETRIC) == 0:  # 0 is white, which Pillow minds for 8 bits only
+            values = 65535 - values
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+        if hidden is not None:
+            seen = Image.fromarray(np.where(np.asarray(image) == hidden >> 8, 0, 255).astype(np.uint8))
+            image = Image.merge("LA", (image, seen))
+    elif not is_deep:
+        return image
+    brightest = max(image.getchannel(band).getextrema()[1] for band in image.getbands() if band not in "Aa")
+    if brightest < 2 ** (DEEP_BITS - 8):
+        raise ValueError(
+            f"it has 16 bits per channel, and no value above {2**DEEP_BITS - 1} of 65535, so that it would be black: "
+            f"scale it to 16 bits if its values have {DEEP_BITS} or fewer, and leave it out if it is dark"
+        )
+    return image
+
+
+def _gamma(image: Any) -> float | None:
+    """The gamma that a PNG file says instead of a profile; None where it is that of sRGB, or not said."""
+    gamma = image.info.get("gamma")
+    if not gamma or image.info.get("icc_profile") or "srgb" in image.info or abs(gamma - SRGB_GAMMA) < SAME_GAMMA:
+        return None
+    return gamma
+
+
+def _through_profile(image: Image.Image, profile: bytes) -> Image.Image:
+    mode, transform = _profile_transform(profile, image.mode)
+    return image if transform is None else transform.apply(image.convert(mode))
+
+
+@functools.lru_cache(PROFILES)
+def _profile_transform(profile: bytes, mode: str) -> tuple[str, ImageCms.ImageCmsTransform | None]:
+    """What an image of a mode is brought to first, and the transform to sRGB; None where it is sRGB, or unusable."""
+    from PIL import Image, ImageCms
+
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        wanted = MODES.get(opened.profile.xcolor_space.strip(), "")
+        if wanted != mode and (mode, wanted) != ("L", "RGB"):
+            raise ValueError(f"it is for {opened.profile.xcolor_space.strip()}, and the picture is {mode}")
+        target = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+        transform = ImageCms.buildTransform(opened, target, wanted, "RGB", ImageCms.Intent.PERCEPTUAL)
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:  # of lcms, and for bytes that are no profile
+        LOGGER.warning(
+            "a colour profile of %s bytes in a picture cannot be used (%s): its pictures are read as sRGB without it",
+            f"{len(profile):,}",
+            error,
+        )
+        return mode, None
+    if wanted in {"RGB", "L"}:
+        levels = np.linspace(0, 255, GRID).round().astype(np.uint8)
+        colours = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
+        colours = np.arange(256, dtype=np.uint8)[None] if wanted == "L" else colours
+        before = Image.fromarray(colours)
+        moved = np.asarray(transform.apply(before)).astype(int) - np.asarray(before.convert("RGB"))
+        if abs(moved).max() <= IS_SRGB:
+            return mode, None
+    return wanted, transform
+
+
+@functools.lru_cache(1)
+def _lab_transform() -> ImageCms.ImageCmsTransform:
+    from PIL import ImageCms
+
+    lab, target = (ImageCms.ImageCmsProfile(ImageCms.createProfile(name)) for name in ("LAB", "sRGB"))
+    return ImageCms.buildTransform(lab, target, "LAB", "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC)

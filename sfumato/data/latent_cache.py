@@ -1,0 +1,390 @@
+"""Latents and embeddings on disk: made once of each picture and each caption, by what they hold.
+
+``cache_dir`` holds
+
+- ``latents_*``: a store (``row_store``) for each autoencoder and size, by the content of pictures;
+- ``prompts_*``: a store for each set of text encoders, by captions (and the content of source images);
+- ``rows_*.npz``: of each data set which row of the stores each of its rows is, with what tells that its files are still
+  those that were encoded;
+- ``files.npy``: digests of files by path, size and times.
+
+So a picture that is replaced is encoded, and the others are not; what was encoded before a process was killed stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.algorithms.device import to_device
+from sfumato.data.bad_rows import BadRows
+from sfumato.data.buckets import OneSize
+from sfumato.data.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows
+from sfumato.data.encoded import (
+    Dataset,
+    EncodedBatch,
+    describe_enlarged,
+    encode_rows,
+    no_framing,
+    no_latents,
+    not_finite_error,
+)
+from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
+from sfumato.data.file_digests import FileDigests, Stat, signature_of, stat_of
+from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.image_text import PairDataset
+from sfumato.data.loader import IndexBatch
+from sfumato.data.pictures import File, Picture, is_enlarged
+from sfumato.data.row_store import RowStore, RowWriter
+from sfumato.data.stored import digest_of, make_cache_folder
+from sfumato.errors import DataError
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.conditioning import Conditioning
+from sfumato.parallel.finite import finite_rows
+
+LAYOUT = 2
+"""Raise it when rows are stored in another way."""
+
+OLD_LAYOUT = re.compile(r"[0-9a-f]{20}(\.tmp\d+)?")
+"""Names of folders of a layout that is not used any more."""
+
+UNUSED_BYTES = 2**20
+"""Rows of fewer bytes that nobody uses are not worth a word."""
+
+READERS = 16
+"""Files whose content is hashed at a time."""
+
+Watch = Callable[[Iterable[int], int], Iterable[int]]
+
+
+class LatentCache:
+    """The latents and embeddings of a dataset, mapped into memory."""
+
+    def __init__(
+        self, dataset: Dataset, model: DiffusionModel, latents: RowStore, prompts: RowStore, rows: DatasetRows
+    ) -> None:
+        """Finds the rows of a dataset in stores that have all of them."""
+        self.device, self.size = model.device, dataset.size[:2]
+        self.bad_rows = rows.bad_rows
+        self._latents, self._prompts = latents, prompts
+        self._latent_of = latents.positions(rows.latents)
+        self._prompt_of, self._negative_of = prompts.positions(rows.prompts), prompts.positions(rows.negatives)
+        self._own_negative, self._nothing = model.takes_image, int(prompts.positions([rows.nothing])[0])
+        known = latents.tensors.get("latents")
+        empty = no_latents(dataset, model).cpu() if known is None else torch.zeros_like(known[0])
+        self._placeholder = empty[None], no_framing(dataset)[None]
+
+    def __len__(self) -> int:
+        return len(self._latent_of)
+
+    @property
+    def framing(self) -> torch.Tensor:
+        """As of ``EncodedBatch``, of all rows that could be read."""
+        rows = self._latent_of[self._latent_of >= 0]
+        return self._latents.tensors["framing"][torch.from_numpy(rows)] if len(rows) else self._placeholder[1][:0]
+
+    def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        """The rows that could be read when the cache was made. Raises DataError when they are not finite."""
+        return self.encode(self.read(index_batch))
+
+    def read(self, index_batch: IndexBatch) -> EncodedBatch:
+        """The first half of ``batch``: gathers rows in CPU memory, in any thread."""
+        usable = [place for place, index in enumerate(index_batch.indices) if self._latent_of[index] >= 0]
+        rows = np.array([index_batch.indices[place] for place in usable], np.int64)
+        if usable:
+            latent_of = torch.from_numpy(self._latent_of[rows])
+            latents, framing = self._latents.tensors["latents"][latent_of], self._latents.tensors["framing"][latent_of]
+            prompt_of, negative_of = self._prompt_of[rows], self._negative_of[rows]
+        else:  # zeros with the empty prompt
+            latents, framing = self._placeholder
+            prompt_of = negative_of = np.array([self._nothing])
+        conditioning = Conditioning(
+            {name: tensor[torch.from_numpy(prompt_of)] for name, tensor in self._prompts.tensors.items()},
+            {
+                name: tensor[torch.from_numpy(negative_of if self._own_negative else np.array([self._nothing]))]
+                for name, tensor in self._prompts.tensors.items()
+            },
+            self._own_negative,
+        )
+        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
+            raise DataError(
+                f"damaged latent cache: {self._latents.folder} or {self._prompts.folder} holds NaN or infinite values; "
+                "delete its folder"
+            )
+        sample_ids = [index_batch.sample_ids[place] for place in usable or [0]]
+        return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing)
+
+    def encode(self, read: EncodedBatch) -> EncodedBatch:
+        """The second half of ``batch``: brings them to the device."""
+        latents, conditioning = to_device(read.latents, self.device), read.conditioning.to(self.device)
+        return replace(read, latents=latents, conditioning=conditioning)
+
+
+def open_cache(
+    cache_dir: str | Path,
+    dataset: Dataset,
+    model: DiffusionModel,
+    bad_rows: BadRows,
+    batch_size: int | None = None,
+    watch: Watch | None = None,
+    encoders: EncoderIdentity | None = None,
+) -> LatentCache:
+    """Opens the cache of a dataset and a model, after encoding what it has not of its pictures and captions.
+
+    A process that finds another one at it waits.
+
+    Args:
+        cache_dir: folder of all caches.
+        dataset, model: what is encoded, and by what.
+        bad_rows: what to do with broken rows.
+        batch_size: images or videos encoded together; None is 64 frames. What was encoded is on disk after each batch.
+        watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
+        encoders: what ``identify_encoders`` gave, so that several caches need it only once.
+
+    Raises:
+        DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
+    """
+    folder = Path(cache_dir)
+    make_cache_folder(folder)
+    encoders = encoders or identify_encoders(model)
+    size = [*dataset.size[:2]]
+    settings = [] if isinstance(dataset, GlyphDataset) else dataset.settings
+    latents = folder / f"latents_{digest_of([LAYOUT, encoders.latents, settings, size])}"
+    prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
+    rows_file = folder / f"rows_{digest_of([_place(dataset), latents.name, prompts.name])}.npz"
+    batch_size = batch_size or max(64 // dataset.size[2], 1)
+    stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+    if rows is None:  # one that is whole is only read, whoever else adds to it
+        with _locked(folder):
+            stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+            if rows is None:
+                rows = _Builder(dataset, model, bad_rows, *stores).build(rows_file, batch_size, watch)
+                stores, _ = _open_whole(latents, prompts, rows_file, dataset)
+            _say_unused(folder, stores, bad_rows.say)
+    cache = LatentCache(dataset, model, *stores, rows)
+    for index, message in cache.bad_rows:
+        bad_rows.add(dataset.describe(index), DataError(message))
+    enlarged = int(is_enlarged(cache.framing, dataset.size).sum())
+    if enlarged:
+        bad_rows.say(describe_enlarged(enlarged, cache.framing[..., 0].numel(), dataset.size))
+    return cache
+
+
+def _open_whole(
+    latents: Path, prompts: Path, rows_file: Path, dataset: Dataset
+) -> tuple[tuple[RowStore, RowStore], DatasetRows | None]:
+    """Both stores, and the rows of a dataset where all are in them and its files are still those."""
+    stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
+    return stores, load_rows(rows_file, dataset, *stores)
+
+
+class _Builder:
+    """Encodes what stores have not of a dataset."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        model: DiffusionModel,
+        bad_rows: BadRows,
+        latents: RowStore,
+        prompts: RowStore,
+    ) -> None:
+        self._dataset, self._model, self._bad_rows = dataset, model, bad_rows
+        self._digests = FileDigests(latents.folder.parent / "files.npy")
+        self._num_before = len(latents)
+        self._latents, self._prompts = latents.key_set, prompts.key_set
+        self._latent_writer, self._prompt_writer = RowWriter(latents), RowWriter(prompts)
+        self._stats: dict[int, list[tuple[str, Stat | None]]] = {}
+        """Files of the rows of a batch, before they were read."""
+        self._num_encoded = 0
+        """Pictures, videos or pairs that were not there before."""
+
+    def build(self, rows_file: Path, batch_size: int, watch: Watch | None) -> DatasetRows:
+        """Encodes what is missing, and writes which rows are the dataset's."""
+        dataset, started = self._dataset, time.time_ns()
+        before = dataset.fingerprint()
+        try:
+            rows = self._encode_all(batch_size, watch)
+        finally:
+            self._digests.save()
+        signature, is_settled = signature_of(rows.paths, started)
+        rows.save(rows_file, f"{before} {signature}" if is_settled else "")
+        if self._num_before:
+            self._bad_rows.say(f"{rows_file.parent}: {self._num_encoded:,} of {len(dataset):,} rows were encoded anew")
+        return rows
+
+    def _encode_all(self, batch_size: int, watch: Watch | None) -> DatasetRows:
+        """Encodes and writes batch by batch."""
+        model, dataset, count = self._model, self._dataset, len(self._dataset)
+        model.forget_prompts()
+        blank = model.blank_images(1, *dataset.size[:2])
+        nothing = RowKeys(NOTHING, b"blank" if blank else b"", "")
+        if nothing.prompt not in self._prompts:
+            self._embed({nothing.prompt: ("", blank[0] if blank else None)})
+        rows = DatasetRows([NOTHING] * count, [NOTHING] * count, [NOTHING] * count, nothing.prompt, [], [])
+        rows.paths += [] if isinstance(dataset, GlyphDataset) else map(str, dataset.tables())
+        starts = range(0, count, batch_size)
+        with ThreadPoolExecutor(READERS) as pool:
+            for start in watch(starts, len(starts)) if watch else starts:
+                indices = range(start, min(start + batch_size, count))
+                keys = self._read_keys(indices, rows, pool)
+                self._encode({index: key for index, key in keys.items() if not self._has(key)}, rows)
+                for index, key in keys.items():
+                    if self._has(key):
+                        rows.latents[index], rows.prompts[index], rows.negatives[index] = key.as_tuple()
+        rows.bad_rows.sort()
+        rows.paths = [*dict.fromkeys(rows.paths)]
+        return rows
+
+    def _has(self, key: RowKeys) -> bool:
+        latents, *prompts = key.as_tuple()
+        return latents in self._latents and self._prompts.issuperset(prompts)
+
+    def _read_keys(self, indices: range, rows: DatasetRows, pool: ThreadPoolExecutor) -> dict[int, RowKeys]:
+        """Keys of some rows; rows that are broken are missing and noted."""
+        dataset, with_source = self._dataset, self._model.takes_image
+        if isinstance(dataset, GlyphDataset):
+            made = {index: digest_16(dataset.fingerprint(), index) for index in indices}
+            source = {index: key if with_source else b"" for index, key in made.items()}
+            return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in made.items()}
+        files: dict[int, list[File]] = {}
+        self._stats = {}
+        captions: dict[int, str] = {}
+        for index in indices:  # here, since a table need not know threads
+            try:
+                files[index], captions[index] = dataset.files(index, with_source), dataset.caption(index)
+                paths = [str(file) for file in files[index] if isinstance(file, Path)]
+                paths += dataset.paths(index) if dataset.size[2] > 1 else []  # folders of frames among them
+                self._stats[index] = [(path, stat_of(path)) for path in paths]
+                rows.paths += paths
+            except DataError as error:
+                rows.paths += dataset.paths(index)
+                self._leave_out(index, error, rows)
+        keys: dict[int, RowKeys] = {}
+        for (index, found), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
+            if isinstance(digests, OSError):
+                self._leave_out(index, DataError(f"{dataset.describe(index)}: {digests}"), rows)
+                continue
+            has_source = with_source and dataset.has_source(index)
+            pictures = digests[:-1] if has_source else digests
+            source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
+            keys[index] = RowKeys(digest_16(len(found), *pictures), source, captions[index])
+        return keys
+
+    def _digest(self, files: list[File]) -> list[bytes] | OSError:
+        try:
+            return [self._digests[file] for file in files]
+        except OSError as error:
+            return error
+
+    def _encode(self, keys: dict[int, RowKeys], rows: DatasetRows) -> None:
+        """Encodes some rows, a picture or caption that several have once, and writes them."""
+        dataset, model = self._dataset, self._model
+        pictures: dict[int, Picture] = {}
+        wanted: dict[bytes, tuple[str, np.ndarray | None]] = {}
+        for index, key in keys.items():
+            try:
+                picture = dataset.picture(index)
+                source = dataset.source(index, picture.pixels) if model.takes_image else None
+                self._check_stayed(index)
+                pictures[index] = picture
+            except DataError as error:
+                self._leave_out(index, error, rows)
+                continue
+            wanted |= {key.prompt: (key.caption, source), key.negative: ("", source)}
+        keys = {index: key for index, key in keys.items() if index in pictures}
+        bad = self._embed({key: prompt for key, prompt in wanted.items() if key not in self._prompts})
+        new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
+        new = dict(reversed(new.items()))
+        if new:
+            latents = encode_rows(dataset, model, torch.stack([pictures[index].pixels for index in new.values()]))
+            framing = torch.stack([pictures[index].framing for index in new.values()])
+            is_finite = finite_rows(latents).cpu()
+            bad |= {key for key, good in zip(new, is_finite.tolist(), strict=True) if not good}
+            written = [key for key in new if key not in bad]
+            self._latent_writer.append(written, {"latents": latents[is_finite], "framing": framing[is_finite]})
+            self._latents.update(written)
+            self._num_encoded += len(written)
+        for index, key in keys.items():
+            if bad.intersection(key.as_tuple()):
+                self._leave_out(index, not_finite_error(dataset, index), rows)
+
+    def _check_stayed(self, index: int) -> None:
+        """Raises DataError when a file of a row is not the one of which the key was made."""
+        for path, stat in self._stats.get(index, []):
+            if stat_of(path) != stat:
+                raise DataError(f"{self._dataset.describe(index)}: {path} changed while it was read: start again")
+
+    def _embed(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
+        """Embeds prompts with their source images and writes them. Returns the keys of those that are not finite."""
+        if not prompts:
+            return set()
+        sources = [source for _, source in prompts.values()] if self._model.takes_image else None
+        embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors
+        self._model.forget_prompts()
+        is_finite = finite_rows(*embedded.values()).cpu()
+        written = [key for key, good in zip(prompts, is_finite.tolist(), strict=True) if good]
+        self._prompt_writer.append(written, {name: tensor.cpu()[is_finite] for name, tensor in embedded.items()})
+        self._prompts.update(written)
+        return {*prompts} - {*written}
+
+    def _leave_out(self, index: int, error: DataError, rows: DatasetRows) -> None:
+        self._bad_rows.add(self._dataset.describe(index), error)
+        rows.bad_rows.append((index, str(error)))
+
+
+def _place(dataset: Dataset) -> list[Any]:
+    """Which data set it is among those of a cache folder, whatever its files hold now."""
+    if isinstance(dataset, GlyphDataset):
+        return [dataset.fingerprint()]
+    if isinstance(dataset, OneSize):
+        return [*_place(dataset.dataset), dataset.size]
+    sides = dataset.sides if isinstance(dataset, PairDataset) else [dataset]
+    configs = [side.config for side in sides]
+    return [[str(Path(str(config.train_path)).resolve()), config.image_key, config.text_key] for config in configs]
+
+
+def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
+    """Says how much of a cache folder no data set here uses any more, and how to remove it."""
+    used: set[bytes] = set()
+    for store in stores:
+        if len(store) * store.row_bytes < UNUSED_BYTES:
+            continue
+        used = used or {key for path in folder.glob("rows_*.npz") for key in keys_of_rows(path)}
+        num_unused = sum(key not in used for key in store.keys.tolist())
+        size = num_unused * store.row_bytes
+        if size > UNUSED_BYTES:
+            say(
+                f"{num_unused:,} of {len(store):,} rows in {store.folder} ({size / 2**20:,.0f} MiB) are of pictures or "
+                "captions that no data set of this cache has any more: delete the folder to make room; what is needed "
+                "is then encoded again"
+            )
+    others = [path for path in sorted(folder.iterdir()) if path.is_dir() and OLD_LAYOUT.fullmatch(path.name)]
+    if others:
+        size = sum(file.stat().st_size for path in others for file in path.rglob("*") if file.is_file())
+        say(
+            f"{folder} holds {len(others)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not used: "
+            f"delete them: {', '.join(path.name for path in others[:3])}{', ...' if len(others) > 3 else ''}"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time is inside. The system opens the lock when a process is killed."""
+    try:
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {folder}/lock: {error.strerror}, and not all is cached") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

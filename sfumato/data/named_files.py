@@ -1,0 +1,102 @@
+"""Files and folders that a configuration names besides its data, and what they hold: models, rewards, templates.
+
+Only what a task reads counts: weights, configurations and source files, sampled where they are large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+NAMES = {"path", "teacher", "projector", "image_tokenizer", "chat_template"}
+"""Fields that name a file or folder, besides those whose names end in ``_path``."""
+
+SKIPPED = ("data.train_path", "data.eval_path", "train.", "model.tokenizer_path", "model.config_path")
+"""What is compared otherwise, or does not matter: data, tokens, where a run writes."""
+
+READ = {".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".yaml"}
+"""Endings of the files of a model's folder that count."""
+
+UNREAD = {"generation_config.json", "README.md"}
+"""Of these those that do not change what a model computes."""
+
+DENOISERS = {"transformer", "transformer_2", "unet"}
+"""Folders of a diffusers pipeline whose weights are trained."""
+
+WITH_REFERENCE = ("algorithm", "dpo", "kto")
+"""Sections of tasks that compare the trained model with that which they began with."""
+
+BEGINNING = "model.model_path (weights that the run began with)"
+"""The field of weights that are trained themselves: a checkpoint has them all."""
+
+SOURCE = "(its source)"
+"""Ends the field of a function of the user's, whose file may change."""
+
+
+def content_of_named_files(config: BaseModel, content_of_file: Callable[[Path], str]) -> dict[str, str]:
+    """Digests by the fields that name the files.
+
+    Args:
+        config: of a task.
+        content_of_file: the digest of a file.
+    """
+    own = os.path.realpath(getattr(config.train, "output_dir", ""))  # type: ignore[attr-defined]
+    content: dict[str, str] = {}
+    for name, value in _named(config, ""):
+        path = Path(value.rpartition(":")[0] if name.endswith(".path") else value)
+        if name.startswith(SKIPPED) or not value or os.path.realpath(path).startswith(f"{own}{os.sep}"):
+            continue  # a run's own export changes with it
+        if path.is_file():
+            content[f"{name} {SOURCE}" if name.endswith(".path") else name] = content_of_file(path)
+        elif path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.suffix in READ and file.name not in UNREAD]
+            trained = [file for file in files if name == "model.model_path" and _is_trained(file, path, config)]
+            fixed = [file for file in files if file not in trained]
+            is_language_model = name == "model.model_path" and not (path / "model_index.json").is_file()
+            if is_language_model:  # whose tokens have a field of their own
+                fixed = [file for file in fixed if file.suffix == ".safetensors"]
+            for field, listed in ((name, fixed), (BEGINNING, trained)):
+                if listed:
+                    content[field] = _digest(listed, path, content_of_file)
+    return content
+
+
+def _is_trained(file: Path, folder: Path, config: BaseModel) -> bool:
+    """Whether a checkpoint holds what a file of the model's folder holds, and nothing else needs it."""
+    has_adapter = getattr(getattr(config, "model", None), "lora", None) is not None
+    if has_adapter or any(hasattr(config, name) for name in WITH_REFERENCE):
+        return False
+    is_pipeline = (folder / "model_index.json").is_file()
+    return file.suffix == ".safetensors" and (not is_pipeline or file.parent.name in DENOISERS)
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Fields that name files, with their values."""
+    if isinstance(value, BaseModel):
+        parts: Mapping[str, Any] = {field: getattr(value, field) for field in type(value).model_fields}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, list | tuple):
+        parts = dict(enumerate(value))  # type: ignore[arg-type]
+    else:
+        last = name.rpartition(".")[2]
+        if isinstance(value, str) and (last.endswith("_path") or last in NAMES):
+            yield name, value
+        return
+    for key, part in parts.items():
+        yield from _named(part, f"{name}.{key}" if name else str(key))
+
+
+def _digest(files: list[Path], folder: Path, content_of_file: Callable[[Path], str]) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    for file in files:
+        digest.update(f"{file.relative_to(folder)} {content_of_file(file)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,243 @@
+"""Folders of pictures as people have them: every ending that is read, any captions, and what is left out is named."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.data.image_text import ImageTextDataset, open_image_text
+from sfumato.data.picture_folder import visible_files
+from sfumato.data.pictures import IMAGE_ENDINGS, check_fit
+from sfumato.data.prompts import FileSource
+from sfumato.data.rows import open_rows
+from sfumato.errors import DataError
+
+KINDS = {
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".jpe": "JPEG",
+    ".jfif": "JPEG",
+    ".tif": "TIFF",
+    ".dib": "BMP",
+    ".apng": "PNG",
+}
+
+
+def content(kind: str = "PNG", shade: int = 90) -> bytes:
+    Image.fromarray(np.full((16, 16, 3), shade, np.uint8)).save(file := io.BytesIO(), kind)
+    return file.getvalue()
+
+
+def opened(path: Path, said: list[str], **more: Any) -> ImageTextDataset:
+    config = ImageTextDataConfig(train_path=str(path), height=16, width=16, **more)
+    dataset = open_image_text(config, 0, said.append)
+    assert isinstance(dataset, ImageTextDataset)
+    return dataset
+
+
+def test_every_ending_that_is_read_is_taken_and_what_is_hidden_is_not(tmp_path: Path) -> None:
+    names = [f"{number}{ending}" for number, ending in enumerate(sorted(IMAGE_ENDINGS))]
+    names += ["UPPER.JPG", "Mixed.Png", "sub/deeper/a b c.webp"]
+    hidden = [".ipynb_checkpoints/0-checkpoint.png", "._0.png", "__MACOSX/0.png", ".thumbnails/1.jpg", "@eaDir/0.png"]
+    for name in names + hidden:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = KINDS.get(path.suffix.lower(), path.suffix[1:].upper())
+        path.write_bytes(content("JPEG" if kind == "JPG" else kind))
+        path.with_suffix(".txt").write_text(f"caption of {name}")
+    said: list[str] = []
+    dataset = opened(tmp_path, said)
+    assert {dataset.caption(index) for index in range(len(dataset))} == {f"caption of {name}" for name in names}
+    assert all(dataset.pixels(index).shape == (3, 16, 16) for index in range(len(dataset))) and said == []
+
+
+def test_captions_come_in_several_forms(tmp_path: Path) -> None:
+    captions = {
+        "bom.txt": b"\xef\xbb\xbfwith a mark",
+        "crlf.txt": b"two\r\nlines\r\n",
+        "loud.TXT": b"upper case",
+        "kohya.caption": b"of kohya",
+        "table.json": b'{"caption": "of img2dataset", "width": 3}',
+        "own.json": b'{"caption": "no", "text": "of the column"}',
+    }
+    for name, caption in captions.items():
+        (tmp_path / name).write_bytes(caption)
+        (tmp_path / name).with_suffix(".png").write_bytes(content())
+    composed, apart = unicodedata.normalize("NFC", "Größe é"), unicodedata.normalize("NFD", "Größe é")
+    (tmp_path / f"{apart}.png").write_bytes(content())
+    (tmp_path / f"{composed}.txt").write_text("letters apart")
+    said: list[str] = []
+    dataset = opened(tmp_path, said)
+    found = {Path(dataset.describe(index)).stem: dataset.caption(index) for index in range(len(dataset))}
+    assert found == {
+        "bom": "with a mark",
+        "crlf": "two\nlines",
+        "loud": "upper case",
+        "kohya": "of kohya",
+        "table": "of img2dataset",
+        "own": "of the column",
+        apart: "letters apart",
+    }
+    assert said == []
+    for name, text, message in (
+        ("bom.txt", "", "non-empty text"),
+        ("table.json", "{}", "no caption in any of its fields"),
+    ):
+        (tmp_path / name).write_text(text)
+        dataset = opened(tmp_path, [])
+        index = next(index for index in range(len(dataset)) if Path(name).stem in dataset.describe(index))
+        with pytest.raises(DataError, match=message):
+            dataset.caption(index)
+
+
+def test_what_is_not_used_is_named_once_with_its_number(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.png", "c.jpg", "d.HEIC", "e.svg", "f.mp4"):
+        (tmp_path / name).write_bytes(content())
+    for name in ("a", "c", "d", "lonely", "other"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "notes.md").write_text("no picture")
+    said: list[str] = []
+    dataset = opened(tmp_path, said)
+    assert len(dataset) == 4
+    assert said == [
+        f'{tmp_path}: 1 without a caption, which are broken rows (1 .png): "b.png"',
+        f'{tmp_path}: 3 captions without a picture or video that is read (3 .txt): "d.txt", "lonely.txt", "other.txt"',
+        f"{tmp_path}: 3 pictures or videos of kinds that are not read here (1 .heic, 1 .svg, 1 .mp4): "
+        '"d.HEIC", "e.svg", "f.mp4"',
+        f"{tmp_path}: 2 pictures that share their caption with another of the same name (1 .jpg, 1 .png): "
+        '"c.jpg", "c.png"',
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "in folders"])
+def test_tables_of_hugging_faces_image_folders_and_pictures_that_they_do_not_name(tmp_path: Path, kind: str) -> None:
+    for name in ("train/a.png", "test/b.png", "c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content())
+    table = pyarrow.table({"file_name": ["train/a.png", "test/b.png"], "text": ["a", "b"]})
+    if kind == "jsonl":
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+    elif kind == "csv":
+        pyarrow.csv.write_csv(table, tmp_path / "metadata.csv")
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "metadata.parquet")
+    else:
+        for row in table.to_pylist():
+            folder, name = row["file_name"].split("/")
+            (tmp_path / folder / "metadata.jsonl").write_text(json.dumps({"file_name": name, "text": row["text"]}))
+    said: list[str] = []
+    dataset = opened(tmp_path, said)
+    assert sorted(dataset.caption(index) for index in range(len(dataset))) == ["a", "b"]
+    assert all(dataset.pixels(index).shape == (3, 16, 16) for index in range(2))
+    assert said == [f'{tmp_path}: 1 pictures that its table does not name (1 .png): "c.png"']
+
+
+def test_links_to_folders_are_followed_once_and_links_to_files_are_files(tmp_path: Path) -> None:
+    (tmp_path / "data" / "inside").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for path in (tmp_path / "data" / "a.png", tmp_path / "elsewhere" / "b.png"):
+        path.write_bytes(content())
+        path.with_suffix(".txt").write_text(path.stem)
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "inside" / "round").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "c.png").symlink_to(tmp_path / "elsewhere" / "b.png")
+    (tmp_path / "data" / "c.txt").write_text("c")
+    assert [path.name for path in visible_files(tmp_path / "data") if path.suffix == ".png"] == [
+        "a.png",
+        "c.png",
+        "b.png",
+    ]
+    dataset = opened(tmp_path / "data", said := [])
+    assert [dataset.caption(index) for index in range(3)] == ["a", "c", "b"] and said == []
+
+
+def test_base64_and_data_urls_in_a_column_are_pictures(tmp_path: Path) -> None:
+    blob = content("JPEG", 120)
+    text = base64.b64encode(blob).decode()
+    lines = "\n".join(text[start : start + 76] for start in range(0, len(text), 76))
+    safe = base64.urlsafe_b64encode(blob).decode()
+    (tmp_path / "a b.jpg").write_bytes(blob)
+    values = [text, lines, safe, f"data:image/jpeg;base64,{text}", f"file://{tmp_path}/a%20b.jpg", "a b.jpg"]
+    rows = [{"image": value, "text": "x"} for value in values]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = opened(tmp_path / "rows.jsonl", [])
+    pixels = [dataset.pixels(index) for index in range(len(rows))]
+    assert all((each == pixels[-1]).all() for each in pixels)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x" * 360_984, "column 'image' holds 360,984 letters, which are no path and no base64"),
+        ("data:image/png;base64," + "!" * 50_000, "no valid base64"),
+        ("https://example.org/" + "a" * 50_000, "images are not downloaded"),
+        ("data:image/png;base64," + base64.b64encode(b"no picture" * 5_000).decode(), "it is no PNG"),
+        ({"bytes": None, "path": None}, "column 'image' holds no image path or bytes"),
+        (17, "column 'image' holds no image path or bytes"),
+    ],
+)
+def test_what_is_no_picture_gives_a_short_error(tmp_path: Path, value: Any, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": value, "text": "x"}))
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path / "rows.jsonl", []).pixels(0)
+    assert message in str(caught.value) and "line 1" in str(caught.value) and len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "value", [["word " * 9_000], "word " * 9_000, {"a": "b" * 9_000}, list(range(9_000)), "\x00" * 9_000]
+)
+def test_long_values_of_any_kind_are_shortened_in_errors(value: Any) -> None:
+    message = str(
+        DataError(f"rows.jsonl, line 3: column 'text' must be a non-empty text, not {value!r} (data.text_key)")
+    )
+    assert len(message) < 3_500 and "letters" in message
+    assert message.startswith("rows.jsonl, line 3") and message.endswith("(data.text_key)")
+    whole = f"a path of {'/'.join(['folder'] * 40)}, and 'quoted' words\nin lines " + "of words " * 100
+    assert str(DataError(whole)) == whole
+    apart = "the model's column 'a' " + "has words between " * 40 + "and 'b' isn't " + "there " * 90 + "it's 'c'"
+    assert str(DataError(apart)) == apart, "what stands between two values is none"
+
+
+@pytest.mark.parametrize(
+    ("size", "crop", "message"),
+    [
+        ((1, 1), "center", "enlarged 64 times"),
+        ((30, 20_000), "center", "0.1% would be shown"),
+        ((20_000, 30), "none", "0.1% would be left"),
+        ((6, 640), "center", "enlarged 11 times"),
+        ((64, 64), "center", None),
+        ((32, 48), "none", None),
+        ((7, 60), "center", None),
+        ((8_000, 900), "center", None),
+    ],
+)
+def test_pictures_of_which_little_would_be_seen_are_broken_rows(
+    tmp_path: Path, size: tuple[int, int], crop: Any, message: str | None
+) -> None:
+    if message is None:
+        check_fit(size, 64, 64, crop, "row 1")
+        return
+    with pytest.raises(DataError, match=rf"row 1: a picture of {size[0]} x {size[1]} pixels .*{message}"):
+        check_fit(size, 64, 64, crop, "row 1")
+    Image.new("RGB", size[::-1]).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("x")
+    config = ImageTextDataConfig(train_path=str(tmp_path), height=64, width=64, crop=crop)
+    with pytest.raises(DataError, match=rf"a\.png: a picture of {size[0]} x {size[1]} pixels"):
+        ImageTextDataset(config).pixels(0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"source_image": "a.png", "prompt": "x"}))
+    if crop == "center":  # the source image of a prompt
+        rows = open_rows(tmp_path / "rows.jsonl", "prompt", "data.train_path")
+        with pytest.raises(DataError, match=rf"line 1: a picture of {size[0]} x {size[1]} pixels"):
+            FileSource(rows, 0, "source_image").read(64, 64)
