@@ -64,6 +64,9 @@ class DiffusionModel(FrozenParts):
             max_sequence_length: tokens of the longest text encoder.
             autocast_dtype: dtype of the denoiser's forward pass under autocast; None leaves autocast off.
             source: the folder that the pipeline was loaded from, if any.
+
+        Raises:
+            ConfigError: when the pipeline's scheduler is not one that can be followed.
         """
         super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
@@ -74,6 +77,7 @@ class DiffusionModel(FrozenParts):
         self.mesh: Mesh | None = None
         self._plain_class: type[nn.Module] | None = None
         self._dropout: DropoutKeys | None = None
+        self.check_scheduler()
 
     @classmethod
     def pipeline_type(cls) -> Any:
@@ -110,6 +114,9 @@ class DiffusionModel(FrozenParts):
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
+
+    def check_scheduler(self) -> None:
+        """Raises ConfigError when the pipeline's scheduler says what training or sampling would not follow."""
 
     def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The first latents, of standard normal ``noise`` ``[B, *latent_shape]`` and the first noise level ``[]``."""

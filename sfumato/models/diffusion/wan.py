@@ -7,7 +7,6 @@ module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``): a f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import VideoLatents, check_size
+from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -46,7 +45,7 @@ ALMOST_ONE = 2e-6
 """UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
 
 
-class Wan(VideoLatents):
+class Wan(VideoLatents, FlowSchedule):
     """Text to video."""
 
     pipeline_class: ClassVar[str] = "WanPipeline"
@@ -54,6 +53,7 @@ class Wan(VideoLatents):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
     further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
     caches_steps: ClassVar[bool] = True
+    knows_size: ClassVar[bool] = False
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
     sections: ClassVar[tuple[str, ...]] = (
         "transformer",
@@ -66,7 +66,7 @@ class Wan(VideoLatents):
     """The sections of a description."""
 
     def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs, or an unknown scheduler."""
+        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs."""
         self.guidance_scale_2: float | None = None
         """Guidance at the low noise levels of two transformers; None is that of the high ones, as in the pipeline."""
         first, second = pipeline.transformer, pipeline.transformer_2
@@ -80,9 +80,6 @@ class Wan(VideoLatents):
             pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
             self.caches_steps = False  # type: ignore[misc]
-        settings = pipeline.scheduler.config
-        if not settings.get("use_flow_sigmas") and "FlowMatch" not in type(pipeline.scheduler).__name__:
-            raise ConfigError(f"{type(pipeline.scheduler).__name__} needs use_flow_sigmas: Wan is a flow model")
         super().__init__(pipeline, *args, **kwargs)
 
     @classmethod
@@ -169,15 +166,8 @@ class Wan(VideoLatents):
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(num_steps)
-        sigmas = scheduler.sigmas.to(torch.float32)
+        sigmas = super().sigmas(num_steps, latent_shape)
         return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
-
-    @property
-    def shift(self) -> float:
-        settings = self.pipeline.scheduler.config
-        return float(settings["flow_shift"] if settings.get("use_flow_sigmas") else settings["shift"])
 
     def set_second_guidance(self, scale: float) -> None:
         if not isinstance(self.denoiser, WanPair):
@@ -188,16 +178,13 @@ class Wan(VideoLatents):
         pair = self.denoiser
         if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
             return scale
-        scales = torch.where(self._timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
+        scales = torch.where(self.timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
         return scales.reshape(-1, 1, 1, 1, 1)
-
-    def _timestep(self, sigma: Tensor) -> Tensor:
-        return sigma * self.pipeline.scheduler.config.num_train_timesteps
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.denoiser(
             hidden_states=latents,
-            timestep=self._timestep(sigma.to(latents.device)),
+            timestep=self.timestep(sigma.to(latents.device)),
             encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
             return_dict=False,
         )[0]
@@ -269,7 +256,7 @@ class WanImageToVideo(Wan):
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
-        timestep = self._timestep(sigma.to(latents.device))
+        timestep = self.timestep(sigma.to(latents.device))
         expands = self.pipeline.config.expand_timesteps
         if not expands and condition.shape[2:] != latents.shape[2:]:
             raise ValueError(
