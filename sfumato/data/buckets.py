@@ -15,7 +15,7 @@ import torch
 
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.image_text import ImageTextDataset, PairDataset, nearest_size
-from sfumato.data.pictures import File, read_size
+from sfumato.data.pictures import File, Picture, read_size
 from sfumato.data.stored import digest_of, make_cache_folder
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank
@@ -76,9 +76,13 @@ class OneSize:
         return self.dataset.caption(int(self.indices[index]))
 
     def pixels(self, index: int) -> torch.Tensor:
+        """As of the dataset. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
         """As of the dataset. Raises DataError also when the image is of another bucket than before the run."""
-        found = self.dataset.pixels(int(self.indices[index]))
-        if tuple(found.shape[-2:]) != self.size[:2]:
+        found = self.dataset.picture(int(self.indices[index]))
+        if tuple(found.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(
                 f"{self.describe(index)}: the image has another size than when it was sorted into a bucket: start the "
                 "run again, and where data.cache_dir has sizes of images, remove that file"

@@ -45,6 +45,9 @@ class EncodedBatch:
     compute together."""
     size: tuple[int, int]
     """Height and width of the images in pixels."""
+    framing: torch.Tensor | None = None
+    """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled, and
+    the rows and columns of the scaled image that were cut off at the top and left. None where nobody knows them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class ReadRows:
     """Source images, uint8 ``[H, W, 3]``; None where they were not asked for."""
     broken: list[tuple[str, DataError]]
     """File and row, and what is wrong."""
+    framing: torch.Tensor | None = None
+    """See ``EncodedBatch``."""
 
     def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
         """Pixels and sample ids, or None. ``bad_rows`` takes note of broken rows, or raises their DataError."""
@@ -73,21 +78,24 @@ def read_rows(
     dataset: Dataset, index_batch: IndexBatch, with_captions: bool = False, with_sources: bool = False
 ) -> ReadRows:
     """Reads the images of a batch; rows that are broken are left out and named."""
-    pixels, found = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
+    pictures, found = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
         try:
-            row, caption = dataset.pixels(index), dataset.caption(index) if with_captions else ""
-            source = dataset.source(index, row) if with_sources else None
+            picture, caption = dataset.picture(index), dataset.caption(index) if with_captions else ""
+            source = dataset.source(index, picture.pixels) if with_sources else None
         except DataError as error:
             found.broken.append((dataset.describe(index), error))
             continue
-        pixels.append(row)
+        pictures.append(picture)
         found.sample_ids.append(sample_id)
         if with_captions:
             found.captions.append(caption)
         if source is not None:
             found.sources.append(source)
-    return replace(found, pixels=torch.stack(pixels)) if pixels else found
+    if not pictures:
+        return found
+    pixels = torch.stack([picture.pixels for picture in pictures])
+    return replace(found, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
 
 
 def read_pixels(
@@ -133,15 +141,16 @@ class OnlineEncoder:
         if rows is None:
             latents = no_latents(self.dataset, self.model)[None]
             nothing = embed_nothing(self.model, self.dataset.size)
-            return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], 0, self.size)
+            framing = no_framing(self.dataset)[None]
+            return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], 0, self.size, framing)
         pixels, sample_ids = rows
         conditioning = self.model.encode_prompts(read.captions, images=read.sources)
         latents = encode_rows(self.dataset, self.model, pixels)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
-            found = EncodedBatch(latents, conditioning, sample_ids, 0, self.size)
+            found = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
             return self._without(found, index_batch, is_finite.tolist())
-        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size)
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing)
 
     def _without(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
         """The rows that are finite; where none is, the first as a placeholder of zeros."""
@@ -158,6 +167,7 @@ class OnlineEncoder:
             [batch.sample_ids[row] for row in kept],
             len(rows),
             self.size,
+            None if batch.framing is None else batch.framing[kept],
         )
 
 
@@ -176,14 +186,20 @@ def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -
     return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
+def no_framing(dataset: Dataset) -> torch.Tensor:
+    """``Picture.framing`` in the place of that of a row that is broken."""
+    framing = torch.tensor([*dataset.size[:2], 0, 0], dtype=torch.int32)
+    return framing.expand(2, 4) if dataset.is_paired else framing
+
+
 def no_latents(dataset: Dataset, model: DiffusionModel) -> torch.Tensor:
     """Zeros in the place of the latents of a row that is broken."""
     pair = (2,) if dataset.is_paired else ()
     return torch.zeros(*pair, *model.latent_shape(*dataset.size), device=model.device)
 
 
-OF_ROWS = ("latents", "captions", "negatives")
-"""What a cache holds of each row: latents, the number of its embedding, and with a source image of its negative."""
+OF_ROWS = ("latents", "framing", "captions", "negatives")
+"""What a cache holds of each row: latents, ``EncodedBatch.framing``, the number of its embedding, and with a source image of its negative."""
 
 
 class LatentCache:
@@ -221,7 +237,8 @@ class LatentCache:
         latents = self._tensors["latents"][rows]
         if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
             raise DataError(f"damaged latent cache: {self.folder} holds NaN or infinite values; delete its folder")
-        return EncodedBatch(latents, conditioning, sample_ids, num_images, self.size)
+        framing = self._tensors["framing"][rows]
+        return EncodedBatch(latents, conditioning, sample_ids, num_images, self.size, framing)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
         """The second half of ``batch``: brings them to the device."""
@@ -283,12 +300,12 @@ def _build(
     broken = []
     for start in watch(starts, len(starts)):
         indices = range(start, min(start + batch_size, len(dataset)))
-        images, captions, sources = {}, {}, {}
+        images, framings, captions, sources = {}, {}, {}, {}
         for index in indices:
             try:
-                pixels, caption = dataset.pixels(index), dataset.caption(index)
-                sources[index] = dataset.source(index, pixels) if model.takes_image else None
-                images[index], captions[index] = pixels, caption
+                picture, caption = dataset.picture(index), dataset.caption(index)
+                sources[index] = dataset.source(index, picture.pixels) if model.takes_image else None
+                images[index], framings[index], captions[index] = *picture, caption
             except DataError as error:
                 bad_rows.add(dataset.describe(index), error)
                 broken.append((index, str(error)))
@@ -319,6 +336,7 @@ def _build(
             writer.add({"captions": torch.tensor(number)})
             if model.takes_image:
                 writer.add({"negatives": torch.tensor(0 if row is None else number_of["", digests[index]])})
+            writer.add({"framing": no_framing(dataset) if row is None else framings[index]})
             writer.add({"latents": empty if row is None else latents[row]})
     writer.close({"bad_rows": broken})
 

@@ -15,6 +15,7 @@ import torch
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.sections import GlyphConfig
+from sfumato.data.pictures import Picture
 from sfumato.errors import ConfigError, DataError
 
 MOST_DRAWS = 10_000
@@ -47,6 +48,12 @@ class GlyphDataset:
         """Image ``index``: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``."""
         word, generator = self._word(index)
         return self._render([word], generator)[0]
+
+    def picture(self, index: int) -> Picture:
+        """As of ``ImageTextDataset``: words are rendered in their size, and nothing is cut off."""
+        pixels = self.pixels(index)
+        framing = torch.tensor([*self.size[:2], 0, 0], dtype=torch.int32)
+        return Picture(pixels, framing.expand(2, 4) if self.is_paired else framing)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """The first frame of a video; for an image, another word: uint8 ``[height, width, 3]``."""

@@ -20,9 +20,11 @@ from sfumato.data.pictures import (
     VERSION,
     VIDEO_ENDINGS,
     File,
+    Picture,
     find_file,
     find_frames,
     fitted,
+    framing_of,
     read_frames,
     read_image,
 )
@@ -127,8 +129,12 @@ class ImageTextDataset:
         row = self.rows[index]
         return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
 
-    def pixels(self, index: int, size: tuple[int, int] | None = None) -> torch.Tensor:
-        """Image of a row: uint8 ``[3, height, width]``; a video of several frames: ``[3, frames, height, width]``.
+    def pixels(self, index: int) -> torch.Tensor:
+        """``Picture.pixels`` of a row. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int, size: tuple[int, int] | None = None) -> Picture:
+        """Image or video of a row, and which part of it is shown.
 
         Args:
             index: of the row.
@@ -142,11 +148,12 @@ class ImageTextDataset:
         if num_frames == 1:
             image = read_image(find_file(row, key, folder, where), where)
             sizes = self.config.sizes
-            pixels = self._fitted(image, size or sizes[nearest_size(image.height, image.width, sizes)])
-            return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame, self.size[:2]) for frame in frames]))
-        return video.permute(3, 0, 1, 2).contiguous()
+            size = size or sizes[nearest_size(image.height, image.width, sizes)]
+            pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
+            return Picture(pixels, self._framing(image, size))
+        frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
+        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """The image that a row's own is made from: uint8 ``[height, width, 3]``.
@@ -178,7 +185,11 @@ class ImageTextDataset:
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
         size = self.size[:2]
-        return self._examples(count, lambda index: (self.caption(index), self.source(index, self.pixels(index, size))))
+
+        def edit(index: int) -> tuple[str, np.ndarray]:
+            return self.caption(index), self.source(index, self.picture(index, size).pixels)
+
+        return self._examples(count, edit)
 
     def fingerprint(self) -> str:
         """Identifies the images, for caches: the source with its size and time, and how it is read.
@@ -208,6 +219,9 @@ class ImageTextDataset:
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
         return fitted(image, *size, self.config.crop)
+
+    def _framing(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+        return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)
 
 
 def open_image_text(config: ImageTextDataConfig, seed: int) -> ImageTextDataset | GlyphDataset:
@@ -265,7 +279,11 @@ class PairDataset:
         return self.sides[0].file(self.indices[index])
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Both images, the better one first: uint8 ``[2, 3, height, width]``; videos ``[2, 3, frames, height, width]``.
+        """``Picture.pixels`` of both. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
+        """Both images or videos, the better one first.
 
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
@@ -275,12 +293,12 @@ class PairDataset:
             raise label
         if label not in (0, 1):
             raise DataError(f"{where}: column {self.config.label_key!r} must be a number, not {label!r}")
-        first = self.sides[0].pixels(row)
-        second = self.sides[1].pixels(row, tuple(first.shape[-2:]))
-        images = [first, second] if label else [second, first]
-        if torch.equal(*images):
+        first = self.sides[0].picture(row)
+        second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
+        if torch.equal(first.pixels, second.pixels):
             raise DataError(f"{where}: both images are the same")
-        return torch.stack(images)
+        pair = [first, second] if label else [second, first]
+        return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same files become other pixels, so that stored latents are not used any more."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -41,6 +42,15 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, Ar
 
 File = Path | bytes
 """Where a picture comes from: a path, or what such a file holds."""
+
+
+class Picture(NamedTuple):
+    """What is read of a row of images or videos."""
+
+    pixels: Tensor
+    """uint8 ``[3, height, width]``; of a video of several frames ``[3, frames, height, width]``, of pairs ``[2, ...]``."""
+    framing: Tensor
+    """int32 ``[4]``, of pairs ``[2, 4]``: what ``framing_of`` says of the image, or of the first frame."""
 
 
 def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
@@ -156,6 +166,23 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
     else:
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     return np.array(image)
+
+
+def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "center") -> tuple[int, int, int, int]:
+    """Which part of a picture ``fitted`` shows, as SDXL is conditioned on it.
+
+    Args:
+        size: height and width of the picture, upright, before it is scaled.
+        height, width, crop: see ``fitted``.
+
+    Returns:
+        Original height and width, and the rows and columns of the scaled picture that are cut off at the top and left.
+    """
+    if crop != "center":
+        return (*size, 0, 0)
+    scale = max(height / size[0], width / size[1])
+    top, left = (round((side * scale - kept) / 2) for side, kept in zip(size, (height, width), strict=True))
+    return (*size, top, left)
 
 
 def as_png(image: Image.Image) -> bytes:

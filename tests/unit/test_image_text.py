@@ -371,8 +371,8 @@ def test_pictures_of_the_next_steps_are_read_in_a_thread_and_broken_rows_count_a
     path = write_rows(tmp_path, 16, row1={"image": "gone.png", "text": "x"})
     data, batches = open_images(path, height=16, width=16), [IndexBatch([row], [row]) for row in range(16)]
     encoder, threads = OnlineEncoder(data, model, BadRows(0, print)), []
-    pixels = data.pixels
-    data.pixels = lambda row: (threads.append(threading.current_thread()), pixels(row))[1]
+    picture_of = data.picture
+    data.picture = lambda row: (threads.append(threading.current_thread()), picture_of(row))[1]
     steps = read_ahead(encoder.read, ((step, [batch]) for step, batch in enumerate(batches)))
     step, (read,) = next(steps)
     wanted = OnlineEncoder(open_images(path, height=16, width=16), model, silent()).batch(batches[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data.pictures import check_image, find_file, find_frames, fitted, read_frames, read_image
+from sfumato.data.pictures import check_image, find_file, find_frames, fitted, framing_of, read_frames, read_image
 from sfumato.errors import DataError
 
 SHADES = np.arange(0, 240, 20, dtype=np.uint8)
@@ -110,3 +110,13 @@ def test_an_image_is_cut_or_stretched_to_its_size() -> None:
     image = Image.fromarray(wide)
     assert (fitted(image, 10, 10) == 255).all()
     assert 0 < fitted(image, 10, 10, "none").mean() < 128
+
+
+@pytest.mark.parametrize("size", [(10, 40), (40, 10), (37, 53), (16, 16), (200, 301)])
+def test_the_framing_is_where_the_cut_picture_lies_in_the_scaled_one(size: tuple[int, int]) -> None:
+    """Against diffusers' training script of SDXL: the shorter side is scaled, and the middle is cut out."""
+    found = framing_of(size, 16, 24)
+    scale = max(16 / size[0], 24 / size[1])
+    expected = [max(0, round((side * scale - target) / 2)) for side, target in zip(size, (16, 24), strict=True)]
+    assert found == (*size, *expected) and 0 in found[2:]
+    assert framing_of(size, 16, 24, "none") == (*size, 0, 0)
