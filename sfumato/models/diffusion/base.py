@@ -126,6 +126,16 @@ class DiffusionModel(FrozenParts):
         """Noise levels for training, of drawn numbers ``[B]`` in [0, 1]: of a schedule where a model has its own."""
         return sigma
 
+    def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
+        """Conditioning of B rows that says how large the images were and what of them is shown, where a model is told.
+
+        Args:
+            conditioning: B rows.
+            framing: int32 ``[B, 4]``: height and width before the image was scaled, and the rows and columns of the
+                scaled image that were cut off at the top and left; None where nobody knows.
+        """
+        return conditioning
+
     def loss_weight(self, sigma: Tensor) -> Tensor:
         """Weight of a sample's squared error of the velocity ``[B]``: not 1 for a network that predicts noise."""
         return torch.ones_like(sigma)

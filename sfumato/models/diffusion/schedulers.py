@@ -208,8 +208,8 @@ def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[Any
         if value not in allowed:
             named = " or ".join(map(repr, allowed))
             raise ConfigError(
-                f"the scheduler {type(scheduler).__name__} needs {field} {named}; {value!r} is not known here: set it in "
-                f"{FILE}, if the model was trained so"
+                f"the scheduler {type(scheduler).__name__} needs {field} {named}; {value!r} is not known here: set it "
+                f"in {FILE}, if the model was trained so"
             )
 
 

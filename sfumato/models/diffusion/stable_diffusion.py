@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sfumato.algorithms.device import to_device
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.latents import KLLatents
 from sfumato.models.diffusion.schedulers import as_ddim, check_unet_scheduler, unet_levels, unet_sigmas, unet_start
 from sfumato.models.diffusion.scratch import (
@@ -228,7 +231,7 @@ class StableDiffusion(KLLatents):
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Stable Diffusion XL: two text encoders, a pooled embedding, and the size of the image as a condition."""
+    """Stable Diffusion XL: two text encoders, a pooled embedding, and size and crop of the image as conditions."""
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
@@ -269,8 +272,22 @@ class StableDiffusionXL(StableDiffusion):
             pooled = torch.where(given[:, None], pooled, 0)
         return {"prompt_embeds": embeds, "pooled": pooled}
 
+    def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
+        if framing is None:
+            return conditioning
+        tensors = {**conditioning.tensors, "framing": to_device(framing, self.device)}
+        return replace(conditioning, tensors=tensors)
+
     def _added_conditions(self, latents: Tensor, embeddings: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """The pooled embedding, and six numbers of each image: its original size, where it was cut, the size made.
+
+        In training those of the picture, as in diffusers' train_text_to_image_sdxl.py; what is drawn is as large as it
+        was, and whole, as in the pipeline.
+        """
         factor = self.pipeline.vae_scale_factor
         size = [latents.shape[-2] * factor, latents.shape[-1] * factor]
-        times = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)  # original, crop, target
-        return {"text_embeds": embeddings["pooled"].float(), "time_ids": times.expand(len(latents), -1)}
+        drawn = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)
+        times = drawn.expand(len(latents), -1)
+        if "framing" in embeddings:
+            times = torch.cat([embeddings["framing"].to(times), times[:, 4:]], dim=1)
+        return {"text_embeds": embeddings["pooled"].float(), "time_ids": times}
