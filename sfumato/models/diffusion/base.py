@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
+from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
@@ -249,6 +250,10 @@ class DiffusionModel(FrozenParts):
         """The diffusers modules that a denoiser consists of, by their names in the pipeline."""
         return {self.denoiser_name: denoiser}
 
+    def comfyui_name(self, layer: str) -> str:
+        """ComfyUI's name of a layer of the denoiser that has an adapter; that of diffusers where it knows this one."""
+        return layer
+
     def set_denoiser(self, denoiser: nn.Module) -> None:
         """Puts another module in the denoiser's place."""
         setattr(self.pipeline, self.denoiser_name, denoiser)
@@ -369,6 +374,9 @@ class DiffusionModel(FrozenParts):
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it.
 
+        ComfyUI reads the same file, or where it does not know diffusers' names one beside it
+        (``sfumato.models.diffusion.adapter_files``). DoRA is for diffusers alone: versions of ComfyUI differ in it.
+
         That of a second transformer goes to ``transformer_2`` below, a file of its own, which diffusers reads with
         ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
         """
@@ -378,9 +386,18 @@ class DiffusionModel(FrozenParts):
         for name, plain in parts.items():
             prefix = f"{name}." if len(parts) > 1 else ""
             own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
-            given = {f"{self.denoiser_name}_lora_layers": get_peft_model_state_dict(plain, own)}
-            given[f"{self.denoiser_name}_lora_adapter_metadata"] = self._adapters["default"].to_dict()
-            self.pipeline.save_lora_weights(folder if name == self.denoiser_name else folder / name, **given)
+            target = folder if name == self.denoiser_name else folder / name
+            layers, adapter = get_peft_model_state_dict(plain, own), self._adapters["default"]
+            folded, described = fold_scale(layers, adapter)
+            given = {f"{self.denoiser_name}_lora_layers": folded}
+            given[f"{self.denoiser_name}_lora_adapter_metadata"] = described
+            self.pipeline.save_lora_weights(target, **given)
+            if adapter.use_dora:
+                self.say(
+                    f"{target}: adapters of variant dora are for diffusers; for others export a whole model (--merge)"
+                )
+            elif self.comfyui_name("x") != "x":
+                save_for_comfyui(target, layers, adapter, self.comfyui_name)
 
 
 def read_pipeline_class(folder: Path) -> str:

@@ -221,6 +221,10 @@ class StableDiffusion(KLLatents):
         """What else the UNet is conditioned on, by its names."""
         return None
 
+    def comfyui_name(self, layer: str) -> str:
+        """kohya's name, which diffusers reads, too."""
+        return f"lora_unet_{layer.replace('.', '_')}"
+
     def parallelize(self, mesh: Any, config: Any) -> None:
         if mesh.layout.cp > 1:
             raise ConfigError(

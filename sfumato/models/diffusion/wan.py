@@ -41,6 +41,28 @@ PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": T
 TEXT_TOKENS = 512
 """Where image embeddings stand in front of the text, diffusers takes the last so many tokens for the text."""
 
+COMFYUI_NAMES = {
+    ".attn1.": ".self_attn.",
+    ".attn2.": ".cross_attn.",
+    ".add_k_proj": ".k_img",
+    ".add_v_proj": ".v_img",
+    ".to_q": ".q",
+    ".to_k": ".k",
+    ".to_v": ".v",
+    ".to_out.0": ".o",
+    ".ffn.net.0.proj": ".ffn.0",
+    ".ffn.net.2": ".ffn.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "proj_out": "head.head",
+}
+"""Parts of layers' names in diffusers, and those that the model was published with, which ComfyUI has."""
+
 ALMOST_ONE = 2e-6
 """UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
 
@@ -124,6 +146,11 @@ class Wan(VideoLatents, FlowSchedule):
 
     def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
         return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
+
+    def comfyui_name(self, layer: str) -> str:
+        for name, published in COMFYUI_NAMES.items():
+            layer = layer.replace(name, published)
+        return f"diffusion_model.{layer}"
 
     @property
     def _network(self) -> nn.Module:
