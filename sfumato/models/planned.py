@@ -19,7 +19,8 @@ from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
 from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
+from sfumato.models.diffusion.folder_parts import component_class
+from sfumato.models.diffusion.load import DTYPES, family_of, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings, check_sighted
 from sfumato.models.language_parts import freeze, read_model_config
@@ -440,7 +441,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
             given[name] = build_on_meta(make)
     try:
         return pipeline_type.from_pretrained(folder, local_files_only=True, use_safetensors=True, **given)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 
 

@@ -43,6 +43,8 @@ class FrozenParts(ABC):
     """Text encoders, which can be freed when all prompts are embedded."""
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
     """What makes latents of pixels, and pixels of latents."""
+    optional_parts: ClassVar[tuple[str, ...]] = ()
+    """Encoders that a pipeline may be without."""
     prompt_tokenizer: ClassVar[str] = "tokenizer"
     """The pipeline's tokenizer for the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
@@ -64,6 +66,13 @@ class FrozenParts(ABC):
         """Remembered embeddings by prompt and digest of its image, empty without one."""
         for component in self.components.values():
             component.requires_grad_(False).eval()
+
+    @classmethod
+    def needed_parts(cls, index: dict[str, Any]) -> list[str]:
+        """Parts besides the denoiser that a folder with this model_index.json must have."""
+        names = [name for name in (*cls.encoder_names, *cls.autoencoder_names) if name not in cls.optional_parts]
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in names if name.startswith("text_encoder")]
+        return [*names, *(name for name in ("scheduler", *tokenizers) if name in index)]
 
     @abstractmethod
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ class KLLatents(DiffusionModel):
 
     def _latent_scale(self, like: Tensor) -> tuple[Any, Any]:
         """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
-        return self.pipeline.vae.config.shift_factor, self.pipeline.vae.config.scaling_factor
+        return self.pipeline.vae.config.shift_factor or 0.0, self.pipeline.vae.config.scaling_factor
 
 
 class VideoLatents(DiffusionModel):

@@ -34,6 +34,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS  # flow_grpo scripts/train_sd3.py
     caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:

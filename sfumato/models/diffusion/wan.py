@@ -243,7 +243,17 @@ class WanImageToVideo(Wan):
     pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
     takes_image: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
+    optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
     sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``Wan``. Raises ConfigError also when the transformer needs an image encoder and there is none."""
+        super().__init__(pipeline, *args, **kwargs)
+        if self._network.config.image_dim is not None and pipeline.image_encoder is None:
+            raise ConfigError(
+                f"{self.pipeline_class}: the transformer takes what an image encoder sees (image_dim), and there is no "
+                "image_encoder: take a whole pipeline"
+            )
 
     @classmethod
     def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
