@@ -77,7 +77,7 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> N
                 f"model.model_path {folder}: model_index.json says null of {name}, which diffusers does not read: "
                 "write [null, null]"
             )
-    missing = [name for name in needed if not has_part(index, name)]
+    missing = [name for name in needed if index.get(name) is None or index[name] == [None, None]]
     if missing:
         raise ConfigError(
             f"model.model_path {folder}: {index.get('_class_name')} needs {', '.join(missing)}, which model_index.json "
