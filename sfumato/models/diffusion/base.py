@@ -6,6 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens, D features
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import shutil
 from abc import abstractmethod
@@ -86,6 +87,14 @@ class DiffusionModel(FrozenParts):
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def needed_parts(cls) -> list[str]:
+        """Parts besides the denoiser that a pipeline folder must have, of those that its class takes."""
+        names = [name for name in (*cls.encoder_names, *cls.autoencoder_names) if name not in cls.optional_parts]
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in names if name.startswith("text_encoder")]
+        taken = inspect.signature(cls.pipeline_type().__init__).parameters
+        return [name for name in (*names, "scheduler", *tokenizers) if name in taken]
 
     @classmethod
     @abstractmethod

@@ -67,13 +67,6 @@ class FrozenParts(ABC):
         for component in self.components.values():
             component.requires_grad_(False).eval()
 
-    @classmethod
-    def needed_parts(cls, index: dict[str, Any]) -> list[str]:
-        """Parts besides the denoiser that a folder with this model_index.json must have."""
-        names = [name for name in (*cls.encoder_names, *cls.autoencoder_names) if name not in cls.optional_parts]
-        tokenizers = [name.replace("text_encoder", "tokenizer") for name in names if name.startswith("text_encoder")]
-        return [*names, *(name for name in ("scheduler", *tokenizers) if name in index)]
-
     @abstractmethod
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""

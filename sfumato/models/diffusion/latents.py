@@ -13,11 +13,7 @@ from torch import Tensor
 
 from sfumato.algorithms.device import to_device
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.schedulers import check_flow_scheduler, flow_shift, flow_sigmas
-
-PATCH = 2
-"""Latent pixels along each side of a token."""
-
+from sfumato.models.diffusion.schedulers import LARGEST_SHIFT, PATCH, check_flow_scheduler, flow_shift, flow_sigmas
 
 PIXELS_AT_ONCE = 8 * 512 * 512
 """Pixels that an autoencoder makes or takes at a time: eight images of 512 x 512."""
@@ -144,7 +140,7 @@ class VideoLatents(DiffusionModel):
 class FlowSchedule(DiffusionModel):
     """Flow models: noise levels of training and sampling follow from one reading of the pipeline's scheduler."""
 
-    largest_shift: ClassVar[float] = 1.15
+    largest_shift: ClassVar[float] = LARGEST_SHIFT
     """What the pipeline takes for ``max_shift`` of a dynamic shift where the scheduler does not say it."""
     knows_size: ClassVar[bool] = True
     """The pipeline tells its scheduler how large an image is, which a dynamic shift needs."""
@@ -157,22 +153,23 @@ class FlowSchedule(DiffusionModel):
         """The pipeline gives the scheduler noise levels before the shift, and not only their number."""
         return False
 
-    def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Tokens of an image, which a dynamic shift follows."""
-        return num_tokens(latent_shape)
+    @property
+    def patch(self) -> int:
+        """Latent pixels along each side of a token, whose number a dynamic shift follows."""
+        return PATCH
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        tokens = self.num_tokens(latent_shape)
-        return flow_sigmas(self.pipeline.scheduler, num_steps, tokens, self.largest_shift, self.gives_sigmas)
+        settings = {"patch": self.patch, "largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape, **settings)
 
     @property
     def shift(self) -> float:
         """That of the largest image which the scheduler was made for."""
-        largest = self.pipeline.scheduler.config.get("max_image_seq_len", 4096)
-        return flow_shift(self.pipeline.scheduler, largest, self.largest_shift)
+        return flow_shift(self.pipeline.scheduler, largest_shift=self.largest_shift)
 
     def shift_at(self, latent_shape: Sequence[int]) -> float:
-        return flow_shift(self.pipeline.scheduler, self.num_tokens(latent_shape), self.largest_shift)
+        settings = {"patch": self.patch, "largest_shift": self.largest_shift}
+        return flow_shift(self.pipeline.scheduler, latent_shape, **settings)
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """The scheduler's timestep of noise levels ``[B]``."""

@@ -77,7 +77,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
             )
         family = known[pipeline_class]
     if config.config_path is None:
-        check_parts(folder, index, family.needed_parts(index))
+        check_parts(folder, index, family.needed_parts())
     if config.max_sequence_length < family.shortest_prompt:
         raise ConfigError(
             f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,12 @@ UNET_NEEDED = {
 
 FILE = "scheduler/scheduler_config.json"
 
+PATCH = 2
+"""Latent pixels along each side of a token, where a family has no other patches."""
+
+LARGEST_SHIFT = 1.15
+"""What most pipelines take for ``max_shift`` of a dynamic shift where the scheduler does not say it."""
+
 
 def settings_of(scheduler: Any) -> dict[str, Any]:
     """The fields that a scheduler's class has, as they are set: its file may hold those of other classes besides."""
@@ -213,13 +219,22 @@ def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[Any
             )
 
 
-def flow_sigmas(scheduler: Any, num_steps: int, tokens: int, largest_shift: float, gives_sigmas: bool) -> Tensor:
+def flow_sigmas(
+    scheduler: Any,
+    num_steps: int,
+    latent_shape: Sequence[int],
+    *,
+    patch: int = PATCH,
+    largest_shift: float = LARGEST_SHIFT,
+    gives_sigmas: bool = True,
+) -> Tensor:
     """Noise levels of a trajectory of a flow model, from 1, or where a schedule begins, to 0.
 
     Args:
         scheduler: that ``check_flow_scheduler`` takes; it stays as it is.
         num_steps: n.
-        tokens: of the image, which a dynamic shift follows.
+        latent_shape: of the image, whose size a dynamic shift follows.
+        patch: latent pixels along each side of a token.
         largest_shift: see ``dynamic_shift``.
         gives_sigmas: the pipeline gives 1, 1 - 1/n, ... 1/n to be shifted, where the scheduler takes them, and not n.
 
@@ -232,7 +247,7 @@ def flow_sigmas(scheduler: Any, num_steps: int, tokens: int, largest_shift: floa
     if gives_sigmas and num_steps == 1:  # shift or none, and shift_terminal would divide by zero
         return torch.tensor([1.0, 0.0])
     if settings.get("use_dynamic_shifting"):
-        given["mu"] = dynamic_shift(scheduler, tokens, largest_shift)
+        given["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
     if gives_sigmas and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **given)
     else:
@@ -240,15 +255,24 @@ def flow_sigmas(scheduler: Any, num_steps: int, tokens: int, largest_shift: floa
     return scheduler.sigmas.to(torch.float32)
 
 
-def flow_shift(scheduler: Any, tokens: int, largest_shift: float) -> float:
+def flow_shift(
+    scheduler: Any,
+    latent_shape: Sequence[int] | None = None,
+    *,
+    patch: int = PATCH,
+    largest_shift: float = LARGEST_SHIFT,
+) -> float:
     """The factor s of the scheduler's shift of an image, sigma -> s sigma / (1 + (s - 1) sigma).
 
     Args:
-        scheduler, tokens, largest_shift: as for ``flow_sigmas``.
+        scheduler, patch, largest_shift: as for ``flow_sigmas``.
+        latent_shape: of the image; None is the largest that the scheduler was made for.
     """
     settings = settings_of(scheduler)
     if not settings.get("use_dynamic_shifting"):
         return float(settings["flow_shift"] if "flow_shift" in settings else settings["shift"])
+    largest = scheduler.config.get("max_image_seq_len", 4096)
+    tokens = largest if latent_shape is None else _num_tokens(latent_shape, patch)
     mu = dynamic_shift(scheduler, tokens, largest_shift)
     return mu if settings["time_shift_type"] == "linear" else math.exp(mu)
 
@@ -264,6 +288,10 @@ def dynamic_shift(scheduler: Any, tokens: int, largest_shift: float) -> float:
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
     settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
     return float(calculate_shift(tokens, **settings))
+
+
+def _num_tokens(latent_shape: Sequence[int], patch: int) -> int:
+    return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
 
 def _as_euler(scheduler: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -119,9 +118,9 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        patch = self.pipeline.patch_size
-        return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+    @property
+    def patch(self) -> int:
+        return self.pipeline.patch_size
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
