@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.flow_matching import flow_matching_loss
-from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
@@ -20,7 +19,7 @@ from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.folder_parts import component_class
-from sfumato.models.diffusion.load import DTYPES, family_of, read_index
+from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings, check_sighted
 from sfumato.models.language_parts import freeze, read_model_config
@@ -296,7 +295,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
     """
     dtype, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
-        description = read_yaml(config.config_path)
+        description = read_description(config.config_path)
         try:
             pipeline = build_on_meta(lambda: family.build(description, seed=0))
         except (ValueError, TypeError, KeyError) as error:

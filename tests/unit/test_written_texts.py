@@ -14,7 +14,11 @@ from sfumato.config.base import Section, Variant
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import dump_config, load_config, parse_overrides, read_yaml
 from sfumato.config.paths import FilePath
+from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
+from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.planned import diffusion_model_on_meta
+from tests import tiny_families
 from tests.tiny import tiny_dit_config, write_config
 
 
@@ -142,6 +146,15 @@ def test_aliases_and_merged_mappings_are_texts_as_well(tmp_path: Path) -> None:
     content = "text: &word no\ntexts: [*word, on]\nanything: &more {name: off}\ninner:\n  <<: *more\n"
     found = load(content, tmp_path)
     assert (found.text, found.texts, found.inner.name) == ("no", ["no", "on"], "off")
+
+
+def test_words_of_a_described_tokenizer_are_texts(tmp_path: Path) -> None:
+    description = tiny_families.tiny_sd3() | {"tokenizer": {"words": ["WORD", "007", "write"], "max_length": 8}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(description).replace("WORD", "no").replace("'007'", "007"))
+    model = build_diffusion_model(ModelConfig(config_path=str(tmp_path / "tiny.yaml"), max_sequence_length=7))
+    vocabulary = model.pipeline.tokenizer.get_vocab()
+    assert {"no</w>", "007</w>", "write</w>"} <= vocabulary.keys()
+    assert diffusion_model_on_meta(ModelConfig(config_path=str(tmp_path / "tiny.yaml"), max_sequence_length=7), "no")
 
 
 def test_mixed_precision_can_be_no(tmp_path: Path) -> None:

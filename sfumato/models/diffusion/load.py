@@ -188,10 +188,19 @@ def build_diffusion_model(
     return model
 
 
+def read_description(path: str) -> dict[str, Any]:
+    """A description of a pipeline; words of its tokenizer are texts, whatever YAML makes of them."""
+    description, written = read_yaml(path), read_yaml(path, as_written=True)
+    tokens = description.get("tokenizer")
+    if isinstance(tokens, dict) and isinstance(tokens.get("words"), list):
+        tokens["words"] = written["tokenizer"]["words"]
+    return description
+
+
 def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], Any]:
     frozen, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
-        description = read_yaml(config.config_path)
+        description = read_description(config.config_path)
         trained = (family.denoiser_name, *family.further_denoisers) if config.lora is None else ()
         try:
             pipeline = family.build(description, seed)
