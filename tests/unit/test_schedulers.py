@@ -100,6 +100,7 @@ def test_settings_of_flow_matching_give_the_samples_of_the_pipeline(name: str, s
         ("sd3", "DPMSolverMultistepScheduler", {**FLOW, "flow_shift": 2.0}),
         ("flux", "UniPCMultistepScheduler", {**FLOW, "use_dynamic_shifting": True}),
         ("flux", "DPMSolverMultistepScheduler", {**FLOW, "use_dynamic_shifting": True}),
+        ("qwen_image", "UniPCMultistepScheduler", {**FLOW, "use_dynamic_shifting": True}),
         ("wan", "DPMSolverSinglestepScheduler", {**FLOW, "flow_shift": 3.0}),
         ("wan", "UniPCMultistepScheduler", {**FLOW, "use_karras_sigmas": True}),
         ("wan", EULER, {"shift": 5.0}),
