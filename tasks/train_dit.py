@@ -122,7 +122,7 @@ def denoising_losses(
     sigma = model.training_sigma(to_device(drawn, model.device))
     noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
-    conditioning = batch.conditioning.without_prompt(dropped)
+    conditioning = model.with_framing(batch.conditioning, batch.framing).without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
     return flow_matching_loss(velocity, batch.latents, noise) * model.loss_weight(sigma)
 

@@ -162,10 +162,11 @@ def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoCo
         conditioning = conditioning.without_prompt(dropped)
     levels = model.training_sigma(to_device(drawn, model.device)).repeat_interleave(2)[:, None]
     pair_ids = torch.tensor(ids).repeat_interleave(2)
+    framing = None if batch.framing is None else batch.framing.flatten(0, 1)  # of both images
     return predict_noised(
         policies,
         FinalSamples(batch.latents.flatten(0, 1), levels, noise_ids=pair_ids, group_ids=pair_ids),
-        conditioning.repeat_interleave(2),
+        model.with_framing(conditioning.repeat_interleave(2), framing),
         compared={"reference"},
         guidance_scale=1.0,
         reference_guidance_scale=None,

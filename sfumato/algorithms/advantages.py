@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LARGEST = 1e100
+"""Largest magnitude of a reward: deviations of larger ones would be infinite, and advantages 0 whatever they are."""
+
+
 @dataclass(frozen=True)
 class Advantages:
     """What ``compute`` of every class of this file returns."""
@@ -70,7 +74,7 @@ class RewardSumAdvantage:
             weights: weight of each component.
 
         Raises:
-            ValueError: when the shapes differ.
+            ValueError: when the shapes differ, or a reward is beyond ``LARGEST``.
         """
         del weights
         return replace(self.of_sums(checked(rewards, group_ids), group_ids), components=components or {})
@@ -209,7 +213,7 @@ class BestWorst(RewardSumAdvantage):
 
     def __post_init__(self) -> None:
         if self.top < 1 or self.bottom < 1:
-            raise ValueError("top and bottom must be at least 1; for the best sample alone use type: best")
+            raise ValueError("top and bottom must be at least 1")
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         whole = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
@@ -273,9 +277,12 @@ def _of_groups(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float |
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Rewards as float64. Raises ValueError when the shapes differ."""
+    """Rewards as float64. Raises ValueError when the shapes differ, or squares of the rewards could overflow."""
     if rewards.shape != group_ids.shape or rewards.ndim != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
+    largest = rewards[torch.isfinite(rewards)].abs().max() if torch.isfinite(rewards).any() else 0.0
+    if largest > LARGEST:
+        raise ValueError(f"a reward is {float(largest):.3g} in magnitude, more than {LARGEST:g}: scale rewards down")
     return rewards.to(torch.float64)
 
 

@@ -149,7 +149,7 @@ class FlowSDE(Dynamics):
 
     def __post_init__(self) -> None:
         if not self.noise_level > 0:
-            raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
+            raise ValueError("noise_level must be above 0: without noise there is no log-probability to learn from")
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt)."""
@@ -190,7 +190,7 @@ class DanceSDE(Dynamics):
 
     def __post_init__(self) -> None:
         if not self.noise_level > 0:
-            raise ValueError("noise_level must be above 0: without noise there is no log-probability; use type: ode")
+            raise ValueError("noise_level must be above 0: without noise there is no log-probability to learn from")
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x + v dt + eta^2 dt (x - (1 - sigma) x0) / (2 sigma^2), S = eta sqrt(-dt), x0 = x - sigma v."""
@@ -212,7 +212,7 @@ class DDIM(Dynamics):
 
     def __post_init__(self) -> None:
         if not 0 < self.eta <= 1:
-            raise ValueError("eta must be above 0 and at most 1: at 0 there is no log-probability; use type: ode")
+            raise ValueError("eta must be above 0 and at most 1: at 0 there is no log-probability to learn from")
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = (1 - sigma') x0 + sqrt(sigma'^2 - rho^2) x1, S = rho.
@@ -240,7 +240,7 @@ class CPS(Dynamics):
     def __post_init__(self) -> None:
         if not 0 < self.noise_level <= 1:
             raise ValueError(
-                "noise_level must be above 0 and at most 1: at 0 there is no log-probability; use type: ode"
+                "noise_level must be above 0 and at most 1: at 0 there is no log-probability to learn from"
             )
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, leaves
 from sfumato.config.help import format_help, inner_section
 from sfumato.config.paths import file_problem
@@ -29,6 +30,10 @@ MAX_DEPTH = 50
 
 MAX_VALUES = 20_000
 """Most values, where one that an alias repeats counts each time."""
+
+
+NO_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null", "timestamp")}
+"""What YAML takes scalars for that stand there without quotes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,8 +62,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping without keys that stand twice."""
+        """A mapping without keys that stand twice; keys are texts, as they are written."""
         seen: set[Hashable] = set()
+        node.value = [(_as_text(key_node), value_node) for key_node, value_node in node.value]
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
@@ -70,6 +76,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _as_text(node: Any) -> Any:
+    """The node of a scalar as one of text, where YAML would take it for something else."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in NO_TEXTS:
+        return node
+    return yaml.ScalarNode("tag:yaml.org,2002:str", node.value, node.start_mark, node.end_mark)
+
+
+class _TextLoader(_Loader):
+    """Every scalar is the text that stands for it."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        return super().construct_object(_as_text(node), deep)
+
+
 _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the float of YAML 1.2
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
@@ -77,12 +97,13 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the f
 )
 
 
-def parse_yaml(text: str, name: str) -> Any:
+def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
     """What a YAML text stands for.
 
     Args:
         text: of one document.
         name: where it is from, for messages.
+        as_written: give each scalar as text; `no` is then not false.
 
     Raises:
         ConfigError: when it is broken, too large, nested too deep, or repeats too much by aliases.
@@ -90,7 +111,7 @@ def parse_yaml(text: str, name: str) -> Any:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{name}: has {len(text):,} characters, more than the {MAX_BYTES:,} that are read")
     try:
-        loader = _Loader(text)
+        loader = (_TextLoader if as_written else _Loader)(text)
         loader.name = name
         return loader.get_single_data()
     except ConfigError:
@@ -119,8 +140,11 @@ DEEPEST = 20
 """Dots in the name of an override."""
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML file that holds a mapping. Raises ConfigError that names the file and the line."""
+def read_yaml(path: str | Path, as_written: bool = False) -> dict[str, Any]:
+    """Reads a YAML file that holds a mapping; ``as_written`` as for ``parse_yaml``.
+
+    Raises ConfigError that names the file and the line.
+    """
     path = Path(path)
     problem = file_problem(path, MAX_BYTES)
     if problem == "does not exist":
@@ -130,7 +154,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if problem is not None:
         raise ConfigError(f"configuration file {path} {problem}")
     try:
-        loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+        loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path), as_written)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read configuration file {path}: {error}") from error
     if loaded is None:
@@ -140,12 +164,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+class Overrides(dict[str, Any]):
+    """A nested mapping of what overrides say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, Any] = {}
+        """The same, with each scalar as the text that stands for it."""
+
+
+def parse_overrides(arguments: list[str]) -> Overrides:
     """Turns ``--a.b value`` and ``--a.b=value`` into a nested mapping; values are read as YAML.
 
     Raises ConfigError for an argument that is no override, or that has no value.
     """
-    overrides: dict[str, Any] = {}
+    overrides = Overrides()
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -164,15 +197,24 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         if name.count(".") > DEEPEST:
             raise ConfigError(f"--{shown}: no field lies {name.count('.')} sections deep")
         parsed = parse_yaml(value, f"the value of --{shown}")
-        target = overrides
+        if isinstance(parsed, str) and _is_plain_line(value):
+            parsed = value.strip()  # in which YAML would take ` #` for the begin of a comment
+        target: dict[str, Any] = overrides
+        written = overrides.written
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents, start=1):
-            target = target.setdefault(parent, {})
+            target, written = target.setdefault(parent, {}), written.setdefault(parent, {})
             if not isinstance(target, dict):
                 above = ".".join(parents[:depth])
                 raise ConfigError(f"--{shown} goes into --{above}, which another override sets to a plain value")
         target[last] = parsed
+        written[last] = parse_yaml(value, f"the value of --{shown}", as_written=True)
     return overrides
+
+
+def _is_plain_line(value: str) -> bool:
+    """Whether the text of an override is one line without YAML's quotes, blocks, anchors and tags."""
+    return "\n" not in value.strip() and value.strip()[:1] not in {"'", '"', "|", ">", "&", "!"}
 
 
 def merge(base: Any, override: Any, path: str = "") -> Any:
@@ -224,6 +266,9 @@ def load_config(
     overrides = overrides or {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
+    written = {} if path is None else read_yaml(path, as_written=True)
+    written = merge(merge(presets, written), getattr(overrides, "written", overrides))
+    merged = with_written_texts(merged, written, schema)
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
     if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
         raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])

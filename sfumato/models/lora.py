@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -80,11 +81,20 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
 
 def refuse_adapter(folder: Path) -> None:
     """Raises ConfigError when a folder that should hold a model holds adapters alone."""
-    if any((folder / name).is_file() for name in FILES):
+    if any((folder / name).is_file() for name in FILES) or any(map(_holds_adapters, folder.glob("*.safetensors"))):
         raise ConfigError(
             f"model.model_path {folder} holds adapters (LoRA), not the model that they belong to: write a whole model "
             "with `sfumato export RUN OUT --merge`, RUN being the folder of the run that made them, and give OUT"
         )
+
+
+def _holds_adapters(file: Path) -> bool:
+    """Whether a file holds low-rank adapters, by the names of its tensors."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return any(".lora_" in name for name in opened.keys())  # noqa: SIM118  (it is no mapping)
+    except (SafetensorError, OSError):
+        return False
 
 
 def language_targets(module: nn.Module) -> list[str]:

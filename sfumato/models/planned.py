@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.flow_matching import flow_matching_loss
-from sfumato.config.load import read_yaml
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
@@ -19,7 +18,8 @@ from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
 from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.load import DTYPES, component_class, family_of, read_index
+from sfumato.models.diffusion.folder_parts import component_class
+from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_settings, check_sighted
 from sfumato.models.language_parts import freeze, read_model_config
@@ -295,7 +295,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
     """
     dtype, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
-        description = read_yaml(config.config_path)
+        description = read_description(config.config_path)
         try:
             pipeline = build_on_meta(lambda: family.build(description, seed=0))
         except (ValueError, TypeError, KeyError) as error:
@@ -440,7 +440,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
             given[name] = build_on_meta(make)
     try:
         return pipeline_type.from_pretrained(folder, local_files_only=True, use_safetensors=True, **given)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 
 

@@ -110,9 +110,14 @@ class PickScore(_ClipReward):
 
 @dataclass(frozen=True, kw_only=True)
 class HpsV2(_ClipReward):
-    """Preference of people for an image given its prompt, by HPSv2: the cosine itself."""
+    """Preference of people for an image given its prompt, by HPSv2: the cosine itself, of the whole image."""
 
     type: ClassVar[str] = "hpsv2"
+
+    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+        """Cosine of each image, scaled to fit whole and not cut as CLIP's are, with its prompt, [B]."""
+        images, prompts = [sample.image for sample in samples], [sample.prompt for sample in samples]
+        return network.cosines(images, prompts, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)

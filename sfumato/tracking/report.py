@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg
+from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import ANSWERS_CSS, answers, folded, in_html
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
@@ -63,6 +64,7 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
         _header(output_dir, metrics, samples, config, ending),
         _headline(metrics, _weights(config)),
         failed_rewards(_read_text(output_dir / "log.txt")),
+        _idle(metrics),
         _signs(metrics),
         _eval_grid(output_dir, samples),
         _curves(metrics | timings),
@@ -194,6 +196,12 @@ def _curves(series: Series) -> str:
         if figures:
             html.append(f'<h3>{group}</h3><div class="curves">{"".join(figures)}</div>')
     return section("Curves", "", "".join(html)) if html else ""
+
+
+def _idle(metrics: Series) -> str:
+    """Whether most iterations learned nothing."""
+    text = idle_summary(metrics)
+    return section("Nothing learned", "", f'<p class="warn">{escape(text)}</p>') if text else ""
 
 
 def _signs(metrics: Series) -> str:

@@ -22,6 +22,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.ending import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
+from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.meters import Meter, StepProfiler, peak_flops
 from sfumato.tracking.progress import Progress, quiet_libraries
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
@@ -83,6 +84,7 @@ class Run:
         self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}
         self._signs_said: set[str] = set()
+        self._idle = IdleIterations()
         self._report_due = 0.0
         self._step_started = time.perf_counter()
 
@@ -181,6 +183,8 @@ class Run:
         if "throughput/tokens_per_s" in rates:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
+        if text := self._idle.note(step, metrics):
+            self.say(text)
 
     def sync(self) -> str:
         """Makes sure that a power failure does not take lines of metrics and timings that were written.
@@ -348,7 +352,7 @@ class Run:
         self.close()
 
     def finish(self) -> None:
-        """Notes that the run has come to its end, and closes it.
+        """Notes that the run has come to its end, says whether it learned anything, and closes it.
 
         Raises:
             CheckpointError: when its last checkpoint, or lines of its metrics, could not be written.
@@ -356,6 +360,8 @@ class Run:
         problem = str(self._owed or "") or self.sync()
         if problem := self.mesh.first(problem, among="world"):
             raise CheckpointError(problem)
+        if self._enabled and (text := idle_summary(series_of(read_jsonl(self.output_dir / "metrics.jsonl")))):
+            self.say(text)
         if self.folder is not None:
             self.folder.finish()
         self.close()

@@ -669,7 +669,7 @@ def declaring_class(cls, name):
 
 @pytest.mark.parametrize(
     ("override", "kind"),
-    [("--train.save_steps true", "integer"), ("--train.lr true", "number"), ("--train.output_dir 5", "string"),
+    [("--train.save_steps true", "integer"), ("--train.lr true", "number"),
      ("--algorithm.dynamics.noise_level true", "number")],
 )  # fmt: skip
 def test_a_value_of_another_type_is_not_converted(override: str, kind: str) -> None:

@@ -110,12 +110,57 @@ def clip_outputs(folder):
 
 
 def test_clip_scores_are_the_published_functions_of_the_cosine(folders):
-    outputs, scale = clip_outputs(folders["clip"])
+    outputs, _ = clip_outputs(folders["clip"])
     logits = outputs.logits_per_image.diagonal()
     assert logits.std() > 0.1
-    expected = {"clip_score": logits / 30, "pickscore": logits / 26, "hpsv2": logits / scale}
+    expected = {"clip_score": logits / 30, "pickscore": logits / 26}
     for name, values in expected.items():
         np.testing.assert_allclose(build(name, folders).score(samples()), values, **TOLERANCE)
+
+
+def fitted_by_pillow(image, size):
+    """ResizeMaxSize of the package hpsv2: the longer side scaled to ``size``, black at both ends of the shorter one."""
+    scale = size / max(image.shape[:2])
+    height, width = (round(side * scale) for side in image.shape[:2])
+    fitted = np.zeros((size, size, 3), np.float32)
+    top, left = (size - height) // 2, (size - width) // 2
+    for channel in range(3):
+        plane = Image.fromarray(image[..., channel].astype(np.float32) / 255)
+        scaled = plane.resize((width, height), Image.Resampling.BICUBIC)
+        fitted[top : top + height, left : left + width, channel] = np.asarray(scaled)
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    return torch.from_numpy((fitted - np.float32(mean)) / np.float32(std)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (64, 40), (64, 64), (21, 55), (8, 300), (5, 9), (32, 32), (32, 17)])
+def test_hpsv2_fits_the_whole_image(shape):
+    from sfumato.rewards.networks.embedder import fit_whole
+
+    image = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    torch.testing.assert_close(fit_whole(image, 32), fitted_by_pillow(image, 32), atol=1e-4, rtol=1e-4)
+
+
+def test_hpsv2_is_the_cosine_of_the_whole_image_with_its_prompt(folders):
+    from transformers import CLIPModel, CLIPTokenizer
+
+    model, batch = CLIPModel.from_pretrained(folders["clip"]).eval(), samples()
+    size = model.config.vision_config.image_size
+    pixels = torch.stack([fitted_by_pillow(each.image, size) for each in batch])
+    tokenizer = CLIPTokenizer.from_pretrained(folders["clip"])
+    tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        outputs = model(pixel_values=pixels, **tokens)
+    expected = outputs.logits_per_image.diagonal() / model.logit_scale.exp()
+    found = build("hpsv2", folders).score(batch)
+    np.testing.assert_allclose(found, expected.detach(), atol=1e-4)
+    wide = np.full((32, 96, 3), 200, np.uint8)
+    edge = wide.copy()
+    edge[:, :16] = 0  # outside of the middle square
+    pair = [Sample(image=image, prompt="blue", group_id=0) for image in (wide, edge)]
+    first, second = build("hpsv2", folders).score(pair)
+    assert abs(first - second) > 1e-4
+    cut = build("clip_score", folders).score(pair)
+    assert cut[0] == cut[1], "CLIP's own preparation sees the middle alone"
 
 
 def test_long_prompts_are_cut_off_and_keep_their_end_token(folders):

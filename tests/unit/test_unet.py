@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
+from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.dynamics import DDIM, EulerODE
 from sfumato.algorithms.flow_matching import add_noise, flow_matching_loss
 from sfumato.algorithms.noise import keyed_normal
+from sfumato.config.dit import FlowConfig, TrainDitDpoConfig
+from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
+from sfumato.data.bad_rows import BadRows
+from sfumato.data.encoded import OnlineEncoder, open_cache
+from sfumato.data.image_text import open_image_pairs, open_image_text
+from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.stable_diffusion import StableDiffusion, StableDiffusionXL
+from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.trajectories import replay_trajectories, sample_trajectories
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
-from tests.tiny import run_task_here, tiny_dit_config, write_config
+from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_dit_dpo_config, write_config
 
 PROMPTS = ['write "AB"', 'write "C"']
 SHAPE = (4, 8, 8)
@@ -238,3 +249,71 @@ def test_the_task_trains_it_by_its_own_loss(tmp_path: Path) -> None:
 def test_videos_are_refused(model: DiffusionModel) -> None:
     with pytest.raises(ValueError, match="single images"):
         model.latent_shape(16, 16, 5)
+
+
+def seen_sizes(model: DiffusionModel, compute: Any) -> torch.Tensor:
+    """The sizes and crops ``[B, 6]`` that the network of XL is told while ``compute`` runs."""
+    seen: list[torch.Tensor] = []
+    hook = model.denoiser.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
+    )
+    compute()
+    hook.remove()
+    return torch.cat(seen)
+
+
+SIZES = [(48, 24), (24, 72), (16, 16), (32, 16)]
+"""Height and width of pictures that are brought to 16 x 16."""
+
+
+def sizes_in_diffusers(height: int, width: int) -> list[int]:
+    """What train_text_to_image_sdxl.py says of a picture whose shorter side is scaled and whose middle is cut out."""
+    scale = 16 / min(height, width)
+    scaled = round(height * scale), round(width * scale)
+    crop = [max(0, round((side - 16) / 2.0)) for side in scaled]
+    return [height, width, *crop, 16, 16]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_xl_is_told_how_large_each_picture_was_and_what_was_cut_off(cached: bool, tmp_path: Path) -> None:
+    model, rows = build(tiny_families.tiny_stable_diffusion_xl()), []
+    for number, size in enumerate(SIZES):
+        pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "text": f"write {number}"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ImageTextDataConfig(train_path=str(tmp_path / "rows.jsonl"), height=16, width=16)
+    data, bad_rows = open_image_text(config, 0), BadRows(0, print)
+    encoder = open_cache(tmp_path / "cache", data, model, bad_rows) if cached else OnlineEncoder(data, model, bad_rows)
+    batch = encoder.batch(IndexBatch([3, 1, 0, 2], [0, 1, 2, 3]))
+    task = load_task("train_dit")
+    seen = seen_sizes(model, lambda: task.denoising_losses(model, batch, FlowConfig(prompt_dropout=0.9), 0, 0))
+    assert seen.tolist() == [sizes_in_diffusers(*SIZES[index]) for index in (3, 1, 0, 2)]
+    conditioning = model.with_framing(batch.conditioning, batch.framing)
+    latents, sigma = torch.zeros(4, *SHAPE), torch.full((4,), 0.5)
+    guided = seen_sizes(model, lambda: model.predict_velocity(latents, sigma, conditioning, 3.0))
+    assert torch.equal(guided, torch.cat([seen, seen])), "both branches are told"
+    drawn = seen_sizes(model, lambda: sample(model, 2, guidance_scale=2.0))
+    assert (drawn == torch.tensor([16.0, 16, 0, 0, 16, 16])).all(), "what is drawn is whole"
+
+
+def test_both_pictures_of_a_pair_have_their_own_size_in_xl(tmp_path: Path) -> None:
+    model, rows = build(tiny_families.tiny_stable_diffusion_xl()), []
+    for number in range(2):
+        names = []
+        for side, size in enumerate(SIZES[number : number + 2]):
+            pixels = np.random.default_rng(2 * number + side).integers(0, 256, (*size, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / f"{number}_{side}.png")
+            names.append(f"{number}_{side}.png")
+        rows.append({"prompt": "write", "better": names[0], "worse": names[1]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"text_key": "prompt", "chosen_key": "better", "rejected_key": "worse", "label_key": None}
+    config = PairDataConfig(train_path=str(tmp_path / "rows.jsonl"), height=16, width=16, **keys)
+    data = open_image_pairs(config, 0, print)
+    batch = OnlineEncoder(data, model, BadRows(0, print)).batch(IndexBatch([0, 1], [0, 1]))
+    settings = tiny_dit_dpo_config(tmp_path, data=config.model_dump(mode="json"))
+    task, policies = load_task("train_dit_dpo"), Policies(model, {"reference": FROZEN})
+    dpo = TrainDitDpoConfig.model_validate({name: part for name, part in settings.items() if name != "eval"})
+    seen = seen_sizes(model, lambda: task.predict_pairs(policies, batch, dpo, 0))
+    pairs = [SIZES[index] for index in (0, 1, 1, 2)]
+    assert seen[-4:].tolist() == [sizes_in_diffusers(*size) for size in pairs]

@@ -6,6 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens, D features
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import shutil
 from abc import abstractmethod
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
+from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, start_magnitudes
@@ -64,6 +66,9 @@ class DiffusionModel(FrozenParts):
             max_sequence_length: tokens of the longest text encoder.
             autocast_dtype: dtype of the denoiser's forward pass under autocast; None leaves autocast off.
             source: the folder that the pipeline was loaded from, if any.
+
+        Raises:
+            ConfigError: when the pipeline's scheduler is not one that can be followed.
         """
         super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
@@ -74,6 +79,7 @@ class DiffusionModel(FrozenParts):
         self.mesh: Mesh | None = None
         self._plain_class: type[nn.Module] | None = None
         self._dropout: DropoutKeys | None = None
+        self.check_scheduler()
 
     @classmethod
     def pipeline_type(cls) -> Any:
@@ -81,6 +87,14 @@ class DiffusionModel(FrozenParts):
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def needed_parts(cls) -> list[str]:
+        """Parts besides the denoiser that a pipeline folder must have, of those that its class takes."""
+        names = [name for name in (*cls.encoder_names, *cls.autoencoder_names) if name not in cls.optional_parts]
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in names if name.startswith("text_encoder")]
+        taken = inspect.signature(cls.pipeline_type().__init__).parameters
+        return [name for name in (*names, "scheduler", *tokenizers) if name in taken]
 
     @classmethod
     @abstractmethod
@@ -111,6 +125,9 @@ class DiffusionModel(FrozenParts):
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
 
+    def check_scheduler(self) -> None:
+        """Raises ConfigError when the pipeline's scheduler says what training or sampling would not follow."""
+
     def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The first latents, of standard normal ``noise`` ``[B, *latent_shape]`` and the first noise level ``[]``."""
         return noise
@@ -118,6 +135,16 @@ class DiffusionModel(FrozenParts):
     def training_sigma(self, sigma: Tensor) -> Tensor:
         """Noise levels for training, of drawn numbers ``[B]`` in [0, 1]: of a schedule where a model has its own."""
         return sigma
+
+    def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
+        """Conditioning of B rows that says how large the images were and what of them is shown, where a model is told.
+
+        Args:
+            conditioning: B rows.
+            framing: int32 ``[B, 4]``: height and width before the image was scaled, and the rows and columns of the
+                scaled image that were cut off at the top and left; None where nobody knows.
+        """
+        return conditioning
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
         """Weight of a sample's squared error of the velocity ``[B]``: not 1 for a network that predicts noise."""
@@ -231,6 +258,10 @@ class DiffusionModel(FrozenParts):
     def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
         """The diffusers modules that a denoiser consists of, by their names in the pipeline."""
         return {self.denoiser_name: denoiser}
+
+    def comfyui_name(self, layer: str) -> str:
+        """ComfyUI's name of a layer of the denoiser that has an adapter; that of diffusers where it knows this one."""
+        return layer
 
     def set_denoiser(self, denoiser: nn.Module) -> None:
         """Puts another module in the denoiser's place."""
@@ -352,6 +383,9 @@ class DiffusionModel(FrozenParts):
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it.
 
+        ComfyUI reads the same file, or where it does not know diffusers' names one beside it
+        (``sfumato.models.diffusion.adapter_files``). DoRA is for diffusers alone: versions of ComfyUI differ in it.
+
         That of a second transformer goes to ``transformer_2`` below, a file of its own, which diffusers reads with
         ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
         """
@@ -361,9 +395,18 @@ class DiffusionModel(FrozenParts):
         for name, plain in parts.items():
             prefix = f"{name}." if len(parts) > 1 else ""
             own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
-            given = {f"{self.denoiser_name}_lora_layers": get_peft_model_state_dict(plain, own)}
-            given[f"{self.denoiser_name}_lora_adapter_metadata"] = self._adapters["default"].to_dict()
-            self.pipeline.save_lora_weights(folder if name == self.denoiser_name else folder / name, **given)
+            target = folder if name == self.denoiser_name else folder / name
+            layers, adapter = get_peft_model_state_dict(plain, own), self._adapters["default"]
+            folded, described = fold_scale(layers, adapter)
+            given = {f"{self.denoiser_name}_lora_layers": folded}
+            given[f"{self.denoiser_name}_lora_adapter_metadata"] = described
+            self.pipeline.save_lora_weights(target, **given)
+            if adapter.use_dora:
+                self.say(
+                    f"{target}: adapters of variant dora are for diffusers; for others export a whole model (--merge)"
+                )
+            elif self.comfyui_name("x") != "x":
+                save_for_comfyui(target, layers, adapter, self.comfyui_name)
 
 
 def read_pipeline_class(folder: Path) -> str:

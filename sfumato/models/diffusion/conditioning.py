@@ -27,7 +27,8 @@ class Conditioning(TensorRows):
     tensors: dict[str, Tensor] = by_row()
     """Tensors ``[B, ...]`` by the names of the model family."""
     negative: dict[str, Tensor] | None = None
-    """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows."""
+    """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows. What it
+    lacks does not come from the prompt and is the same in both branches."""
     own_negative: bool = False
     """The negative has ``[B, ...]``, one row per sample: what belongs to a sample's image."""
 
@@ -45,10 +46,11 @@ class Conditioning(TensorRows):
     def without_prompt(self, dropped: Tensor) -> Conditioning:
         """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
         assert self.negative is not None
-        tensors = {}
-        for name, tensor in self.tensors.items():
+        tensors = dict(self.tensors)
+        for name, negative in self.negative.items():
+            tensor = tensors[name]
             mask = to_device(dropped, tensor.device).reshape(-1, *[1] * (tensor.ndim - 1))
-            tensors[name] = torch.where(mask, self.negative[name].to(tensor.dtype), tensor)
+            tensors[name] = torch.where(mask, negative.to(tensor.dtype), tensor)
         return replace(self, tensors=tensors)
 
     def blanked(self) -> Conditioning:
@@ -62,7 +64,10 @@ class Conditioning(TensorRows):
         assert self.negative is not None
         if number == 1:
             return self.tensors
-        return {name: self.negative[name].to(tensor.dtype).expand_as(tensor) for name, tensor in self.tensors.items()}
+        return {
+            name: self.negative[name].to(tensor.dtype).expand_as(tensor) if name in self.negative else tensor
+            for name, tensor in self.tensors.items()
+        }
 
     def with_negative(self) -> dict[str, Tensor]:
         """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""

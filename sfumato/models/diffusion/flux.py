@@ -95,6 +95,11 @@ class Flux(KLLatents, FlowTokens):
         return (self.pipeline.vae.config.latent_channels, height // factor, width // factor)
 
     @property
+    def gives_sigmas(self) -> bool:
+        """FluxPipeline, and not that of Kontext, leaves the levels to a scheduler with ``use_flow_sigmas``."""
+        return self.takes_image or not self.pipeline.scheduler.config.get("use_flow_sigmas")
+
+    @property
     def embeds_guidance(self) -> bool:
         return bool(self.denoiser.config.guidance_embeds)
 
@@ -110,7 +115,7 @@ class Flux(KLLatents, FlowTokens):
         prompt_embeds = embeddings["prompt_embeds"].to(dtype)
         velocity = self.denoiser(
             hidden_states=tokens,
-            timestep=sigma,
+            timestep=self.time(sigma),
             guidance=guidance,
             pooled_projections=embeddings["pooled"].to(dtype),
             encoder_hidden_states=prompt_embeds,

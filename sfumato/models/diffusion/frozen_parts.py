@@ -43,6 +43,8 @@ class FrozenParts(ABC):
     """Text encoders, which can be freed when all prompts are embedded."""
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
     """What makes latents of pixels, and pixels of latents."""
+    optional_parts: ClassVar[tuple[str, ...]] = ()
+    """Encoders that a pipeline may be without."""
     prompt_tokenizer: ClassVar[str] = "tokenizer"
     """The pipeline's tokenizer for the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False

@@ -5,21 +5,15 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; a token is
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.device import to_device
 from sfumato.models.diffusion.base import DiffusionModel
-
-PATCH = 2
-"""Latent pixels along each side of a token."""
-
+from sfumato.models.diffusion.schedulers import LARGEST_SHIFT, PATCH, check_flow_scheduler, flow_shift, flow_sigmas
 
 PIXELS_AT_ONCE = 8 * 512 * 512
 """Pixels that an autoencoder makes or takes at a time: eight images of 512 x 512."""
@@ -85,51 +79,6 @@ def num_tokens(latent_shape: Sequence[int]) -> int:
     return (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
 
 
-def flow_sigmas(scheduler: Any, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-    """The schedule of the FLUX, Qwen-Image and Z-Image pipelines: 1, 1 - 1/n, ... 1/n, shifted; then 0.
-
-    Args:
-        scheduler: a FlowMatchEulerDiscreteScheduler; it stays as it is.
-        num_steps: n.
-        latent_shape: of the image, whose size a dynamic shift follows.
-
-    Returns:
-        float32 ``[num_steps + 1]``.
-    """
-    if num_steps == 1:  # shift or none, and shift_terminal would divide by zero
-        return torch.tensor([1.0, 0.0])
-    scheduler, mu = copy.deepcopy(scheduler), dynamic_shift(scheduler, num_tokens(latent_shape))
-    if scheduler.config.get("use_flow_sigmas"):
-        scheduler.set_timesteps(num_steps, mu=mu)
-    else:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-    return scheduler.sigmas.to(torch.float32)
-
-
-def flow_shift(scheduler: Any, latent_shape: Sequence[int] | None = None) -> float:
-    """The factor s of the scheduler's shift, sigma -> s sigma / (1 + (s - 1) sigma).
-
-    Args:
-        scheduler: a FlowMatchEulerDiscreteScheduler.
-        latent_shape: of the image; None is the largest that the scheduler was made for.
-    """
-    if not scheduler.config.use_dynamic_shifting:
-        return float(scheduler.config.shift)
-    largest = scheduler.config.get("max_image_seq_len", 4096)
-    mu = dynamic_shift(scheduler, largest if latent_shape is None else num_tokens(latent_shape))
-    return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
-
-
-def dynamic_shift(scheduler: Any, tokens: int, max_shift: float = 1.15) -> float:
-    """The line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift); the pipelines' defaults."""
-    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
-    given = {"base_shift": 0.5, "max_shift": max_shift, "base_seq_len": 256, "max_seq_len": 4096}
-    names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
-    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
-    return float(calculate_shift(tokens, **settings))
-
-
 class KLLatents(DiffusionModel):
     """Families whose latents are those of an AutoencoderKL."""
 
@@ -154,7 +103,7 @@ class KLLatents(DiffusionModel):
 
     def _latent_scale(self, like: Tensor) -> tuple[Any, Any]:
         """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
-        return self.pipeline.vae.config.shift_factor, self.pipeline.vae.config.scaling_factor
+        return self.pipeline.vae.config.shift_factor or 0.0, self.pipeline.vae.config.scaling_factor
 
 
 class VideoLatents(DiffusionModel):
@@ -188,19 +137,56 @@ class VideoLatents(DiffusionModel):
         return mean, std
 
 
-class FlowTokens(DiffusionModel):
+class FlowSchedule(DiffusionModel):
+    """Flow models: noise levels of training and sampling follow from one reading of the pipeline's scheduler."""
+
+    largest_shift: ClassVar[float] = LARGEST_SHIFT
+    """What the pipeline takes for ``max_shift`` of a dynamic shift where the scheduler does not say it."""
+    knows_size: ClassVar[bool] = True
+    """The pipeline tells its scheduler how large an image is, which a dynamic shift needs."""
+
+    def check_scheduler(self) -> None:
+        check_flow_scheduler(self.pipeline.scheduler, self.knows_size)
+
+    @property
+    def gives_sigmas(self) -> bool:
+        """The pipeline gives the scheduler noise levels before the shift, and not only their number."""
+        return False
+
+    @property
+    def patch(self) -> int:
+        """Latent pixels along each side of a token, whose number a dynamic shift follows."""
+        return PATCH
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
+        settings = {"patch": self.patch, "largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape, **settings)
+
+    @property
+    def shift(self) -> float:
+        """That of the largest image which the scheduler was made for."""
+        return flow_shift(self.pipeline.scheduler, largest_shift=self.largest_shift)
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        settings = {"patch": self.patch, "largest_shift": self.largest_shift}
+        return flow_shift(self.pipeline.scheduler, latent_shape, **settings)
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The scheduler's timestep of noise levels ``[B]``."""
+        return sigma * self.pipeline.scheduler.config.num_train_timesteps
+
+
+class FlowTokens(FlowSchedule):
     """Families with the schedule of FLUX, whose tokens are patches of 2 x 2 latent pixels."""
 
     @property
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape)
-
     @property
-    def shift(self) -> float:
-        return flow_shift(self.pipeline.scheduler)
+    def gives_sigmas(self) -> bool:
+        return True
 
-    def shift_at(self, latent_shape: Sequence[int]) -> float:
-        return flow_shift(self.pipeline.scheduler, latent_shape)
+    def time(self, sigma: Tensor) -> Tensor:
+        """What the network is told of noise levels ``[B]``: thousandths of the scheduler's timesteps."""
+        return sigma * (self.pipeline.scheduler.config.num_train_timesteps / 1000)

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import pkgutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,13 @@ from sfumato.config.paths import check_pipeline
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
+from sfumato.models.diffusion.folder_parts import (
+    check_parts,
+    component_class,
+    describe_other_folder,
+    has_part,
+    refuse_file,
+)
 from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
@@ -52,8 +58,9 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
         pipeline_class = str(read_yaml(config.config_path).get("pipeline"))
     else:
         where = f"model.model_path {config.model_path}"
-        pipeline_class = _pipeline_class_of(folder := Path(str(config.model_path)))
-        check_pipeline(folder, read_index(folder))
+        refuse_file(folder := Path(str(config.model_path)))
+        pipeline_class = _pipeline_class_of(folder)
+        check_pipeline(folder, index := read_index(folder))
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
@@ -69,17 +76,14 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
                 "own is named by model.family: my_module:MyFamily"
             )
         family = known[pipeline_class]
+    if config.config_path is None:
+        check_parts(folder, index, family.needed_parts())
     if config.max_sequence_length < family.shortest_prompt:
         raise ConfigError(
             f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "
             f"through an encoder of that length: set it to at least {family.shortest_prompt}"
         )
     return family
-
-
-def component_class(library: str, name: str) -> Any:
-    """The class of a pipeline's component as model_index.json names it; None where its module was not imported."""
-    return getattr(sys.modules.get(library), name, None)
 
 
 def _import_family(name: str) -> type[DiffusionModel]:
@@ -104,7 +108,7 @@ def _pipeline_class_of(folder: Path) -> str:
         raise ConfigError(
             f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
             "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
-            "first (make quickstart runs all of them)"
+            f"first (make quickstart runs all of them).{describe_other_folder(folder)}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.model_path {folder}: {error}") from error
@@ -126,7 +130,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     if missing:
         raise ConfigError(
             f"model.model_path {folder}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
-            "model_index.json names each part, and it must lie in a folder of that name; copy or download it again"
+            "model_index.json names each part, and it must lie in a folder of that name; copy or download it again, or "
+            "where a pipeline does without, such as a safety_checker, write [null, null] in its place"
         )
     for name, value in parts.items():
         files = [file.name for file in (folder / name).iterdir()] if any(value) else []
@@ -136,11 +141,6 @@ def read_index(folder: Path) -> dict[str, Any]:
                 "would be the same: copy or download the folder again"
             )
     return index
-
-
-def has_part(index: dict[str, Any], name: str) -> bool:
-    """Whether a pipeline folder has a part of that name, by its model_index.json."""
-    return isinstance(index.get(name), list) and any(index[name])
 
 
 def build_diffusion_model(
@@ -188,10 +188,19 @@ def build_diffusion_model(
     return model
 
 
+def read_description(path: str) -> dict[str, Any]:
+    """A description of a pipeline; words of its tokenizer are texts, whatever YAML makes of them."""
+    description, written = read_yaml(path), read_yaml(path, as_written=True)
+    tokens = description.get("tokenizer")
+    if isinstance(tokens, dict) and isinstance(tokens.get("words"), list):
+        tokens["words"] = written["tokenizer"]["words"]
+    return description
+
+
 def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], Any]:
     frozen, family = DTYPES[config.dtype], family_of(config)
     if config.config_path is not None:
-        description = read_yaml(config.config_path)
+        description = read_description(config.config_path)
         trained = (family.denoiser_name, *family.further_denoisers) if config.lora is None else ()
         try:
             pipeline = family.build(description, seed)

@@ -141,7 +141,7 @@ class QwenImage(VideoLatents, FlowTokens):
         shape = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
         velocity = self.denoiser(
             hidden_states=torch.cat([pack(image) for image in images], dim=1),
-            timestep=sigma.to(latents.device),
+            timestep=self.time(sigma.to(latents.device)),
             encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
             encoder_hidden_states_mask=embeddings["prompt_mask"],
             img_shapes=[shape] * len(latents),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import KLLatents, check_size, dynamic_shift
+from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -24,15 +23,17 @@ from sfumato.models.diffusion.scratch import (
 from sfumato.parallel.plan import ParallelPlan
 
 
-class StableDiffusion3(KLLatents):
+class StableDiffusion3(KLLatents, FlowSchedule):
     """The SD3 family."""
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.SD3
     shortest_prompt: ClassVar[int] = 0
+    largest_shift: ClassVar[float] = 1.16
     lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS  # flow_grpo scripts/train_sd3.py
     caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     @classmethod
     def build(cls, description: dict[str, Any], seed: int) -> Any:
@@ -117,24 +118,15 @@ class StableDiffusion3(KLLatents):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        scheduler, given = copy.deepcopy(self.pipeline.scheduler), {}
-        if scheduler.config.use_dynamic_shifting:
-            patch = self.pipeline.patch_size
-            tokens = (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
-            given["mu"] = dynamic_shift(scheduler, tokens, max_shift=1.16)
-        scheduler.set_timesteps(num_steps, **given)
-        return scheduler.sigmas.to(torch.float32)
-
     @property
-    def shift(self) -> float:
-        return float(self.pipeline.scheduler.config.shift)
+    def patch(self) -> int:
+        return self.pipeline.patch_size
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
         return self.denoiser(
             hidden_states=latents,
-            timestep=sigma.to(latents.device) * 1000,
+            timestep=self.timestep(sigma.to(latents.device)),
             encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
             pooled_projections=embeddings["pooled"].to(dtype),
             return_dict=False,

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sfumato.algorithms.device import to_device
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.latents import KLLatents
+from sfumato.models.diffusion.schedulers import as_ddim, check_unet_scheduler, unet_levels, unet_sigmas, unet_start
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -61,7 +65,7 @@ class StableDiffusion(KLLatents):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a UNet with further inputs, or unknown predictions."""
+        """As ``DiffusionModel``. Raises ConfigError for a UNet with further inputs."""
         super().__init__(pipeline, *args, **kwargs)
         unet, channels = pipeline.unet.config, pipeline.vae.config.latent_channels
         if unet.in_channels != channels or unet.time_cond_proj_dim is not None:
@@ -69,7 +73,7 @@ class StableDiffusion(KLLatents):
                 f"{self.pipeline_class}: the UNet takes more than {channels} channels of latents, timestep and text "
                 "(inpainting, or guidance as an input, in_channels and time_cond_proj_dim): this is not supported"
             )
-        self.levels = noise_levels(self.schedule())
+        self.levels = unet_levels(pipeline.scheduler)
         """float64, ascending: s of each timestep."""
         self.largest = float(self.levels[-1])
 
@@ -142,42 +146,26 @@ class StableDiffusion(KLLatents):
         scale = config.scaling_factor / torch.tensor(std, **shape)
         return torch.tensor(mean, **shape)[:, None, None], scale[:, None, None]
 
+    def check_scheduler(self) -> None:
+        check_unet_scheduler(self.pipeline.scheduler)
+
     def schedule(self) -> Any:
-        """A DDIMScheduler with the noise schedule and the spacing of timesteps of the pipeline's scheduler.
-
-        Raises:
-            ConfigError: when its predictions are neither noise nor v, or it starts from pure noise with the former.
-        """
-        from diffusers import DDIMScheduler
-
-        # without the note of what was left at its default, which is another class's default
-        settings = {name: value for name, value in self.pipeline.scheduler.config.items() if not name.startswith("_")}
-        scheduler = DDIMScheduler.from_config(settings)
-        prediction = scheduler.config.prediction_type
-        if prediction not in ("epsilon", "v_prediction"):
-            raise ConfigError(f"the scheduler's prediction_type {prediction!r} is not known: epsilon, v_prediction")
-        if prediction == "epsilon" and float(scheduler.alphas_cumprod[-1]) == 0:
-            raise ConfigError(
-                "the scheduler's rescale_betas_zero_snr starts from pure noise, where a prediction of the noise says "
-                "nothing of the image: it goes with prediction_type v_prediction"
-            )
-        return scheduler
+        """A DDIMScheduler with the noise schedule and the spacing of timesteps of the pipeline's scheduler."""
+        return as_ddim(self.pipeline.scheduler)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """s of DDIM's timesteps as the pipeline's scheduler spaces them, then 0.
+        """s of the timesteps or noise levels of the pipeline's scheduler, then 0.
 
         Under ``set_alpha_to_one`` false diffusers' DDIM stops at the noise of the first timestep (s = 0.028 in Stable
         Diffusion); here the end is the image, as with EulerDiscreteScheduler, which XL is published with. Under
-        ``timestep_spacing`` trailing, diffusers' DDIM steps to a level beside the next one when the number of steps
-        does not divide that of timesteps; here levels follow each other.
+        ``timestep_spacing`` trailing or linspace, diffusers' DDIM steps to a level beside the next one when the number
+        of steps does not divide that of timesteps; here levels follow each other.
         """
-        scheduler = self.schedule()
-        scheduler.set_timesteps(num_steps)
-        return torch.cat([self.levels[scheduler.timesteps], torch.zeros(1, dtype=torch.float64)]).to(torch.float32)
+        return unet_sigmas(self.pipeline.scheduler, num_steps, self.levels)
 
     def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """Pure noise of variance 1 on the variance-preserving path, as the pipeline starts."""
-        return noise * torch.sqrt((1 - sigma) ** 2 + sigma**2)
+        """Noise of the variance that the pipeline's scheduler starts with."""
+        return noise * unet_start(self.pipeline.scheduler, sigma)
 
     def training_sigma(self, sigma: Tensor) -> Tensor:
         """s of the timestep at this fraction of the schedule, so that a uniform density is that of the training."""
@@ -233,6 +221,10 @@ class StableDiffusion(KLLatents):
         """What else the UNet is conditioned on, by its names."""
         return None
 
+    def comfyui_name(self, layer: str) -> str:
+        """kohya's name, which diffusers reads, too."""
+        return f"lora_unet_{layer.replace('.', '_')}"
+
     def parallelize(self, mesh: Any, config: Any) -> None:
         if mesh.layout.cp > 1:
             raise ConfigError(
@@ -243,7 +235,7 @@ class StableDiffusion(KLLatents):
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Stable Diffusion XL: two text encoders, a pooled embedding, and the size of the image as a condition."""
+    """Stable Diffusion XL: two text encoders, a pooled embedding, and size and crop of the image as conditions."""
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
@@ -284,15 +276,22 @@ class StableDiffusionXL(StableDiffusion):
             pooled = torch.where(given[:, None], pooled, 0)
         return {"prompt_embeds": embeds, "pooled": pooled}
 
+    def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
+        if framing is None:
+            return conditioning
+        tensors = {**conditioning.tensors, "framing": to_device(framing, self.device)}
+        return replace(conditioning, tensors=tensors)
+
     def _added_conditions(self, latents: Tensor, embeddings: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """The pooled embedding, and six numbers of each image: its original size, where it was cut, the size made.
+
+        In training those of the picture, as in diffusers' train_text_to_image_sdxl.py; what is drawn is as large as it
+        was, and whole, as in the pipeline.
+        """
         factor = self.pipeline.vae_scale_factor
         size = [latents.shape[-2] * factor, latents.shape[-1] * factor]
-        times = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)  # original, crop, target
-        return {"text_embeds": embeddings["pooled"].float(), "time_ids": times.expand(len(latents), -1)}
-
-
-def noise_levels(scheduler: Any) -> Tensor:
-    """s = c / (a + c) of each timestep of a variance-preserving schedule: float64, ascending."""
-    kept = scheduler.alphas_cumprod.double()
-    signal, noise = kept.sqrt(), (1 - kept).sqrt()
-    return noise / (signal + noise)
+        drawn = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latents.device)
+        times = drawn.expand(len(latents), -1)
+        if "framing" in embeddings:
+            times = torch.cat([embeddings["framing"].to(times), times[:, 4:]], dim=1)
+        return {"text_embeds": embeddings["pooled"].float(), "time_ids": times}

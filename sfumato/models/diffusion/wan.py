@@ -7,7 +7,6 @@ module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``): a f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import VideoLatents, check_size
+from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_size
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -42,11 +41,33 @@ PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": T
 TEXT_TOKENS = 512
 """Where image embeddings stand in front of the text, diffusers takes the last so many tokens for the text."""
 
+COMFYUI_NAMES = {
+    ".attn1.": ".self_attn.",
+    ".attn2.": ".cross_attn.",
+    ".add_k_proj": ".k_img",
+    ".add_v_proj": ".v_img",
+    ".to_q": ".q",
+    ".to_k": ".k",
+    ".to_v": ".v",
+    ".to_out.0": ".o",
+    ".ffn.net.0.proj": ".ffn.0",
+    ".ffn.net.2": ".ffn.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "proj_out": "head.head",
+}
+"""Parts of layers' names in diffusers, and those that the model was published with, which ComfyUI has."""
+
 ALMOST_ONE = 2e-6
 """UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
 
 
-class Wan(VideoLatents):
+class Wan(VideoLatents, FlowSchedule):
     """Text to video."""
 
     pipeline_class: ClassVar[str] = "WanPipeline"
@@ -54,6 +75,7 @@ class Wan(VideoLatents):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
     further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
     caches_steps: ClassVar[bool] = True
+    knows_size: ClassVar[bool] = False
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
     sections: ClassVar[tuple[str, ...]] = (
         "transformer",
@@ -66,7 +88,7 @@ class Wan(VideoLatents):
     """The sections of a description."""
 
     def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs, or an unknown scheduler."""
+        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs."""
         self.guidance_scale_2: float | None = None
         """Guidance at the low noise levels of two transformers; None is that of the high ones, as in the pipeline."""
         first, second = pipeline.transformer, pipeline.transformer_2
@@ -80,9 +102,6 @@ class Wan(VideoLatents):
             pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
             self.caches_steps = False  # type: ignore[misc]
-        settings = pipeline.scheduler.config
-        if not settings.get("use_flow_sigmas") and "FlowMatch" not in type(pipeline.scheduler).__name__:
-            raise ConfigError(f"{type(pipeline.scheduler).__name__} needs use_flow_sigmas: Wan is a flow model")
         super().__init__(pipeline, *args, **kwargs)
 
     @classmethod
@@ -128,6 +147,11 @@ class Wan(VideoLatents):
     def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
         return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
 
+    def comfyui_name(self, layer: str) -> str:
+        for name, published in COMFYUI_NAMES.items():
+            layer = layer.replace(name, published)
+        return f"diffusion_model.{layer}"
+
     @property
     def _network(self) -> nn.Module:
         """A transformer, for its configuration."""
@@ -169,15 +193,8 @@ class Wan(VideoLatents):
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(num_steps)
-        sigmas = scheduler.sigmas.to(torch.float32)
+        sigmas = super().sigmas(num_steps, latent_shape)
         return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
-
-    @property
-    def shift(self) -> float:
-        settings = self.pipeline.scheduler.config
-        return float(settings["flow_shift"] if settings.get("use_flow_sigmas") else settings["shift"])
 
     def set_second_guidance(self, scale: float) -> None:
         if not isinstance(self.denoiser, WanPair):
@@ -188,16 +205,13 @@ class Wan(VideoLatents):
         pair = self.denoiser
         if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
             return scale
-        scales = torch.where(self._timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
+        scales = torch.where(self.timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
         return scales.reshape(-1, 1, 1, 1, 1)
-
-    def _timestep(self, sigma: Tensor) -> Tensor:
-        return sigma * self.pipeline.scheduler.config.num_train_timesteps
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.denoiser(
             hidden_states=latents,
-            timestep=self._timestep(sigma.to(latents.device)),
+            timestep=self.timestep(sigma.to(latents.device)),
             encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
             return_dict=False,
         )[0]
@@ -229,7 +243,17 @@ class WanImageToVideo(Wan):
     pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
     takes_image: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
+    optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
     sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``Wan``. Raises ConfigError also when the transformer needs an image encoder and there is none."""
+        super().__init__(pipeline, *args, **kwargs)
+        if self._network.config.image_dim is not None and pipeline.image_encoder is None:
+            raise ConfigError(
+                f"{self.pipeline_class}: the transformer takes what an image encoder sees (image_dim), and there is no "
+                "image_encoder: take a whole pipeline"
+            )
 
     @classmethod
     def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +293,7 @@ class WanImageToVideo(Wan):
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
-        timestep = self._timestep(sigma.to(latents.device))
+        timestep = self.timestep(sigma.to(latents.device))
         expands = self.pipeline.config.expand_timesteps
         if not expands and condition.shape[2:] != latents.shape[2:]:
             raise ValueError(

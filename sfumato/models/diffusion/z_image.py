@@ -99,7 +99,7 @@ class ZImage(KLLatents, FlowTokens):
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
         outputs = self.denoiser(
             list(latents[:, :, None].unbind()),  # videos of one frame
-            1 - sigma.to(latents.device),
+            1 - self.time(sigma.to(latents.device)),
             [row[:length] for row, length in zip(prompts, lengths, strict=True)],
             patch_size=PATCH,
             return_dict=False,

@@ -26,6 +26,9 @@ from sfumato.rewards.networks.folder import (
 )
 
 IMAGE_MODELS = ("clip", "siglip", "dinov2")
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Of CLIP's training images, by which pixels in 0 to 1 are normalised."""
 
 
 class Embedder:
@@ -47,9 +50,19 @@ class Embedder:
         """What CLIP multiplies cosines with, float32 ``[]``; 100 in OpenAI's models."""
         return self.model.logit_scale.float().exp()
 
-    def images(self, images: list[np.ndarray]) -> torch.Tensor:
-        """Embeddings of uint8 [H, W, 3] images, float32 [B, D] of length 1."""
-        pixels = self.processor(images=[Image.fromarray(image) for image in images], return_tensors="pt").pixel_values
+    def images(self, images: list[np.ndarray], whole: bool = False) -> torch.Tensor:
+        """Embeddings of uint8 [H, W, 3] images, float32 [B, D] of length 1.
+
+        Args:
+            images: prepared as the folder's image processor says, which cuts out the middle square in CLIP.
+            whole: fit them whole instead, as ``fit_whole`` does.
+        """
+        if whole:
+            size = self.model.config.vision_config.image_size
+            pixels = torch.stack([fit_whole(image, size) for image in images])
+        else:
+            pillow = [Image.fromarray(image) for image in images]
+            pixels = self.processor(images=pillow, return_tensors="pt").pixel_values
         pixels = pixels.to(self.device, self.dtype)
         embed = self.model if self.model_type == "dinov2" else self.model.get_image_features
         return torch.nn.functional.normalize(embed(pixel_values=pixels).pooler_output.float(), dim=-1)
@@ -63,9 +76,30 @@ class Embedder:
         )
         return torch.nn.functional.normalize(features.pooler_output.float(), dim=-1)
 
-    def cosines(self, images: list[np.ndarray], texts: list[str]) -> torch.Tensor:
-        """Cosine of each image with its text, float32 [B]."""
-        return (self.images(images) * self.texts(texts)).sum(dim=-1)
+    def cosines(self, images: list[np.ndarray], texts: list[str], whole: bool = False) -> torch.Tensor:
+        """Cosine of each image with its text, float32 [B]; ``whole`` as for ``images``."""
+        return (self.images(images, whole) * self.texts(texts)).sum(dim=-1)
+
+
+def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
+    """The whole image with black at the shorter sides, and CLIP's normalisation: what HPSv2's package makes of it.
+
+    Args:
+        image: uint8 [H, W, 3].
+        size: in pixels.
+
+    Returns:
+        Float32 [3, size, size].
+    """
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    scale = size / max(image.shape[:2])
+    height, width = (round(side * scale) for side in image.shape[:2])
+    if (height, width) != tuple(image.shape[:2]):
+        wanted = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
+        pixels = torch.nn.functional.interpolate(pixels[None], **wanted)[0]
+    rows, columns = (size - side for side in pixels.shape[1:])
+    pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    return (pixels - torch.tensor(PIXEL_MEAN)[:, None, None]) / torch.tensor(PIXEL_STD)[:, None, None]
 
 
 load_embedder = loader_of(Embedder)

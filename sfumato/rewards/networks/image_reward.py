@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from sfumato.parallel.weights import build_on_meta
-from sfumato.rewards.networks.embedder import build_score_head
+from sfumato.rewards.networks.embedder import PIXEL_MEAN, PIXEL_STD, build_score_head
 from sfumato.rewards.networks.folder import (
     assign_tensors,
     check_folder,
@@ -27,8 +27,6 @@ from sfumato.rewards.networks.folder import (
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35
 HEAD_WIDTH = 64  # of an attention head, in every published size of the image encoder
-PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
-PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 VISION_NAMES = (
     (r"^visual_encoder\.cls_token$", "embeddings.class_embedding"),

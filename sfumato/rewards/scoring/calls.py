@@ -14,6 +14,10 @@ from sfumato.rewards.base import Failure, Reward, Sample
 TIMED_OUT = "timed out"
 """How the reason of a call that took too long begins."""
 
+LARGEST = 1e30
+"""Largest magnitude of a value, and of a total. Squares of far larger ones overflow, in float64 above 1e154, and
+advantages are float32; a reward whose values are so large has no meaningful scale."""
+
 Checked = list[tuple[float, str]]
 """For each sample its value and "", or NaN and the reason why it has none."""
 
@@ -84,4 +88,6 @@ def _check_value(value: Any) -> tuple[float, str]:
         return math.nan, "returned NaN"
     if math.isinf(number):
         return math.nan, "returned an infinite value"
+    if abs(number) > LARGEST:
+        return math.nan, f"returned {number:.3g}, more than the {LARGEST:g} that statistics of rewards can be made of"
     return number, ""

@@ -15,6 +15,7 @@ import numpy as np
 from sfumato.config.rl import RewardConfig
 from sfumato.errors import ConfigError, DataError, RewardError
 from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.scoring.calls import LARGEST
 from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
@@ -182,9 +183,16 @@ class Scorer:
             values, {reward.label: reward.weight for reward in self.objective}, copy.deepcopy(metadata)
         )
         has_all = np.all([np.isfinite(array) for array in values.values()], axis=0)
-        left_out = has_all & ~np.isfinite(total)
-        reason = f"{_COMBINATION}{self.combination.type} returned no finite number"
-        return np.where(has_all & ~left_out, total, math.nan), +Counter({reason: int(left_out.sum())})
+        is_finite = np.isfinite(total)
+        reasons = {
+            "no finite number": has_all & ~is_finite,
+            f"more than {LARGEST:g}": has_all & is_finite & (np.abs(total) > LARGEST),
+        }
+        left_out = np.any(list(reasons.values()), axis=0)
+        prefix = f"{_COMBINATION}{self.combination.type} returned"
+        return np.where(has_all & ~left_out, total, math.nan), +Counter(
+            {f"{prefix} {reason}": int(rows.sum()) for reason, rows in reasons.items()}
+        )
 
     def check_budget(self, scores: Scores) -> None:
         """Raises RewardError when more than ``max_failed_fraction`` of the batch has no total.

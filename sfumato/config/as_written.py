@@ -1,0 +1,101 @@
+"""Text fields hold what a person wrote, where YAML reads it as a boolean, a number, a date or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticCustomError
+
+from sfumato.config.base import Variant
+
+
+def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
+    """A value of a configuration with what was written in the place of what YAML made of it, where a field is text.
+
+    A field that takes both text and what YAML made of it keeps the latter.
+
+    Args:
+        value: as YAML reads it.
+        written: the same mappings and lists, in which each scalar is the text that stands for it.
+        annotation: the type that is wanted.
+    """
+    kinds = list(_kinds_of(annotation))
+    if isinstance(value, dict) and isinstance(written, dict):
+        fields, rest = _fields_of(value, kinds)
+        return {key: with_written_texts(item, written.get(key), fields.get(key, rest)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(written, list):
+        wanted = _items_of(kinds, len(value))
+        return [with_written_texts(*three) for three in zip(value, written, wanted, strict=True)]
+    if not isinstance(written, str) or isinstance(value, str) or any(_is_of(value, kind) for kind in kinds):
+        return value
+    is_said = bool(written) or value is not None  # a key with nothing behind it says nothing
+    return written if is_said and any(map(_is_text, kinds)) else value
+
+
+def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
+    """The types of a union, without what is noted with them, but for a ``Variant``, which stands for itself."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        variant = next((note for note in parts[1:] if isinstance(note, Variant)), None)
+        yield from [variant] if variant is not None else _kinds_of(parts[0])
+    elif origin in (typing.Union, types.UnionType):
+        for part in parts:
+            yield from _kinds_of(part)
+    else:
+        yield annotation
+
+
+def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any], Any]:
+    """Types of the entries of a mapping by name, and of all others."""
+    for kind in kinds:
+        if isinstance(kind, Variant):
+            try:
+                return _hints(kind.resolve(str(value.get("type")))), Any
+            except PydanticCustomError:
+                continue  # said when it is validated
+        if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
+            return _hints(kind), Any
+        if typing.get_origin(kind) is dict:
+            return {}, typing.get_args(kind)[1]
+    return {}, Any
+
+
+def _items_of(kinds: list[Any], count: int) -> list[Any]:
+    """Types of the entries of a list."""
+    for kind in kinds:
+        parts = typing.get_args(kind)
+        if typing.get_origin(kind) is tuple and Ellipsis not in parts and len(parts) == count:
+            return list(parts)
+        if isinstance(kind, Variant) or (parts and typing.get_origin(kind) is not dict):
+            return [kind if isinstance(kind, Variant) else parts[0]] * count
+    return [Any] * count
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # a class of one's own whose types are only there for a checker
+        return {}
+
+
+def _is_text(kind: Any) -> bool:
+    return kind is str or (
+        typing.get_origin(kind) is typing.Literal and any(isinstance(choice, str) for choice in typing.get_args(kind))
+    )
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether what YAML made is of a type that is wanted."""
+    if kind is Any:
+        return True
+    if typing.get_origin(kind) is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind))
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return type(value) is (type(None) if kind is None else kind)

@@ -1,0 +1,122 @@
+"""What lies in the parts of a pipeline folder: weights that can be read as they are, and all that a family needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfumato.errors import ConfigError
+
+WEIGHTS = (
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
+"""Names of the weights of parts from diffusers and transformers, whole or in shards."""
+
+
+def component_class(library: str, name: str) -> Any:
+    """The class of a pipeline's component as model_index.json names it; None where its module was not imported."""
+    return getattr(sys.modules.get(library), name, None)
+
+
+def has_part(index: dict[str, Any], name: str) -> bool:
+    """Whether a pipeline folder has a part of that name, by its model_index.json."""
+    return isinstance(index.get(name), list) and any(index[name])
+
+
+def refuse_file(path: Path) -> None:
+    """Raises ConfigError when what should be a pipeline folder is a single file."""
+    if path.is_file():
+        raise ConfigError(
+            f"model.model_path {path} is a file, not a pipeline folder. Make one, once, where the hub can be reached "
+            'for what such a file does not hold: python -c "import diffusers; diffusers.StableDiffusionXLPipeline.'
+            f"from_single_file('{path}').save_pretrained('FOLDER')\", with the class of your model, and give FOLDER"
+        )
+
+
+def describe_other_folder(folder: Path) -> str:
+    """What a folder without model_index.json is, where that can be seen: the end of a message."""
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
+    if not name:
+        return ""
+    return (
+        f" It holds a single part ({name}): give the folder of the whole pipeline, in which it stands beside the "
+        "others and model_index.json names it"
+    )
+
+
+def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> None:
+    """Whether a pipeline folder has all that its family needs, in files that are read.
+
+    Args:
+        folder: with ``model_index.json``.
+        index: what that file holds.
+        needed: names of parts that must be there.
+
+    Raises:
+        ConfigError: names the part and the remedy.
+    """
+    import diffusers
+    import transformers  # noqa: F401  (of which component_class finds classes)
+
+    pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
+    for name in getattr(pipeline_class, "_optional_components", []):
+        if name in index and index[name] is None:
+            raise ConfigError(
+                f"model.model_path {folder}: model_index.json says null of {name}, which diffusers does not read: "
+                "write [null, null]"
+            )
+    missing = [name for name in needed if index.get(name) is None or index[name] == [None, None]]
+    if missing:
+        raise ConfigError(
+            f"model.model_path {folder}: {index.get('_class_name')} needs {', '.join(missing)}, which model_index.json "
+            "does not name: take a whole pipeline"
+        )
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
+            _check_part(folder, name, component_class(*value), str(index.get("_class_name")))
+
+
+def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
+    """Raises ConfigError for a network that is quantised, or whose weights have names that are not read."""
+    part = folder / name
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part.is_dir():
+        return
+    try:
+        described = json.loads((part / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # whoever loads it says so
+    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ConfigError(
+            f"model.model_path {folder}: {name} is quantised ({method or 'quantization_config'} in its config.json), "
+            "which can neither be trained nor kept in another precision here: take the weights that were quantised"
+        )
+    if any((part / file).is_file() for file in WEIGHTS):
+        return
+    others = sorted(path.name for path in part.glob("*.safetensors"))
+    variants = {file.split(".")[1].split("-")[0] for file in others if file.count(".") > 1}
+    if not others:
+        raise ConfigError(
+            f"model.model_path {folder}: {name} has no weights: copy or download {' or '.join(WEIGHTS[::2])} into it"
+        )
+    if variants:
+        variant = sorted(variants)[0]
+        raise ConfigError(
+            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({others[0]}). Write the "
+            f'folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
+            f"'{folder}', variant='{variant}').save_pretrained('FOLDER')\", and give FOLDER"
+        )
+    raise ConfigError(f"model.model_path {folder}: {name} has {others[0]}, but {' or '.join(WEIGHTS[::2])} is read")
