@@ -143,20 +143,28 @@ def _build(run: Path) -> Exportable:
         task = json.loads((run / "environment.json").read_text(encoding="utf-8"))["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+    from sfumato.data.text import build_transform
+    from sfumato.data.text_loader import adopt_answer_end
+
     plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
     if task == "train_text_reward":
         from sfumato.config.text_reward import TrainTextRewardConfig
         from sfumato.models.scalar_head import build_scalar_model
 
         config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        return build_scalar_model(config.model, config.train, config.model.head)
+        model = build_scalar_model(config.model, config.train, config.model.head)
+        adopt_answer_end(build_transform(config.data, model.tokenizer), model.tokenizer)
+        return model
     if task in ("train_text", "train_text_dpo", "train_text_kto"):
         from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
         from sfumato.models.language_load import build_language_model
 
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        return build_language_model(config.model, config.train)
+        model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+        reader = None if model.vision is None else model.vision.reader
+        adopt_answer_end(build_transform(config.data, model.tokenizer, reader), model.tokenizer)
+        return model
     if task == "train_omni":
         from sfumato.config.omni import TrainOmniConfig
         from sfumato.models.omni.load import build_omni_model
