@@ -73,6 +73,14 @@ class AnswerEnd:
         """Whether learning appends ``taught``, since the template does not write it after the last answer."""
         return self.taught is not None and self.tail is not None and self.tail_end == 0
 
+    def fingerprint(self, appends: bool) -> str:
+        """What of it makes other tokens, or another loss mask, than the last special token of a turn would; else
+        nothing. ``appends`` is that of ``TokenizerFacts``."""
+        if appends and (self.is_appended or self.taught_after_call is not None):
+            return f"appends {self.taught if self.is_appended else None}, {self.taught_after_call}"
+        rest = (self.tail or "")[self.tail_end :]
+        return f"ends with {self.taught}" if rest.strip() else ""
+
     def describe(self) -> list[str]:
         """Lines for people."""
         lines = []
@@ -99,6 +107,8 @@ class TokenizerFacts:
     is given conversations as the template writes them."""
     date: datetime.date | None = None
     """What chat templates take for today; None: today."""
+    fingerprint: str = ""
+    """``AnswerEnd.fingerprint`` of the template that conversations are rendered with."""
     answer_end: AnswerEnd | None = None
     """How the answers end that are trained with it, once that is known."""
 

@@ -60,7 +60,8 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self.name, self._source = name, text
-        date = facts_of(tokenizer).date or datetime.date.today()
+        facts = facts_of(tokenizer)
+        date = facts.date or datetime.date.today()
         self.text, self.tool_text = (with_date(each, name, date) for each in (text, tool_text))
         self.encoder = Encoder(tokenizer, with_offsets=True)
         """Makes the tokens that ``asks`` asks for."""
@@ -70,6 +71,7 @@ class ChatTemplate:
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
         self.answer_end = measure_answer_end(tokenizer, self._render_whole)
         """How answers end."""
+        facts.fingerprint = self.answer_end.fingerprint(facts.appends_end)
         self._stops = [token.text for token in self.answer_end.tokens]
         for template, tools in {self.tool_text: [EXAMPLE_TOOL], self.text: None}.items():
             if GENERATION.search(template):
@@ -176,14 +178,14 @@ class ChatTemplate:
                 break
             run.insert(0, marker)
         end = next((marker for marker in run if marker.group() in self._stops), run[-1] if run else None)
-        if end is not None and (end.group() in self._stops or not known.is_appended):
+        missing = known.taught_after_call if calls else None
+        missing = missing or (known.taught if known.is_appended else None)
+        if end is not None and (end.group() in self._stops or missing is None):
             return text, end.end()
-        if known.taught is None or known.tail is None or not facts_of(self.tokenizer).appends_end:
+        if missing is None or not facts_of(self.tokenizer).appends_end:
             return text, len(text)
-        follows = next((stop for stop in self._stops if following.startswith(text + stop)), None)
-        usual = known.taught_after_call if calls and known.taught_after_call is not None else known.taught
-        text += follows or usual.text
-        return text, len(text)
+        follows = next((stop for stop in self._stops if following.startswith(text + stop)), missing.text)
+        return text + follows, len(text + follows)
 
     def _mask(self, text: str, spans: list[Span], tokens: Tokens, where: str) -> Asking[Encoded]:
         """Tokens of the text, and the loss mask that holds those that begin within a span.

@@ -98,13 +98,14 @@ def save_generation_config(folder: Path, source: Path | None, tokenizer: Any) ->
     (folder / GENERATION).write_text(f"{text}\n", encoding="utf-8")
 
 
-def describe_export(source: Path | None, tokenizer: Any) -> str:
+def describe_export(tokenizer: Any) -> str:
     """What the export's generation_config.json says, as a line for people."""
+    source = facts_of(tokenizer).model_folder
     said = {} if source is None else read_json_file(source / GENERATION)
     value = completed_ends(said.get("eos_token_id"), answer_end_of(tokenizer))
-    line = f"the export's {GENERATION}: eos_token_id {value}"
-    if said.get("eos_token_id") not in (None, value):
-        line = f"{line} (the folder's says {said['eos_token_id']})"
+    line = f"the export's {GENERATION} names {value} as the end"
+    if said.get("eos_token_id") != value:
+        line = f"{line}, the folder's {said.get('eos_token_id') if said else 'is not there'}"
     kept = [f"{name} {entry}" for name, entry in said.items() if name not in _NOT_SAID and entry is not None]
     return f"{line}; of the folder's: {', '.join(kept)}" if kept else line
 

@@ -22,7 +22,7 @@ from sfumato.data.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.data.text import without_none
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.seams import tokens_between
+from sfumato.rollout.seams import end_token, tokens_between
 from sfumato.rollout.tokens import FinishReason, TokenSequence
 from sfumato.rollout.tool_calls import hermes_calls, without_hermes_calls
 from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking
@@ -190,7 +190,7 @@ class Session:
         log_probs = sequence.log_probs[-len(drawn) :] if drawn else []
         message = _message(text, has_tools)
         reply = PolicyReply(text, message, sequence.finish_reason, drawn, log_probs, len(whole))
-        last = drawn[-1] if drawn and not self.is_truncated else None
+        last = None if self.is_truncated else end_token(drawn, self.sampling)
         return reply, _Point(None, "", sequence, len(sequence), last)
 
     def _seed(self, token_ids: list[int]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def run_date(train: Any) -> datetime.date:
     return _today(str(train.output_dir))
 
 
-@cache
+@functools.cache
 def _today(_output_dir: str) -> datetime.date:
     """Once for each run of this process: it may begin before midnight."""
     return datetime.date.today()
