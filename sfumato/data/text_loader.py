@@ -288,7 +288,8 @@ def open_text_data(
     data, train, pad = config.data, config.train, tokenizer.pad_token_id
     facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
-    for line in adopt_answer_end(transform, tokenizer).describe():
+    ends = adopt_answer_end(transform, tokenizer).describe()
+    for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
         say(line)
     sources, held_out = open_sources(data), open_validation(data)
     identity = identify_text(config, sources, held_out, transform)

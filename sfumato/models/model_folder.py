@@ -45,12 +45,11 @@ def completed_ends(said: int | list[int] | None, end: AnswerEnd) -> int | list[i
     Returns:
         One number, or a list of several; ``said`` itself where nothing is missing.
     """
-    before = said if isinstance(said, list) else [said] if said is not None else []
-    before = before or [token.token_id for token in end.declared]
     taught = [token.token_id for token in (end.taught, end.taught_after_call) if token is not None]
-    found = list(dict.fromkeys([*before, *taught]))
-    if said is not None and len(found) == len(before):
+    before = said if isinstance(said, list) else [] if said is None else [said]
+    if before and {*taught} <= {*before}:
         return said
+    found = list(dict.fromkeys([*(before or [token.token_id for token in end.declared]), *taught]))
     return None if not found else found[0] if len(found) == 1 else found
 
 
@@ -92,10 +91,10 @@ def save_generation_config(folder: Path, source: Path | None, tokenizer: Any) ->
     value = completed_ends(said.get("eos_token_id"), answer_end_of(tokenizer))
     if value is not None:
         said["eos_token_id"] = value
-    if said.get("pad_token_id") is None and not facts_of(tokenizer).is_pad_added:
-        said["pad_token_id"] = tokenizer.pad_token_id
-    text = json.dumps({name: entry for name, entry in said.items() if entry is not None}, indent=2)
-    (folder / GENERATION).write_text(f"{text}\n", encoding="utf-8")
+    pad = None if facts_of(tokenizer).is_pad_added else tokenizer.pad_token_id
+    if said.get("pad_token_id") is None and pad is not None:
+        said["pad_token_id"] = pad
+    (folder / GENERATION).write_text(f"{json.dumps(said, indent=2)}\n", encoding="utf-8")
 
 
 def describe_export(tokenizer: Any) -> str:
