@@ -97,19 +97,20 @@ class PromptTemplate:
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
         return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
 
-    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None) -> str:
+    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
         """The text of drawn tokens.
 
         Args:
             token_ids: the tokens.
             stop: without it, special tokens are left out; with it, only one of these at the end is, so that special
                 tokens which mark a call of a tool are seen.
+            is_cut: whether it ends before a text that ends an answer; calls of tools may end with such a text.
         """
         ids = list(token_ids)
         if stop is not None and ids and ids[-1] in stop:
             ids = ids[:-1]
         decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
-        return before_stop(ids, self.stop, decode) if self.stop else decode(ids)
+        return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)
 
     def completes_stop(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of the tokens of an answer completes a text that ends it."""

@@ -107,9 +107,10 @@ class ToolUse(RolloutKind):
             if not room:
                 break
             drawn = await sequence.draw(engine, keys.request_seed(turn), room, sampling)
-            text = template.decode(drawn, sampling.stop_token_ids)
-            messages.append({"role": "assistant", "content": text})
+            text = template.decode(drawn, sampling.stop_token_ids, is_cut=False)
             calls = hermes_calls(text)
+            text = text if calls else template.decode(drawn, sampling.stop_token_ids)
+            messages.append({"role": "assistant", "content": text})
             if sequence.finish_reason == "length" or not calls:
                 is_truncated = sequence.finish_reason == "length"
                 break
