@@ -14,6 +14,7 @@ from sfumato.models.model_folder import completed_ends
 from tests.model_folders import FOLDERS, published_template, write_model_folder
 from tests.tiny import run_task_here, write_config
 from tests.tiny_tokenizers import build_tokenizer
+from tests.tiny_vision import tiny_vision_config
 
 WORDS = ("ab", "cd", "ef", "gh")
 
@@ -213,6 +214,25 @@ def test_rl_exports_the_template_that_it_drew_with(tmp_path):
     out = run_task_here("rl_text", config) / "hf_ckpt"
     assert said(out) == {"eos_token_id": [0, 2], "max_new_tokens": 2048}
     assert "<|im_start|>" in AutoTokenizer.from_pretrained(out).chat_template
+
+
+def test_a_model_that_sees_keeps_all_that_its_folder_says(tmp_path):
+    config = tiny_vision_config(tmp_path, "qwen2_5_vl", train={"max_steps": 1, "lr_warmup_steps": 0, "save_steps": 1})
+    folder = run_task_here("train_text", config) / "hf_ckpt"
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "temperature": 0.7}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))  # as older processors have it
+    other = tmp_path / "other.jinja"
+    other.write_text("{# other #}" + template, encoding="utf-8")
+    config["model"], config["data"]["chat_template"] = {"model_path": str(folder)}, str(other)
+    config["train"]["output_dir"] = str(tmp_path / "next")
+    run = run_task_here("train_text", config)
+    export_checkpoint(run, tmp_path / "exported")
+    for out in (run / "hf_ckpt", tmp_path / "exported"):
+        assert said(out) == {"eos_token_id": [0, 2], "temperature": 0.7, "pad_token_id": 0}
+        assert said(out, "config.json")["text_config"]["eos_token_id"] == [0, 2]
+        assert AutoTokenizer.from_pretrained(out).chat_template == other.read_text(encoding="utf-8")
+        assert said(out, "chat_template.json") == {"chat_template": other.read_text(encoding="utf-8")}
 
 
 def end(*declared, taught=None):
