@@ -161,12 +161,17 @@ FOLDERS = {
 }
 
 
-def published_template(name: str) -> str:
-    """The published template, of the package trl; skips where that is not installed."""
+def published_templates() -> list[Path]:
+    """Those of the package trl; skips where that is not installed."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs the chat templates of the package trl")
-    path = Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{FOLDERS[name].trl_name}.jinja"
+    return sorted((Path(spec.submodule_search_locations[0]) / "chat_templates").glob("*.jinja"))
+
+
+def published_template(name: str) -> str:
+    """The published one of a model."""
+    (path,) = (path for path in published_templates() if path.stem == FOLDERS[name].trl_name)
     return path.read_text(encoding="utf-8")
 
 

@@ -2,15 +2,17 @@
 
 import datetime
 import json
+import re
 
 import pytest
 
 from sfumato.data.answer_end import facts_of, plain_answer_end, tokens_without_text
 from sfumato.data.chat import build_chat_template
+from sfumato.data.generation_blocks import GENERATION
 from sfumato.data.text import fingerprint_of
 from sfumato.errors import ConfigError, DataError
 from tests import model_folders
-from tests.model_folders import FOLDERS
+from tests.model_folders import FOLDERS, published_templates
 from tests.tiny_tokenizers import build_tokenizer
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
@@ -265,6 +267,20 @@ def test_numbers_beyond_the_tokenizer_have_no_text():
     tokenizer = build_tokenizer()
     assert tokens_without_text(tokenizer, len(tokenizer)) == frozenset()
     assert tokens_without_text(tokenizer, len(tokenizer) + 3) == {len(tokenizer) + each for each in range(3)}
+
+
+@pytest.mark.slow
+def test_published_templates_with_blocks_are_taken():
+    """Those of TRL, each with its own special tokens beside the bytes."""
+    paths = [path for path in published_templates() if GENERATION.search(path.read_text(encoding="utf-8"))]
+    assert len(paths) > 30
+    names = re.compile(r"<\|[A-Za-z_|]*?\|>|<\uFF5C[^<>]*?\uFF5C>|<[a-z_]*turn[a-z_]*\|?>|<end_of_utterance>|</s>")
+    for path in paths:
+        specials = sorted({*names.findall(path.read_text(encoding="utf-8")), "<s>"})
+        tokenizer = build_tokenizer(bos_token="<s>")
+        tokenizer.add_special_tokens({"additional_special_tokens": specials})
+        end = build_chat_template(str(path), tokenizer).answer_end
+        assert end.taught is not None and not end.is_appended, path.name
 
 
 @pytest.mark.slow
