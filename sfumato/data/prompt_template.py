@@ -107,7 +107,7 @@ class PromptTemplate:
             is_cut: whether it ends before a text that ends an answer; calls of tools may end with such a text.
         """
         ids = list(token_ids)
-        if stop is not None and ids and ids[-1] in stop:
+        if ids and ids[-1] in (self.answer_end.stop_token_ids if stop is None else stop):
             ids = ids[:-1]
         decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
         return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)

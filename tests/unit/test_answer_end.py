@@ -9,6 +9,7 @@ import pytest
 from sfumato.data.answer_end import facts_of, plain_answer_end, tokens_without_text
 from sfumato.data.chat import build_chat_template
 from sfumato.data.generation_blocks import GENERATION
+from sfumato.data.prompt_template import PromptTemplate
 from sfumato.data.text import fingerprint_of
 from sfumato.errors import ConfigError, DataError
 from tests import model_folders
@@ -107,6 +108,65 @@ def test_without_a_generation_config_the_template_and_the_tokenizer_say_it(tmp_p
     tokenizer = model_folders.build_tokenizer("gemma3")
     facts_of(tokenizer).model_folder = tmp_path
     assert [str(token) for token in plain_answer_end(tokenizer).tokens] == ["<eos> (1)", "<end_of_turn> (4)"]
+
+
+TURNS = "{% for m in messages %}{% if m.role == 'assistant' %}ANSWER{% else %}QUESTION{% endif %}{% endfor %}"
+OTHERS = {
+    "mistral": ("[INST] {{ m.content }}[/INST]", " {{ m.content }}</s>", "", "</s>", " x</s>"),
+    "command-r7b": (
+        "<|START_OF_TURN|><|USER|>{{ m.content }}<|END_OF_TURN|>",
+        "<|START_OF_TURN|><|CHATBOT|><|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN|>",
+        "<|START_OF_TURN|><|CHATBOT|><|START_RESPONSE|>",
+        "<|END_OF_TURN|>",
+        "x<|END_RESPONSE|><|END_OF_TURN|>",
+    ),
+    "kimi": (
+        "<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>",
+        "<|im_assistant|>assistant<|im_middle|>{{ m.content }}<|im_end|>",
+        "<|im_assistant|>assistant<|im_middle|>",
+        "[EOS]",
+        "x<|im_end|>",
+    ),
+    "granite": (
+        "<|start_of_role|>user<|end_of_role|>{{ m.content }}<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>{{ m.content }}<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>",
+        "<|end_of_text|>",
+        "x<|end_of_text|>",
+    ),
+    "smollm3": (
+        "<|im_start|>user\n{{ m.content }}<|im_end|>\n",
+        "{% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}",
+        "<|im_start|>assistant\n",
+        "<|im_end|>",
+        "<|im_start|>assistant\nx<|im_end|>\n",
+    ),
+    "llama2": ("<s>[INST] {{ m.content }} [/INST]", " {{ m.content }} </s>", "", "</s>", " x </s>"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_templates_of_other_families(name, tmp_path):
+    question, answer, prompt, eos, expected = OTHERS[name]
+    path, tokenizer = tmp_path / f"{name}.jinja", build_tokenizer()
+    text = TURNS.replace("QUESTION", question).replace("ANSWER", answer)
+    path.write_text(f"{text}{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}", encoding="utf-8")
+    specials = sorted({eos, *re.findall(r"<\|[A-Za-z_]+\|>|\[/?INST\]|</?s>", text)})
+    tokenizer.add_special_tokens({"eos_token": eos, "additional_special_tokens": specials})
+    encoded = build_chat_template(str(path), tokenizer).encode([user("a"), assistant("x"), user("b")], "row")
+    assert [learned(tokenizer, each) for each in encoded] == [expected]
+
+
+def test_an_end_that_is_an_added_token_and_no_special_one(tmp_path):
+    tokenizer = build_tokenizer(chat_template="{% for m in messages %}{{ m.content + '[STOP]\n' }}{% endfor %}")
+    tokenizer.add_tokens(["[STOP]"])
+    template = build_chat_template(None, tokenizer)
+    assert template.answer_end.taught.text == "[STOP]"
+    prompts = PromptTemplate(tokenizer, template)
+    ids = tokenizer("yes[STOP]", add_special_tokens=False)["input_ids"]
+    assert prompts.decode(ids) == "yes", "rewards do not see it"
+    ((ids, loss_mask),) = template.encode([user("a "), assistant("yes")], "row")
+    assert learned(tokenizer, (ids, loss_mask)) == "yes[STOP]"
 
 
 @pytest.mark.parametrize("name", ["chatml", "hermes"])
@@ -221,6 +281,7 @@ def test_the_date_of_a_template_is_that_of_the_run(tmp_path):
     facts_of(tokenizer).date = datetime.date(2024, 2, 29)
     template = build_chat_template(None, tokenizer)
     text = template.render([user("hi")], "row")
+    assert "first start, 2024-02-29" in template.answer_end.describe()[-1]
     assert "Current date: 2024-02-29" in text and "strftime_now" in tokenizer.chat_template
     facts_of(tokenizer).date = None
     today = build_chat_template(None, tokenizer).render([user("hi")], "row")

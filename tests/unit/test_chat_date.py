@@ -1,11 +1,13 @@
 """Chat templates that write today's date: a run goes on the next day with the same tokens."""
 
 import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers.utils import chat_template_utils
 
+from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
@@ -50,21 +52,38 @@ def template_file(tmp_path):
     return str(path)
 
 
-def test_a_run_of_rl_goes_on_the_next_day(tmp_path, day):
-    day(MONDAY)
-    config = tiny_text_rl_config(tmp_path, train={"max_steps": 1})
+def rl_config(tmp_path, steps):
+    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 64}}, train={"max_steps": steps})
     config["data"]["chat_template"] = template_file(tmp_path)
     config["train"] |= {"save_steps": 1, "load_checkpoint_path": "auto"}
-    run = run_task_here("rl_text", config)
+    return config
+
+
+def test_prompts_of_a_run_are_those_of_its_first_day(tmp_path, day):
+    day(MONDAY)
+    config = load_config(TextRLConfig, overrides=rl_config(tmp_path, 1))
+    said = []
+    before = identify_text_prompts(config, *open_prompts(config, said.append)[1:])
+    assert any("the date of the run's first start, 2025-03-03" in line for line in said)
+    folder = Path(config.train.output_dir)
+    folder.mkdir()
+    (folder / "environment.json").write_text('{"date": "2025-03-03"}')
     day(TUESDAY)
-    config["train"]["max_steps"] = 2
-    assert read_environment(run)["date"] == "2025-03-03"
-    loaded = load_config(TextRLConfig, overrides=config)
-    _, prompts, held_out = open_prompts(loaded, lambda text: None)
+    _, prompts, held_out = open_prompts(config, lambda text: None)
     assert "03 Mar 2025" in text_of(prompts[0])
-    identify_text_prompts(loaded, prompts, held_out)  # which refuses a resume with other prompts
-    new = loaded.model_copy(update={"train": loaded.train.model_copy(update={"load_checkpoint_path": "new"})})
+    assert identify_text_prompts(config, prompts, held_out) == before
+    new = config.model_copy(update={"train": config.train.model_copy(update={"load_checkpoint_path": "new"})})
     assert "04 Mar 2025" in text_of(open_prompts(new, lambda text: None)[1][0])
+
+
+@pytest.mark.slow
+def test_a_run_of_rl_goes_on_the_next_day(tmp_path, day):
+    day(MONDAY)
+    run = run_task_here("rl_text", rl_config(tmp_path, 1))
+    day(TUESDAY)
+    assert run_task_here("rl_text", rl_config(tmp_path, 2)) == run
+    assert max(list_checkpoints(run / "checkpoints")) == 2
+    assert read_environment(run)["date"] == "2025-03-03"
 
 
 def text_of(prompt):

@@ -5,14 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sfumato.checkpoint.export import export_checkpoint
 from sfumato.commands.check import check_config
+from sfumato.commands.check_data import check_text_prompt_data
+from sfumato.commands.check_tables import show_findings
+from sfumato.config.load import load_config
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import AnswerEnd, EndToken
+from sfumato.models.language_load import build_tokenizer as build_tokenizer_of
 from sfumato.models.model_folder import completed_ends
 from tests.model_folders import FOLDERS, published_template, write_model_folder
-from tests.tiny import run_task_here, write_config
+from tests.tiny import run_task_here, tiny_text_rl_config, write_config
 from tests.tiny_tokenizers import build_tokenizer
 from tests.tiny_vision import tiny_vision_config
 
@@ -67,8 +73,6 @@ def base_folder(folder, ends=(0,)):
         (folder / name).unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     described = said(folder, "config.json") | {"vocab_size": len(tokenizer), "eos_token_id": ends[0]}
-    from transformers import AutoConfig
-
     (folder / "config.json").write_text(json.dumps(described))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -106,19 +110,17 @@ TASKS = {
     "train_text_dpo": {"data": {"data_type": "preference"}, "made": pairs},
     "train_text_kto": {"data": {"data_type": "unpaired"}, "made": pairs},
 }
+CHATS = [("train_text", "chatml"), ("train_text, adapters", "hermes")]
+SLOW_CHATS = [(name, template) for name in TASKS for template in ("chatml", "hermes") if (name, template) not in CHATS]
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("template", ["chatml", "hermes"])
+@pytest.mark.parametrize(
+    ("name", "template"), [*CHATS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_CHATS)]
+)
 def test_chatml_on_a_base_model_is_exported_and_ends(name, template, tmp_path):
-    if (name, template) in [("train_text_kto", "hermes"), ("train_text_dpo", "chatml")]:
-        pytest.skip("the others show it")
     folder, overrides = base_folder(tmp_path / "model"), dict(TASKS[name])
     overrides["data"] = {**overrides.get("data", {}), "chat_template": template}
     config = text_config(tmp_path, folder, **overrides)
-    if name == "train_text":
-        found = check_config(write_config(config, tmp_path / "c.yaml"))
-        assert "names [0, 2] as the end, the folder's [0]; of the folder's: max_new_tokens 2048" in str(found.data)
     run = run_task_here(name.partition(",")[0], config)
     export_checkpoint(run, tmp_path / "exported")
     export_checkpoint(run, tmp_path / "merged", merge=True)
@@ -204,10 +206,8 @@ def test_a_described_model_names_the_ends_of_its_tokenizer(tmp_path):
 
 
 def test_rl_exports_the_template_that_it_drew_with(tmp_path):
-    from tests.tiny import tiny_text_rl_config
-
     folder = base_folder(tmp_path / "model")
-    config = tiny_text_rl_config(tmp_path)
+    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 64}})
     config["model"] = {"model_path": str(folder)}
     config["data"]["chat_template"] = "chatml"
     config["train"]["max_steps"], config["eval"] = 1, {"num_prompts": 2, "every_steps": 1, "max_new_tokens": 2}
@@ -216,6 +216,7 @@ def test_rl_exports_the_template_that_it_drew_with(tmp_path):
     assert "<|im_start|>" in AutoTokenizer.from_pretrained(out).chat_template
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_keeps_all_that_its_folder_says(tmp_path):
     config = tiny_vision_config(tmp_path, "qwen2_5_vl", train={"max_steps": 1, "lr_warmup_steps": 0, "save_steps": 1})
     folder = run_task_here("train_text", config) / "hf_ckpt"
@@ -256,3 +257,36 @@ def test_a_broken_generation_config_stops_the_run_by_name(tmp_path):
     config = text_config(tmp_path, folder)
     found = check_config(write_config(config, tmp_path / "c.yaml"))
     assert found.exit_code == 2 and "generation_config.json: cannot be read" in found.problems[0]
+
+
+def test_check_says_how_answers_end(tmp_path, capsys):
+    folder = write_model_folder("glm4_5", tmp_path / "model")
+    path = write_config(text_config(tmp_path, folder), tmp_path / "c.yaml")
+    show_findings(check_config(path), Console(width=200))
+    shown = capsys.readouterr().out
+    assert "answers end with <|user|> (4): the next message begins with it, and learning appends it" in shown
+    assert "calls of tools end with <|observation|> (6)" in shown
+    assert "drawing stops at <|endoftext|> (0) of generation_config.json and the tokenizer, <|user|> (4)" in shown
+    assert "names [0, 4, 6] as the end; of the folder's: do_sample True, temperature 0.6, top_p 0.95" in shown
+
+
+def test_check_of_rl_says_it_with_the_texts(tmp_path):
+    config = tiny_text_rl_config(
+        tmp_path, rollout={"stop": ["Q:"]}, data={"synthetic": {"num_rows": 64}, "chat_template": "chatml"}
+    )
+    config["model"] = {"model_path": str(base_folder(tmp_path / "model"))}
+    loaded = load_config(TextRLConfig, overrides=config)
+    answers = check_text_prompt_data(loaded, build_tokenizer_of(loaded.model)).answers
+    assert answers[0].startswith("answers end with <|im_end|> (2)")
+    assert "drawing stops at the texts 'Q:', too" in answers
+    line = "the export's generation_config.json names [0, 2] as the end, the folder's [0]; of the folder's: "
+    assert f"{line}max_new_tokens 2048" in answers
+    assert any(line.startswith("the tokenizer has no padding token") for line in answers)
+
+
+def test_check_of_a_reward_model_says_nothing_of_ends(tmp_path):
+    folder = write_model_folder("qwen3", tmp_path / "model")
+    config = text_config(tmp_path, folder, {"data_type": "preference"}, made=pairs, evaluated=False)
+    config["reward"] = {"objective": "bradley_terry"}
+    found = check_config(write_config(config, tmp_path / "c.yaml"))
+    assert not found.problems and found.data.answers == []

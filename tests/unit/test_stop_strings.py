@@ -218,6 +218,7 @@ def test_an_environment_sees_what_was_said():
     assert decode(sequence.token_ids).endswith(said)
 
 
+@pytest.mark.slow
 def test_a_run_draws_up_to_a_text(tmp_path):
     config = tiny_text_rl_config(tmp_path, rollout={"stop": ["a", "e"]}, train={"max_steps": 1})
     config["rollout"]["dump"] = True
