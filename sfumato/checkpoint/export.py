@@ -143,18 +143,13 @@ def _build(run: Path) -> Exportable:
         task = json.loads((run / "environment.json").read_text(encoding="utf-8"))["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
-    from sfumato.data.text import build_transform
-    from sfumato.data.text_loader import adopt_answer_end
-
     plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
     if task == "train_text_reward":
         from sfumato.config.text_reward import TrainTextRewardConfig
         from sfumato.models.scalar_head import build_scalar_model
 
         config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        model = build_scalar_model(config.model, config.train, config.model.head)
-        adopt_answer_end(build_transform(config.data, model.tokenizer), model.tokenizer)
-        return model
+        return _with_template(build_scalar_model(config.model, config.train, config.model.head), config.data)
     if task in ("train_text", "train_text_dpo", "train_text_kto"):
         from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
         from sfumato.models.language_load import build_language_model
@@ -162,9 +157,7 @@ def _build(run: Path) -> Exportable:
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-        reader = None if model.vision is None else model.vision.reader
-        adopt_answer_end(build_transform(config.data, model.tokenizer, reader), model.tokenizer)
-        return model
+        return _with_template(model, config.data)
     if task == "train_omni":
         from sfumato.config.omni import TrainOmniConfig
         from sfumato.models.omni.load import build_omni_model
@@ -184,3 +177,14 @@ def _build(run: Path) -> Exportable:
         f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
         "which finishes it and writes hf_ckpt"
     )
+
+
+def _with_template(model: Any, data: Any) -> Any:
+    """A language model that exports the chat template of its data, as the run did."""
+    from sfumato.data.text import build_transform
+    from sfumato.data.text_loader import adopt_answer_end
+
+    vision = getattr(model, "vision", None)
+    transform = build_transform(data, model.tokenizer, None if vision is None else vision.reader)
+    adopt_answer_end(transform, model.tokenizer)
+    return model

@@ -38,6 +38,7 @@ from sfumato.models.planned import language_model_on_meta
 from sfumato.models.planned_drawing import KEYS_AND_VALUES
 from sfumato.models.planned_vision import vision_on_meta
 from sfumato.parallel.layout import Layout
+from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
@@ -164,10 +165,14 @@ def _look_at_data(found: Findings, config: Section) -> None:
     try:
         if isinstance(config, TrainTextConfig):
             tokenizer, reader = _tokenizer_of(found, config)
-            facts_of(tokenizer).appends_end = not isinstance(config, TrainTextRewardConfig)
+            facts = facts_of(tokenizer)
+            facts.date = run_date(config.train)
+            facts.appends_end = not isinstance(config, TrainTextRewardConfig)
             found.data = check_text_data(config, tokenizer, reader, found.layout)
         elif isinstance(config, TextRLConfig):
-            found.data = check_text_prompt_data(config, *_tokenizer_of(found, config))
+            tokenizer, reader = _tokenizer_of(found, config)
+            facts_of(tokenizer).date = run_date(config.train)
+            found.data = check_text_prompt_data(config, tokenizer, reader)
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)
         elif isinstance(config, TrainOmniConfig):

@@ -70,10 +70,10 @@ class ChatTemplate:
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
-        self.answer_end = measure_answer_end(tokenizer, self._render_whole)
+        end = measure_answer_end(tokenizer, self._render_whole)
         if self.text != text:
-            dated = f"the chat template writes the date of the run's first start, {date}"
-            self.answer_end = replace(self.answer_end, notes=(*self.answer_end.notes, dated))
+            end = replace(end, notes=(*end.notes, f"{name} writes the date of the run's first start, {date}"))
+        self.answer_end = end
         """How answers end."""
         facts.fingerprint = self.answer_end.fingerprint(facts.appends_end)
         self._stops = [token.text for token in self.answer_end.tokens]

@@ -46,7 +46,7 @@ def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokeniz
         after, last = start + len(_ANSWER), text.find(_QUESTION) if following else len(text)
         _check_answer(name, text, (start, after), blocks)
         found = list(markers.finditer(text, after, last))
-        ended = next((marker for marker in found if marker.group() in ends), found[0] if found else None)
+        ended = next((marker for marker in found if marker.group() in ends), None)
         if ended is None and not following:
             raise ConfigError(
                 f"data.chat_template {name} writes nothing after an answer that ends it, and its generation blocks "

@@ -62,6 +62,8 @@ class LanguageModel(PackedModel[TokenScores]):
         of a model that sees; the rest as for ``PackedModel``."""
         super().__init__(module, tokenizer, autocast_dtype, build, source)
         self.vision = vision
+        self.vocabulary_size: int = module.config.get_text_config().vocab_size
+        """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
         self._output_layer, self._chunked = OutputLayer(module), chunked
 
     @contextmanager

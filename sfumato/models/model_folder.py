@@ -62,6 +62,8 @@ def name_ends(config: Any, tokenizer: Any, has_source: bool) -> None:
         has_source: whether the configuration is that of a folder. Of a description, whose number is a default of the
             class, it becomes what the tokenizer has.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     end = answer_end_of(tokenizer)
     text = config.get_text_config()
     for part in [text] if text is config else [text, config]:
@@ -71,7 +73,7 @@ def name_ends(config: Any, tokenizer: Any, has_source: bool) -> None:
         value = completed_ends(said if has_source else None, end)
         try:
             part.eos_token_id = value
-        except (TypeError, ValueError):  # a class that takes one number alone
+        except StrictDataclassError:  # a class that takes one number alone
             part.eos_token_id = end.taught.token_id if end.taught is not None else said
 
 

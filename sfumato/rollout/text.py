@@ -40,8 +40,7 @@ def answer_greedily(
     Returns:
         The answers' token ids.
     """
-    size = model.module.config.get_text_config().vocab_size
-    stop = {*stop, *tokens_without_text(model.tokenizer, size)}
+    stop = {*stop, *tokens_without_text(model.tokenizer, model.vocabulary_size)}
     if model.vision is not None:
         stop |= model.vision.reader.media_tokens()
     decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sfumato.checkpoint.export import export_checkpoint
 from sfumato.commands.check import check_config
@@ -15,8 +15,9 @@ from sfumato.commands.check_tables import show_findings
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import AnswerEnd, EndToken
+from sfumato.data.chat import build_chat_template
 from sfumato.models.language_load import build_tokenizer as build_tokenizer_of
-from sfumato.models.model_folder import completed_ends
+from sfumato.models.model_folder import completed_ends, name_ends
 from tests.model_folders import FOLDERS, published_template, write_model_folder
 from tests.tiny import run_task_here, tiny_text_rl_config, write_config
 from tests.tiny_tokenizers import build_tokenizer
@@ -207,7 +208,7 @@ def test_a_described_model_names_the_ends_of_its_tokenizer(tmp_path):
 
 def test_rl_exports_the_template_that_it_drew_with(tmp_path):
     folder = base_folder(tmp_path / "model")
-    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 64}})
+    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 400}})
     config["model"] = {"model_path": str(folder)}
     config["data"]["chat_template"] = "chatml"
     config["train"]["max_steps"], config["eval"] = 1, {"num_prompts": 2, "every_steps": 1, "max_new_tokens": 2}
@@ -251,6 +252,15 @@ def test_a_list_of_ends_is_completed_and_nothing_else_changes(before, ends, afte
     assert completed_ends(before, ends) == after
 
 
+@pytest.mark.parametrize(("kind", "named"), [("inkling_text", 2), ("llama", [0, 2]), ("gpt2", [0, 2])])
+def test_a_class_that_takes_one_number_is_given_what_was_taught(kind, named):
+    tokenizer = build_tokenizer()
+    build_chat_template("chatml", tokenizer).adopt()
+    config = CONFIG_MAPPING[kind](eos_token_id=0)
+    name_ends(config, tokenizer, has_source=True)
+    assert config.eos_token_id == named and type(config)(eos_token_id=named)
+
+
 def test_a_broken_generation_config_stops_the_run_by_name(tmp_path):
     folder = write_model_folder("qwen3", tmp_path / "model")
     (folder / "generation_config.json").write_text("{", encoding="utf-8")
@@ -272,7 +282,7 @@ def test_check_says_how_answers_end(tmp_path, capsys):
 
 def test_check_of_rl_says_it_with_the_texts(tmp_path):
     config = tiny_text_rl_config(
-        tmp_path, rollout={"stop": ["Q:"]}, data={"synthetic": {"num_rows": 64}, "chat_template": "chatml"}
+        tmp_path, rollout={"stop": ["Q:"]}, data={"synthetic": {"num_rows": 400}, "chat_template": "chatml"}
     )
     config["model"] = {"model_path": str(base_folder(tmp_path / "model"))}
     loaded = load_config(TextRLConfig, overrides=config)

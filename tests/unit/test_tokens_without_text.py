@@ -85,7 +85,7 @@ def test_a_greedy_answer_ends_where_the_tokenizer_has_no_token(tmp_path: Path) -
 
 
 def test_what_is_drawn_beyond_the_tokenizer_has_no_reward_and_is_not_learned(tmp_path: Path) -> None:
-    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 64}}, rollout={"dump": True})
+    config = tiny_text_rl_config(tmp_path, data={"synthetic": {"num_rows": 400}}, rollout={"dump": True})
     config["train"]["max_steps"] = 2
     config["model"]["config_path"] = larger(tmp_path, 270)
     config["reward"]["max_failed_fraction"] = 1.0
