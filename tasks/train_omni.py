@@ -203,7 +203,7 @@ def evaluate(
         for kind in (True, False)
     )
     drawn = draw_prompts(model, drawing[: config.draw.num_prompts], config.draw, config.train.seed, step)
-    read = read_prompts(model, reading, config.eval.max_new_tokens, config.train.seed, step)
+    read = read_prompts(model, reading, validation.stop_token_ids, config.eval, config.train.seed, step)
     for name, records in (("read", read), ("draw", drawn)):
         values = [record.total for record in records if record.total == record.total]
         metrics |= {f"eval/{name}": sum(values) / len(values)} if values else {}

@@ -156,10 +156,10 @@ def answer_prompts(
     model: LanguageModel, validation: Validation, config: TrainTextConfig, step: int
 ) -> list[SampleRecord]:
     """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
-    tokenizer, prompts = model.tokenizer, validation.prompts
-    stop = {tokenizer.eos_token_id} | {prompt.answer[-1] for prompt in prompts if config.data.data_type.has_answers}
-    images, limit = [prompt.images for prompt in prompts], config.eval.max_new_tokens
-    answers = answer_greedily(model, [prompt.input_ids for prompt in prompts], limit, stop, images)
+    tokenizer, prompts, evaluation = model.tokenizer, validation.prompts, config.eval
+    inputs, images = [prompt.input_ids for prompt in prompts], [prompt.images for prompt in prompts]
+    ends = validation.stop_token_ids, images, evaluation.stop
+    answers = answer_greedily(model, inputs, evaluation.max_new_tokens, *ends)
     return [
         SampleRecord(
             content=tokenizer.decode(answer),

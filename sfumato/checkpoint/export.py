@@ -149,14 +149,15 @@ def _build(run: Path) -> Exportable:
         from sfumato.models.scalar_head import build_scalar_model
 
         config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        return build_scalar_model(config.model, config.train, config.model.head)
+        return _with_template(build_scalar_model(config.model, config.train, config.model.head), config.data)
     if task in ("train_text", "train_text_dpo", "train_text_kto"):
         from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
         from sfumato.models.language_load import build_language_model
 
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        return build_language_model(config.model, config.train)
+        model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+        return _with_template(model, config.data)
     if task == "train_omni":
         from sfumato.config.omni import TrainOmniConfig
         from sfumato.models.omni.load import build_omni_model
@@ -176,3 +177,14 @@ def _build(run: Path) -> Exportable:
         f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
         "which finishes it and writes hf_ckpt"
     )
+
+
+def _with_template(model: Any, data: Any) -> Any:
+    """A language model that exports the chat template of its data, as the run did."""
+    from sfumato.data.text import build_transform
+    from sfumato.data.text_loader import adopt_answer_end
+
+    vision = getattr(model, "vision", None)
+    transform = build_transform(data, model.tokenizer, None if vision is None else vision.reader)
+    adopt_answer_end(transform, model.tokenizer)
+    return model

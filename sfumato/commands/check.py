@@ -28,7 +28,9 @@ from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
@@ -36,6 +38,7 @@ from sfumato.models.planned import language_model_on_meta
 from sfumato.models.planned_drawing import KEYS_AND_VALUES
 from sfumato.models.planned_vision import vision_on_meta
 from sfumato.parallel.layout import Layout
+from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
@@ -161,9 +164,15 @@ def _say(what: str, show: bool) -> None:
 def _look_at_data(found: Findings, config: Section) -> None:
     try:
         if isinstance(config, TrainTextConfig):
-            found.data = check_text_data(config, *_tokenizer_of(found, config), found.layout)
+            tokenizer, reader = _tokenizer_of(found, config)
+            facts = facts_of(tokenizer)
+            facts.date = run_date(config.train)
+            facts.appends_end = not isinstance(config, TrainTextRewardConfig)
+            found.data = check_text_data(config, tokenizer, reader, found.layout)
         elif isinstance(config, TextRLConfig):
-            found.data = check_text_prompt_data(config, *_tokenizer_of(found, config))
+            tokenizer, reader = _tokenizer_of(found, config)
+            facts_of(tokenizer).date = run_date(config.train)
+            found.data = check_text_prompt_data(config, tokenizer, reader)
         elif isinstance(config, DiffusionRLConfig):
             found.data = check_prompt_data(config)
         elif isinstance(config, TrainOmniConfig):

@@ -12,7 +12,9 @@ import numpy as np
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.answer_end import AnswerEnd, facts_of
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
@@ -25,11 +27,12 @@ from sfumato.data.row_samples import filed_row
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextTransform, build_transform
-from sfumato.data.text_loader import build_text_loader
+from sfumato.data.text_loader import adopt_answer_end, build_text_loader
 from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
 from sfumato.data.vision import ImageReader
 from sfumato.errors import DataError
+from sfumato.models.model_folder import describe_export
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 
@@ -88,6 +91,8 @@ class DataFindings:
     images_per_step: int | None = None
     notes: list[str] = field(default_factory=list)
     """What the run's log would say of the data."""
+    answers: list[str] = field(default_factory=list)
+    """How the answers of a language model end, and what its export says of it."""
 
 
 def check_text_data(
@@ -107,6 +112,8 @@ def check_text_data(
     validation = open_validation(data)
     found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
     found.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
+    if not isinstance(config, TrainTextRewardConfig):
+        found.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
     found.tokens_per_step = global_batch * per_sample
@@ -168,6 +175,11 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
     data, kind, found = config.data, config.rollout.kind, DataFindings(num_steps=config.train.max_steps)
     template = build_prompt_template(data, tokenizer, reader)
     kind.prepare(template)
+    if template.chat is not None:
+        template.chat.adopt()
+    found.answers = _answers(template.answer_end, tokenizer)
+    if config.rollout.stop:
+        found.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
     for split, listed in (("train", found.training), ("eval", found.validation)):
         limit = config.eval.num_prompts if split == "eval" else None
         settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
@@ -178,6 +190,13 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
         counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
         listed.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
     return found
+
+
+def _answers(end: AnswerEnd, tokenizer: Any) -> list[str]:
+    lines = [*end.describe(), describe_export(tokenizer)]
+    if facts_of(tokenizer).is_pad_added:
+        lines.append("the tokenizer has no padding token; the run pads with the end of a text, and exports none")
+    return lines
 
 
 def sampled_rows(count: int) -> list[int]:

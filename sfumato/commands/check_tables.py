@@ -61,6 +61,8 @@ def _show_data(data: DataFindings, console: Console) -> None:
     if data.images_per_step:
         parts.append(f"{data.images_per_step:,} images in each")
     _print(console, "; ".join(parts))
+    for line in data.answers:
+        _print(console, line)
 
 
 def _about_tokens(source: SourceFindings) -> list[str]:

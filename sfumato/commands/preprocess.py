@@ -9,12 +9,14 @@ from typing import Any
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.data.media_cache import build_media_cache
 from sfumato.data.sources import open_sources
 from sfumato.data.text import build_transform
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError
 from sfumato.models.language_load import build_reader
+from sfumato.tracking.folder import run_date
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.run import quiet_libraries
 
@@ -49,7 +51,9 @@ def preprocess(
     data, train = config.data, config.train
     if data.datasets_type != "mapping":
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
-    transform = build_transform(data, *build_reader(made_model(config.model), train, data.data_type))
+    tokenizer, reader = build_reader(made_model(config.model), train, data.data_type)
+    facts_of(tokenizer).date = run_date(train)
+    transform = build_transform(data, tokenizer, reader)
     sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
     store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")

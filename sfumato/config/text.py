@@ -147,7 +147,7 @@ class TrainTextDpoConfig(TrainTextConfig):
             why = "without a reference and adapters, since nothing is frozen: remove it"
             refuse_needless(self.model, "model", ("dtype",), why)
         why = "here: preference training scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
+        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
         check_text(self.data, self.train, self.eval)
         return self
 
@@ -180,7 +180,7 @@ class TrainTextKtoConfig(TrainTextConfig):
                 "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
             )
         why = "here: preference training scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
+        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
         check_text(self.data, self.train, self.eval)
         return self
 

@@ -164,3 +164,5 @@ class TextEvalConfig(Section):
     and written to the run folder."""
     max_new_tokens: int = Field(32, ge=1)
     """Longest answer in tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end an answer once it holds them, besides the tokens that end one."""

@@ -58,6 +58,6 @@ class TrainTextRewardConfig(TrainTextConfig):
                 "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
             )
         why = "here: a reward model scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens"), why)
+        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
         check_text(self.data, self.train, self.eval)
         return self

@@ -41,6 +41,9 @@ class TextRolloutConfig(RolloutConfig):
     """Only the likeliest tokens with this probability together are drawn; 1 leaves out none."""
     top_k: int = Field(0, ge=0)
     """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end an answer once it has drawn them, in rollout and evaluation, besides the tokens that end one. The
+    tokens of such a text are learned from; for rewards and tools the answer ends before it."""
     dump: bool = False
     """Keep every sample with its tokens, log-probabilities, rewards and advantages in rollouts/ of the run folder."""
     rollout_only: bool = False

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from sfumato.data.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
+from sfumato.data.chat_date import with_date
+from sfumato.data.generation_blocks import GENERATION, check_blocks, is_in_blocks
 from sfumato.data.rows import read_text
 from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
 from sfumato.errors import ConfigError, DataError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATES = Path(__file__).parent / "templates"
+OWN = "the tokenizer's own"
+"""What messages call a template that no setting names."""
 
 Message = dict[str, Any]
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -28,7 +36,6 @@ Expand = Callable[[str, list[Span], int], tuple[str, list[Span]]]
 """Puts what stands for the images of so many messages into their text, and moves spans with it."""
 Result = TypeVar("Result")
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TRACKER = threading.Lock()  # transformers tracks generation blocks in the compiled template, which threads share
 
 
@@ -37,19 +44,48 @@ class ChatTemplate:
 
     The loss mask holds the tokens that the model has to generate: those of a ``{% generation %}`` block where the
     template has such blocks, else what stands between the prompt of an answer, as the template renders it for
-    inference, and the token that ends the turn, with that token.
+    inference, and the token that ends the turn, with that token, which is appended where the template writes none.
     """
 
-    def __init__(self, tokenizer: Any, text: str, tool_text: str) -> None:
-        """Args are a fast tokenizer, the template, and the one for conversations with tools (often the same)."""
+    def __init__(self, tokenizer: Any, text: str, tool_text: str, name: str) -> None:
+        """Asks the template how answers end.
+
+        Args:
+            tokenizer: a fast one.
+            text: the template.
+            tool_text: the one for conversations with tools, often the same.
+            name: for messages.
+
+        Raises:
+            ConfigError: when blocks of the template leave out what ends an answer, or it writes a date that changes.
+        """
         self.tokenizer = tokenizer
-        self.text, self.tool_text = text, tool_text
+        self.name, self._source = name, text
+        facts = facts_of(tokenizer)
+        date = facts.date or datetime.date.today()
+        self.text, self.tool_text = (with_date(each, name, date) for each in (text, tool_text))
         self.encoder = Encoder(tokenizer, with_offsets=True)
         """Makes the tokens that ``asks`` asks for."""
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
+        end = measure_answer_end(tokenizer, self._render_whole)
+        if self.text != text:
+            end = replace(end, notes=(*end.notes, f"{name} writes the date of the run's first start, {date}"))
+        self.answer_end = end
+        """How answers end."""
+        facts.fingerprint = self.answer_end.fingerprint(facts.appends_end)
+        self._stops = [token.text for token in self.answer_end.tokens]
+        for template, tools in {self.tool_text: [EXAMPLE_TOOL], self.text: None}.items():
+            if GENERATION.search(template):
+                check_blocks(name, self.answer_end, partial(self._marked, tools), tokenizer)
+
+    def adopt(self) -> None:
+        """Makes this template the tokenizer's own, which exports carry: what was trained is what is said then."""
+        facts_of(self.tokenizer).answer_end = self.answer_end
+        if self.name != OWN:
+            self.tokenizer.chat_template = self._source
 
     def encode(self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
         """The tokens of a conversation, and their loss mask.
@@ -85,7 +121,7 @@ class ChatTemplate:
         trained = check_messages(messages, where, parts=expand is not None)
         shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown, tools, where)
-        texts = chat.marked_texts(trained) if _GENERATION.search(chat.template) else chat.prefixed_texts(trained)
+        texts = chat.marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
         whole = [(text, spans) if expand is None else expand(text, spans, count) for text, spans, count in texts]
         found = yield [text for text, _ in whole]
         encoded = []
@@ -119,11 +155,41 @@ class ChatTemplate:
         chat.check_shown(text, {})
         return text
 
-    def end_of_turn(self, text: str, span: Span) -> Span:
-        """The span up to the special token that ends the turn, without the white space that the template adds."""
-        start, end = span
-        found = list(self._special.finditer(text, start, end))
-        return (start, found[-1].end()) if found and not text[found[-1].end() : end].strip() else span
+    def _render_whole(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        return _Chat(self, messages, tools, "").apply(len(messages))
+
+    def _marked(self, tools: list[dict[str, Any]] | None, messages: list[Message]) -> tuple[str, list[Span]]:
+        return _Chat(self, messages, tools, "").marked()
+
+    def ended(self, text: str, start: int, following: str, calls: bool) -> tuple[str, int]:
+        """A text up to the token that ends its last answer, without the white space that the template adds behind it.
+
+        Args:
+            text: of a conversation that an answer ends.
+            start: of the answer.
+            following: the text of the whole conversation.
+            calls: whether the answer calls tools.
+
+        Returns:
+            The text, to which that token was appended where the template writes none; and where the answer ends in it.
+        """
+        known = self.answer_end
+        if known.tail_end and known.tail and text.endswith(known.tail, start):
+            return text, len(text) - len(known.tail) + known.tail_end
+        run: list[re.Match[str]] = []  # special tokens at the end
+        for marker in reversed(list(self._special.finditer(text, start))):
+            if text[marker.end() : run[0].start() if run else len(text)].strip():
+                break
+            run.insert(0, marker)
+        end = next((marker for marker in run if marker.group() in self._stops), run[-1] if run else None)
+        missing = known.taught_after_call if calls else None
+        missing = missing or (known.taught if known.is_appended else None)
+        if end is not None and (end.group() in self._stops or missing is None):
+            return text, end.end()
+        if missing is None or not facts_of(self.tokenizer).appends_end:
+            return text, len(text)
+        follows = next((stop for stop in self._stops if following.startswith(text + stop)), missing.text)
+        return text + follows, len(text + follows)
 
     def _mask(self, text: str, spans: list[Span], tokens: Tokens, where: str) -> Asking[Encoded]:
         """Tokens of the text, and the loss mask that holds those that begin within a span.
@@ -177,22 +243,28 @@ class _Chat:
         self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
-    def marked_texts(self, trained: list[int]) -> list[Rendered]:
-        """The whole text, with the spans of its generation blocks."""
+    def marked(self) -> tuple[str, list[Span]]:
+        """The whole text, and the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        def render() -> tuple[str, list[Span]]:
-            with _TRACKER:
-                texts, blocks = render_jinja_template(
-                    conversations=[self.messages],
-                    tools=self.tools,
-                    chat_template=self.template,
-                    return_assistant_tokens_mask=True,
-                    **self.owner.tokenizer.special_tokens_map,
-                )
-            return texts[0], blocks[0]
+        with _TRACKER:
+            texts, blocks = render_jinja_template(
+                conversations=[self.messages],
+                tools=self.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.owner.tokenizer.special_tokens_map,
+            )
+        return texts[0], blocks[0]
 
-        text, blocks = self._attempt(render)
+    def marked_texts(self, trained: list[int]) -> list[Rendered]:
+        """The whole text, with the spans of its generation blocks."""
+        text, blocks = self._attempt(self.marked)
+        for index in trained:
+            if not all(is_in_blocks(said, text, blocks) for said in _texts_of(self.messages[index])):
+                raise self._error(
+                    index, "the generation blocks of the chat template leave out some of what it says: widen them"
+                )
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(trained) < len(answers):
             if len(blocks) != len(answers):
@@ -218,9 +290,12 @@ class _Chat:
                     "be told apart; mark them with {% generation %} blocks in a template of your own "
                     "(data.chat_template)",
                 )
-        spans = {
-            index: self.owner.end_of_turn(texts[index], (len(prompts[index]), len(texts[index]))) for index in trained
-        }
+        spans = {}
+        for index in trained:
+            start, calls = len(prompts[index]), bool(self.messages[index].get("tool_calls"))
+            texts[index], end = self.owner.ended(texts[index], start, whole, calls)
+            spans[index] = (start, end)
+        whole = texts.get(last, whole)
         self.check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
         if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
             return [(whole, list(spans.values()), len(self.messages))]
@@ -230,9 +305,10 @@ class _Chat:
         """The text of the first messages; ``prompt`` adds the beginning of an answer."""
         if count == 0:
             raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
-        return self._attempt(lambda: self._apply(count, prompt), count)
+        return self._attempt(lambda: self.apply(count, prompt), count)
 
-    def _apply(self, count: int, prompt: bool = False) -> str:
+    def apply(self, count: int, prompt: bool = False) -> str:
+        """As ``render``, with what the template raises."""
         with _TRACKER:
             return self.owner.tokenizer.apply_chat_template(
                 self.messages[:count],
@@ -253,7 +329,7 @@ class _Chat:
         except refusals as error:
             for fine in range((count or len(self.messages)) - 1, 0, -1):
                 try:
-                    self._apply(fine)
+                    self.apply(fine)
                 except refusals:
                     continue
                 break
@@ -308,8 +384,8 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
     if name in ("chatml", "hermes") and missing:
         raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
-        _check_syntax(text, name or "the tokenizer's own")
-    return ChatTemplate(tokenizer, *texts)
+        _check_syntax(text, name or OWN)
+    return ChatTemplate(tokenizer, *texts, name or OWN)
 
 
 def check_fast(tokenizer: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
+from sfumato.data.answer_end import AnswerEnd, plain_answer_end
 from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast
+from sfumato.data.stop_strings import before_stop, completes_stop
 from sfumato.data.tokenise import Encoder, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
 
@@ -32,6 +35,25 @@ class PromptTemplate:
     """First message of conversations that do not begin with one of role system."""
     reader: ImageReader | None = None
     """Of a model that sees: then contents may be lists of parts."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; it says nothing from there on."""
+    without_text: frozenset[int] = frozenset()
+    """Numbers of tokens that a model may draw, but this tokenizer has not."""
+
+    @cached_property
+    def answer_end(self) -> AnswerEnd:
+        """How answers end. Prompts that are left as they are may have been rendered before, so that then the end of the
+        tokenizer's own chat template counts, too."""
+        if self.chat is not None:
+            return self.chat.answer_end
+        plain = plain_answer_end(self.tokenizer)
+        if not self.tokenizer.chat_template:
+            return plain
+        try:
+            own = build_chat_template(None, self.tokenizer).answer_end
+        except ConfigError:  # of a template that is not used
+            return plain
+        return replace(own, taught=None, taught_after_call=None, declared=own.tokens)
 
     @property
     def media_tokens(self) -> set[int]:
@@ -75,18 +97,25 @@ class PromptTemplate:
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
         return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
 
-    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None) -> str:
+    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
         """The text of drawn tokens.
 
         Args:
             token_ids: the tokens.
             stop: without it, special tokens are left out; with it, only one of these at the end is, so that special
                 tokens which mark a call of a tool are seen.
+            is_cut: whether it ends before a text that ends an answer; calls of tools may end with such a text.
         """
         ids = list(token_ids)
-        if stop is not None and ids and ids[-1] in stop:
+        if ids and ids[-1] in (self.answer_end.stop_token_ids if stop is None else stop):
             ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
+        return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)
+
+    def completes_stop(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of the tokens of an answer completes a text that ends it."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return completes_stop(token_ids, self.stop, decode)
 
     def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
         """The tokens of a single prompt. Raises DataError as ``messages_of`` and ``render``."""

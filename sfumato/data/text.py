@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import Encoded, check_fast
 from sfumato.data.tokenise import stay_in_one_thread
@@ -141,6 +142,8 @@ def fingerprint_of(config: TextDataConfig, tokenizer: Any, templates: list[str])
     backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}  # states of use
     settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
     parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings, *source_of(config.data_type)]
+    if templates and (ends := facts_of(tokenizer).fingerprint):
+        parts.append(ends)
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,10 @@ import numpy as np
 
 from sfumato.checkpoint.identity import Identity
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.data.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.background import STEPS_AHEAD, in_background
 from sfumato.data.bad_rows import BadRows
+from sfumato.data.chat import ChatTemplate
 from sfumato.data.identity import identify_text
 from sfumato.data.loader import refuse_repetition
 from sfumato.data.media_cache import MediaCache, build_media_cache
@@ -30,6 +32,7 @@ from sfumato.data.token_store import Watch, build_token_store
 from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.folder import run_date
 
 ATTENTION_LENGTH = 24_576
 """Tokens of a document at which attention costs as much as everything else: 12 x a hidden width of 2048."""
@@ -248,6 +251,8 @@ class Validation:
     """This rank's micro-batches, as many as on the other ranks."""
     prompts: list[AnsweredPrompt]
     """Prompts to answer, the same on every rank."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
 
 
 class TextData(NamedTuple):
@@ -281,13 +286,45 @@ def open_text_data(
         UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
     """
     data, train, pad = config.data, config.train, tokenizer.pad_token_id
+    facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
+    ends = adopt_answer_end(transform, tokenizer).describe()
+    for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
+        say(line)
     sources, held_out = open_sources(data), open_validation(data)
     identity = identify_text(config, sources, held_out, transform)
     loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision
     validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say, vision)
-    return TextData(loader, validation, identity)
+    return TextData(loader, _with_stops(validation, data, transform, tokenizer), identity)
+
+
+def adopt_answer_end(transform: TextTransform, tokenizer: Any) -> AnswerEnd:
+    """Makes a format's chat template the tokenizer's own, which exports carry. Returns how answers end."""
+    template = getattr(transform, "template", None)
+    if isinstance(template, ChatTemplate):
+        template.adopt()
+    return answer_end_of(tokenizer)
+
+
+def _with_stops(
+    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: Any
+) -> Validation | None:
+    """With the tokens that end an answer, up to the first of which answers are expected. A format of one's own without
+    a chat template ends its answers as it likes: by the last token of each."""
+    if validation is None:
+        return None
+    stops = {*answer_end_of(tokenizer).stop_token_ids}
+    if data.data_type.has_answers and not isinstance(getattr(transform, "template", None), ChatTemplate):
+        stops |= {prompt.answer[-1] for prompt in validation.prompts}
+    prompts = [replace(prompt, answer=_up_to(prompt.answer, stops)) for prompt in validation.prompts]
+    return replace(validation, prompts=prompts, stop_token_ids=tuple(sorted(stops)))
+
+
+def _up_to(tokens: list[int], stops: set[int]) -> list[int]:
+    """Tokens up to the first of those that end an answer, with it."""
+    ends = [place for place, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0] + 1] if ends else tokens
 
 
 def build_validation(

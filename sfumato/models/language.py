@@ -21,6 +21,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.document_rows import apart
 from sfumato.models.flops import DRAWS
 from sfumato.models.lora import merge_adapters, save_adapter
+from sfumato.models.model_folder import name_ends, save_generation_config, save_tokenizer
 from sfumato.models.output_layer import OutputLayer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
@@ -61,6 +62,8 @@ class LanguageModel(PackedModel[TokenScores]):
         of a model that sees; the rest as for ``PackedModel``."""
         super().__init__(module, tokenizer, autocast_dtype, build, source)
         self.vision = vision
+        self.vocabulary_size: int = module.config.get_text_config().vocab_size
+        """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
         self._output_layer, self._chunked = OutputLayer(module), chunked
 
     @contextmanager
@@ -133,9 +136,9 @@ class LanguageModel(PackedModel[TokenScores]):
             merge: write merged weights instead of adapters.
         """
         adapters = self._adapters()
-        self.tokenizer.save_pretrained(folder)
         if self.vision is not None:
             self.vision.reader.save(folder, self.source)
+        save_tokenizer(self.tokenizer, folder)
         plain = build_on_meta(self._build)
         if adapters:
             whole = build_on_meta(self._build)  # a stage of a pipeline does not know the others' layers
@@ -143,6 +146,7 @@ class LanguageModel(PackedModel[TokenScores]):
                 whole.add_adapter(adapter, name)
             if not merge:
                 save_adapter(whole, weights, folder, None if self.source is None else str(self.source))
+                save_generation_config(folder, self.source, self.tokenizer)
                 return
             weights = merge_adapters(whole, weights)
         known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
@@ -154,7 +158,9 @@ class LanguageModel(PackedModel[TokenScores]):
                 weights[name] = weights[name].to(self.autocast_dtype)
         give_weights(plain, weights)
         plain.config.dtype = self.autocast_dtype or torch.float32
+        name_ends(plain.config, self.tokenizer, self.source is not None)
         plain.save_pretrained(folder)
+        save_generation_config(folder, self.source, self.tokenizer)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)

@@ -18,6 +18,7 @@ from torch import nn
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.lora import refuse_adapter
 from sfumato.models.packed_attention import ATTENTION, register_packed_attention
@@ -250,8 +251,10 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
         raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{option} {folder}: the tokenizer has no eos_token: nothing would end a text")
+    facts = facts_of(tokenizer)
+    facts.model_folder = source_of(config)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token, facts.is_pad_added = tokenizer.eos_token, True
     return tokenizer
 
 

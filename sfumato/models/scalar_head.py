@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import LanguageModelConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.data.packing import TextBatch
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import apart
@@ -28,6 +29,7 @@ from sfumato.models.language_parts import (
     source_of,
 )
 from sfumato.models.lora import add_lora, language_targets, merge_adapters
+from sfumato.models.model_folder import save_tokenizer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.plain import give_weights
 from sfumato.parallel.loss import IGNORED
@@ -133,7 +135,7 @@ class ScalarModel(PackedModel[Tensor]):
         for name in weights:
             if weights[name].dtype == torch.float32:
                 weights[name] = weights[name].to(dtype)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder, keeps_pad=True)
         give_weights(plain, weights)
         plain.config.dtype = dtype
         plain.save_pretrained(folder)
@@ -184,6 +186,7 @@ def build_scalar_model(
     described = read_model_config(config)
     check_classifier(described, config.trust_remote_code)
     tokenizer = build_tokenizer(config)
+    facts_of(tokenizer).appends_end = False
     is_new = not any(str(name).endswith("ForSequenceClassification") for name in described.architectures or ())
     described = copy.deepcopy(described)
     described.num_labels = 1

@@ -10,6 +10,7 @@ import torch
 
 from sfumato.algorithms.noise import keyed_generator, keyed_normal
 from sfumato.config.omni import DrawConfig
+from sfumato.config.text_data import TextEvalConfig
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_loader import AnsweredPrompt
@@ -139,14 +140,19 @@ def draw_prompts(
 
 
 def read_prompts(
-    model: OmniModel, prompts: Sequence[AnsweredPrompt], max_new_tokens: int, seed: int, step: int
+    model: OmniModel,
+    prompts: Sequence[AnsweredPrompt],
+    stop: Sequence[int],
+    settings: TextEvalConfig,
+    seed: int,
+    step: int,
 ) -> list[SampleRecord]:
-    """Greedy answers to prompts whose answers are text, with whether they are the expected ones."""
+    """Greedy answers to prompts whose answers are text, with whether they are the expected ones; ``stop`` are the
+    tokens that end one."""
     if not prompts:
         return []
-    stop = {model.tokenizer.eos_token_id} | {prompt.answer[-1] for prompt in prompts}
     inputs, images = [prompt.input_ids for prompt in prompts], [prompt.images for prompt in prompts]
-    answers = answer_greedily(model, inputs, max_new_tokens, stop, images)
+    answers = answer_greedily(model, inputs, settings.max_new_tokens, stop, images, settings.stop)
     return [
         SampleRecord(
             content=model.tokenizer.decode(answer),

@@ -144,5 +144,5 @@ class OverSampling:
                 requests.append(SampleRequest(sample_id, place, group.prompt_id, is_first=member == 0))
                 versions.append(min(answer.versions, default=version))
                 sequences.append(drawn.sequences)
-                samples.append(drawn.sample(prompt, place))
+                samples.append(drawn.checked(template.without_text).sample(prompt, place))
         return TextRollout(requests=requests, versions=versions, sequences=sequences), samples

@@ -22,9 +22,9 @@ from sfumato.data.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.data.text import without_none
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.seams import tokens_between
+from sfumato.rollout.seams import end_token, tokens_between
 from sfumato.rollout.tokens import FinishReason, TokenSequence
-from sfumato.rollout.tool_calls import hermes_calls, without_hermes_calls
+from sfumato.rollout.tool_calls import ToolCall, hermes_calls, without_hermes_calls
 from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking
 
 
@@ -188,9 +188,10 @@ class Session:
         self.is_truncated = sequence.finish_reason == "length"
         text = self.template.decode(drawn, self.sampling.stop_token_ids)
         log_probs = sequence.log_probs[-len(drawn) :] if drawn else []
-        message = _message(text, has_tools)
+        whole = self.template.decode(drawn, self.sampling.stop_token_ids, is_cut=False)
+        message = _message(text, hermes_calls(whole) if has_tools else [], whole)
         reply = PolicyReply(text, message, sequence.finish_reason, drawn, log_probs, len(whole))
-        last = drawn[-1] if drawn and not self.is_truncated else None
+        last = None if self.is_truncated else end_token(drawn, self.sampling)
         return reply, _Point(None, "", sequence, len(sequence), last)
 
     def _seed(self, token_ids: list[int]) -> int:
@@ -200,16 +201,16 @@ class Session:
         return self.keys.request_seed((int.from_bytes(digest, "big") >> 1) + self._repeats[digest])
 
 
-def _message(text: str, has_tools: bool) -> Message:
-    """What the policy said, as a message. A text with a call that cannot be read is no call."""
-    calls = hermes_calls(text) if has_tools else []
+def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
+    """What the policy said, as a message. A text with a call that cannot be read is no call; ``whole`` has the text
+    that ended it, too, which may be that of a call."""
     if not calls or any(call.problem for call in calls):
         return {"role": "assistant", "content": text}
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
     tool_calls = [
         {"id": f"call_{number}", "type": "function", "function": function} for number, function in enumerate(functions)
     ]
-    return {"role": "assistant", "content": without_hermes_calls(text), "tool_calls": tool_calls}
+    return {"role": "assistant", "content": without_hermes_calls(whole), "tool_calls": tool_calls}
 
 
 def _plain(message: Message) -> Message:

@@ -11,6 +11,7 @@ from typing import Any
 from sfumato.data.chat import Message
 from sfumato.data.prompt_template import PromptTemplate, Tools
 from sfumato.errors import ConfigError, DataError
+from sfumato.rollout.engines.base import Sampling
 
 _ANSWER = "sfumatoanswer"
 
@@ -45,6 +46,11 @@ def tokens_between(
         return template.encode([tail], is_beginning=False)[0]
     tail = tail.removeprefix(template.tokenizer.decode([last_token], skip_special_tokens=False))
     return tokens_after(template, last_token, tail)
+
+
+def end_token(drawn: Sequence[int], sampling: Sampling) -> int | None:
+    """The token that ended a drawn answer; None where a text did (``Sampling.stop``), or the limit of its length."""
+    return drawn[-1] if drawn and drawn[-1] in sampling.stop_token_ids else None
 
 
 def tokens_after(template: PromptTemplate, last_token: int, text: str) -> list[int]:

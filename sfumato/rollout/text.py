@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
+from sfumato.data.answer_end import tokens_without_text
 from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.stop_strings import completes_stop
 from sfumato.data.text import Document, TextSample
 from sfumato.data.vision import Images
 from sfumato.models.language import LanguageModel
@@ -18,6 +21,7 @@ def answer_greedily(
     max_new_tokens: int,
     stop: Iterable[int],
     images: Sequence[Images | None] | None = None,
+    stop_texts: Sequence[str] = (),
 ) -> list[list[int]]:
     """The likeliest next token, again and again. All ranks must call it with the same prompts.
 
@@ -28,16 +32,25 @@ def answer_greedily(
         model: put on its mesh.
         prompts: token ids, at least one in each.
         max_new_tokens: longest answer.
-        stop: tokens that end an answer; they are part of it.
+        stop: tokens that end an answer; they are part of it. So do those that stand for an image, of which there is
+            none, or for no text.
         images: that stand in each prompt.
+        stop_texts: that end an answer; the token that completes one is its last.
 
     Returns:
         The answers' token ids.
     """
-    stop = set(stop)
+    stop = {*stop, *tokens_without_text(model.tokenizer, model.vocabulary_size)}
+    if model.vision is not None:
+        stop |= model.vision.reader.media_tokens()
+    decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def has_ended(answer: list[int]) -> bool:
+        return bool(answer) and (answer[-1] in stop or completes_stop(answer, stop_texts, decode))
+
     answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
-        open_ones = [index for index, answer in enumerate(answers) if not (answer and answer[-1] in stop)]
+        open_ones = [index for index, answer in enumerate(answers) if not has_ended(answer)]
         if not open_ones:
             break
         texts = [[*prompts[index], *answers[index]] for index in open_ones]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from torch import nn
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
+from sfumato.data.answer_end import facts_of, tokens_without_text
 from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_prompts import TextPrompt, check_text_prompts, load_text_prompts
+from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.critic import Critic
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model, build_reader
+from sfumato.models.language_load import build_language_model, build_reader, read_model_config
 from sfumato.models.plain import check_length
 from sfumato.models.policies import Policies
 from sfumato.models.probe import probe
@@ -40,6 +43,7 @@ from sfumato.rollout.replay import DumpedRollouts
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.under_way import Pool, UnderWay
+from sfumato.tracking.folder import run_date
 
 
 def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
@@ -105,7 +109,9 @@ class TextEngine:
             tokenizer, reader = build_reader(config.model, config.train, config.data.data_type)
         else:
             tokenizer, reader = model.tokenizer, None if model.vision is None else model.vision.reader
-        self.config, self.template, self.flops = config, build_prompt_template(config.data, tokenizer, reader), flops
+        facts_of(tokenizer).date = run_date(config.train)
+        self.config, self.template, self.flops = config, build_text_template(config, tokenizer, reader), flops
+        adopt_template(self.template)  # which the actor's export carries
         self.mesh = mesh
         self.served = build_served(config) if served else None
         self._restarts = 0
@@ -185,6 +191,7 @@ class TextEngine:
                 break
             except EngineError as error:
                 self._restart(error)
+        drawn = [each.checked(self.template.without_text) for each in drawn]
         samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
         return [each.sequences for each in drawn], samples
 
@@ -268,13 +275,13 @@ class TextEngine:
         """What draws by these weights, and how; arguments as of ``draw``."""
         engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
         rollout, evaluation = self.config.rollout, self.config.eval
-        stop = tuple(sorted(stop_tokens(self.template.tokenizer) | self.template.media_tokens))
+        stop = {"stop_token_ids": stop_tokens(self.template), "stop": self.template.stop}
         longest = rollout.max_new_tokens
         if weights[0] == EVALUATION:
             longest = evaluation.max_new_tokens or longest
-            sampling = Sampling(evaluation.temperature, stop_token_ids=stop)
+            sampling = Sampling(evaluation.temperature, **stop)
         else:
-            sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
+            sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, **stop)
         return engine, sampling, LengthLimits(longest, self.config.max_seq_len)
 
     def keep(self, left: Pool | None) -> dict[str, float]:
@@ -342,7 +349,10 @@ def open_prompts(
         DataError: as ``load_text_prompts``, and when a row lacks what a reward needs.
     """
     tokenizer, reader = build_reader(config.model, config.train, config.data.data_type)
-    template = build_prompt_template(config.data, tokenizer, reader)
+    facts_of(tokenizer).date = run_date(config.train)
+    template = build_text_template(config, tokenizer, reader)
+    for line in template.answer_end.describe():
+        say(line)
     config.rollout.kind.prepare(template)
     settings = {"seed": config.train.seed, "tools": config.rollout.kind.tools(), "log": say}
     train = load_text_prompts(config.data, template, "train", **settings)
@@ -377,11 +387,28 @@ def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor
     return tokens.masked_fill(torch.isin(tokens, media), template.tokenizer.pad_token_id)
 
 
-def stop_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: that of the end of a text, and those that chat templates end a turn with."""
-    ends = {tokenizer.eos_token_id} - {None}
-    known = tokenizer.get_added_vocab()
-    return ends | {known[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in known}
+def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
+    """Tokens at which drawing stops: those that end an answer, and those after which nothing can be said, since they
+    stand for an image that is not there or for no text at all."""
+    return tuple(sorted({*template.answer_end.stop_token_ids} | template.media_tokens | template.without_text))
+
+
+def build_text_template(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None) -> PromptTemplate:
+    """The template of a run, with what ends the answers that it draws; raises as ``build_prompt_template``."""
+    without: frozenset[int] = frozenset()
+    if config.modality == "text":
+        described = read_model_config(config.model, config.data.data_type.has_images)
+        size = getattr(described.get_text_config(), "vocab_size", None) or len(tokenizer)
+        without = tokens_without_text(tokenizer, size)
+    template = build_prompt_template(config.data, tokenizer, reader)
+    return replace(template, stop=tuple(config.rollout.stop), without_text=without)
+
+
+def adopt_template(template: PromptTemplate) -> None:
+    """Makes the chat template the tokenizer's own, which exports carry."""
+    if template.chat is not None:
+        template.chat.adopt()
+    facts_of(template.tokenizer).answer_end = template.answer_end
 
 
 def summed(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:

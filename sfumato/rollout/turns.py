@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,15 @@ class DrawnText:
     def num_tokens(self) -> int:
         """Tokens that the policy drew."""
         return sum(sequence.num_drawn for sequence in self.sequences)
+
+    def checked(self, without_text: frozenset[int]) -> DrawnText:
+        """The same, damaged where a drawn token is one of these, which the tokenizer has not: it decodes to nothing, so
+        that what is scored would not be what was drawn."""
+        tokens = {int(token) for sequence in self.sequences for token in sequence.token_ids[sequence.drawn]}
+        strange = sorted(tokens & without_text)
+        if not strange or self.damage:
+            return self
+        return replace(self, damage=f"it drew the token {strange[0]}, which the tokenizer has not")
 
     def sample(self, prompt: TextPrompt, group_id: int) -> Sample:
         """The sample as rewards see it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -63,6 +64,9 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
 
 ENVIRONMENT = "environment.json"
 
+DATE = "date"
+"""What ``environment.json`` calls the date of the run's first start."""
+
 OWN_FOLDER = {"train.output_dir", "train.load_checkpoint_path"}
 """Fields that do not make another run of a configuration."""
 
@@ -117,6 +121,27 @@ def look_at(folder: Path) -> Standing | None:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What ``environment.json`` of a run folder says; empty when there is none or it is damaged."""
     return read_mapping(folder / ENVIRONMENT)
+
+
+def run_date(train: Any) -> datetime.date:
+    """The date of a run's first start, which chat templates take for today however often it goes on.
+
+    Args:
+        train: the train section: the folder, and what the run goes on from. A run that was begun before dates were
+            kept has today's.
+    """
+    wanted = train.load_checkpoint_path
+    if wanted not in (None, "new"):
+        folder = Path(train.output_dir) if wanted == "auto" else Path(wanted).absolute().parent.parent
+        with contextlib.suppress(TypeError, ValueError):
+            return datetime.date.fromisoformat(read_environment(folder).get(DATE))  # type: ignore[arg-type]
+    return _today(str(train.output_dir))
+
+
+@functools.cache
+def _today(_output_dir: str) -> datetime.date:
+    """Once for each run of this process: it may begin before midnight."""
+    return datetime.date.today()
 
 
 class RunFolder:
@@ -179,7 +204,8 @@ class RunFolder:
             )
         if self._moves:
             self._move_aside()
-        about = {**environment, **self._identity(from_step), "total_steps": total_steps}
+        date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
+        about = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         building = self.path / "config.yaml.tmp"
         dump_config(self._config, building)
         flush(building)

@@ -170,7 +170,7 @@ def test_threads_share_a_template(tmp_path):
 
 
 def test_the_first_token_is_never_learned(tmp_path):
-    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    text = "{% for m in messages %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
     ((ids, learned),) = template_of(tmp_path, text).encode([assistant("the answer is here")], "row")
     assert learned.tolist() == [False] + [True] * (len(ids) - 1)
 
@@ -241,7 +241,8 @@ def test_a_prompt_that_ends_within_a_token_is_tokenised_as_at_inference(tmp_path
     for kind in ("byte_level", "qwen", "trimmed"):
         tokenizer = tokenizer_of(kind)
         ((ids, learned),) = template_of(tmp_path, text, kind).encode([user("who?"), assistant("answer")], "row")
-        prompt, answer = (tokens(tokenizer, each) for each in ("user: who?\nassistant: ", "answer\n"))
+        parts = ("user: who?\nassistant: ", "answer\n<|endoftext|>")
+        prompt, answer = (tokens(tokenizer, each) for each in parts)
         assert ids.tolist() == prompt + answer
         assert learned.tolist() == [False] * len(prompt) + [True] * len(answer), (
             "no special token: all of it is learned"

@@ -276,5 +276,5 @@ def test_a_model_that_sees_nothing_and_long_prompts_are_refused(tmp_path: Path) 
     said: list[str] = []
     config["data"]["overlong"], config["eval"]["num_prompts"] = "drop", 1
     prompts = open_prompts(load_config(TextRLConfig, overrides=config), said.append)[1]
-    assert prompts and all(prompt.images is None for prompt in prompts) and "longer" in said[0]
+    assert prompts and all(prompt.images is None for prompt in prompts) and "longer" in said[-1]
     assert Sample(prompt="x", group_id=0, text="y").images is None

@@ -20,6 +20,7 @@ from sfumato.data.packing import TextBatch
 from sfumato.data.vision import Images
 from sfumato.errors import ConfigError
 from sfumato.models.language import LanguageModel
+from sfumato.models.model_folder import name_ends, save_generation_config, save_tokenizer
 from sfumato.models.omni.flow_head import NAME, LatentTokenizer, head_flops
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.pipeline import save_drawing
@@ -126,8 +127,11 @@ class OmniModel(LanguageModel):
         give_weights(foundation, given)
         for module, part in ((foundation, "foundation"), (encoder, "encoder")):
             module.config.dtype = dtype
+            if part == "foundation":
+                name_ends(module.config, self.tokenizer, has_source=False)
             module.save_pretrained(folder / part)
-        self.tokenizer.save_pretrained(folder / "foundation")
+        save_tokenizer(self.tokenizer, folder / "foundation")
+        save_generation_config(folder / "foundation", None, self.tokenizer)
         self.image_tokenizer.save(folder / "image_tokenizer")
         if heads:
             with torch.device("meta"):

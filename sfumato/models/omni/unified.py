@@ -7,7 +7,6 @@ image tokenizer is frozen, and makes codes when data is made.
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.answer_end import facts_of
 from sfumato.data.drawing import DrawingReader
 from sfumato.data.vision import ImageReader, Images, Tensors, Vision
 from sfumato.errors import ConfigError
@@ -38,8 +38,6 @@ from sfumato.models.omni.own_codes import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
 from sfumato.models.vision_load import build_processor
 from sfumato.parallel.mesh import Mesh
-
-GENERATION = "generation_config.json"
 
 
 class CodeReader(DrawingReader):
@@ -111,6 +109,7 @@ class UnifiedModel(OmniModel):
         """Writes the model, its processor and tokenizer as transformers loads them by themselves."""
         build, tokenizer, vision = self._build, self.tokenizer, self.vision
         self._build, self.tokenizer, self.vision = self.own_build, self.own_tokenizer, None
+        facts_of(self.own_tokenizer).answer_end = facts_of(tokenizer).answer_end
         try:
             super(OmniModel, self).save_export(folder, weights, merge)
         finally:
@@ -119,8 +118,6 @@ class UnifiedModel(OmniModel):
         if self.source is None:
             self.processor.save_pretrained(folder)
             self.image_tokenizer.generation_config(self.own_tokenizer).save_pretrained(folder)
-        elif (self.source / GENERATION).is_file():
-            shutil.copyfile(self.source / GENERATION, folder / GENERATION)
 
     def _check(self, mesh: Mesh, config: Any) -> None:
         super()._check(mesh, config)

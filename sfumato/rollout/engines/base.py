@@ -28,6 +28,8 @@ class Sampling:
     """Only so many of the likeliest tokens are drawn; 0 leaves out none."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion; they are part of it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the token that completes one is part of it."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sfumato.data.stop_strings import Decode, completes_stop, num_looked_at
 from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import group_documents
@@ -66,6 +67,7 @@ class EmbeddedEngine:
         max_prefill_tokens: int = 8192,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         vision: Vision | None = None,
+        decode: Decode | None = None,
         version: int = 0,
     ) -> None:
         """
@@ -78,6 +80,7 @@ class EmbeddedEngine:
             max_prefill_tokens: tokens of prompts in one forward pass.
             around: makes the context of each forward pass, such as ``LanguageModel.autocast``.
             vision: of a model that sees: opens the images of prompts.
+            decode: makes texts of tokens, for ``Sampling.stop``.
             version: of the weights.
 
         Raises:
@@ -86,7 +89,7 @@ class EmbeddedEngine:
         self.version = version
         self.max_length = _max_length(module, max_length)
         self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
-        self._cache_bytes, self._max_prefill_tokens = cache_bytes, max_prefill_tokens
+        self._cache_bytes, self._max_prefill_tokens, self._decode = cache_bytes, max_prefill_tokens, decode
         self._rows: Rows | None = None
         self._size = (0, 0)  # rows and columns that there is memory for
         self._waiting: deque[_Open] = deque()
@@ -207,10 +210,21 @@ class EmbeddedEngine:
         if not np.isfinite(log_probs).all():
             raise EngineError("the model's logits are not finite: look at its weights")
         ended = state.take(tokens, log_probs, self.version)
+        stopped = self._stopped_by_text()
+        ended |= stopped
         if ended.any():
-            for opened in self._leave(rows, ended):
-                is_stop = opened.token_ids[-1] in opened.sampling.stop_token_ids
+            for opened, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
+                is_stop = by_text or opened.token_ids[-1] in opened.sampling.stop_token_ids
                 opened.end("stop" if is_stop else "length")
+
+    def _stopped_by_text(self) -> np.ndarray:
+        """Rows whose last token completes a text that ends them, bool ``[n]``."""
+        found = np.zeros(len(self._state), bool)
+        for row, one in enumerate(self._state.progress):
+            if stop := one.sampling.stop:
+                assert self._decode is not None
+                found[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
+        return found
 
     def _make_room(self, rows: Rows) -> None:
         """Makes rows longer where their next token needs it. Without memory for all, the last ones wait."""
@@ -329,6 +343,8 @@ class EmbeddedEngine:
             raise ConfigError(f"a prompt has token ids outside of 0 to {size - 1}, the model's vocabulary")
         if request.images is not None and self._forward.vision is None:
             raise ConfigError("a prompt has images, and the engine was given a model that sees none")
+        if sampling.stop and self._decode is None:
+            raise ConfigError("texts that end a completion (stop) need an engine that was given a tokenizer's decode")
         if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
             raise ConfigError(f"temperature and top_k must be at least 0, and top_p above 0 and at most 1: {sampling}")
         rows = self._prepared()

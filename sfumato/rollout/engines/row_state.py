@@ -112,6 +112,15 @@ class RowState:
         stopped = (self._stop[:count] == tokens[:, None]).any(1)
         return stopped | (self._count[:count] == self._limit[:count])
 
+    def latest(self, row: int, count: int) -> list[int]:
+        """The last ``count`` tokens that were drawn for the request of a row, or all."""
+        one, taken = self.progress[row], int(self._count[row])
+        found = self._tokens[row, max(taken - count, 0) : taken].tolist()
+        if (missing := count - len(found)) > 0:
+            given = one.request.prompt_ids[len(one.request.prompt_ids) - one.request.first_position :]
+            found = [*[*given, *one.token_ids][-missing:], *found]
+        return found
+
     def leave(self, leaving: np.ndarray) -> tuple[list[Drawing], np.ndarray, np.ndarray]:
         """Takes rows back, and moves others into their place, so that those that are taken are the first.
 

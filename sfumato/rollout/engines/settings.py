@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from sfumato.errors import ConfigError
@@ -54,4 +55,5 @@ class Embedded:
             with model.autocast(), model.whole_output():  # a loss in chunks takes the output layer out
                 yield
 
-        return EmbeddedEngine(module, around=forward_pass, vision=model.vision, **sizes)
+        decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return EmbeddedEngine(module, around=forward_pass, vision=model.vision, decode=decode, **sizes)

@@ -172,7 +172,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             "and top_k to 0, or take another rollout.engine"
         )
     key = hashlib.blake2b(str(request.seed).encode(), digest_size=8).digest()
-    return {
+    found = {
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,
@@ -184,6 +184,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "ignore_eos": True,  # only the tokens above end a completion
         "skip_special_tokens": False,
     }
+    return found | ({"stop": list(sampling.stop)} if sampling.stop else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             f"vLLM draws by a temperature of {COLDEST:g} where {sampling.temperature:g} is asked for: take at least "
             f"{COLDEST:g}, or 0 for the likeliest token"
         )
-    return {
+    found = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -140,6 +140,9 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "logprobs": 0,  # of the drawn token alone
         "detokenize": False,
     }
+    if sampling.stop:  # which vLLM looks for in what it decodes; it gives all tokens, those of the text among them
+        found |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

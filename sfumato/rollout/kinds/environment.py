@@ -14,7 +14,7 @@ from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.own_calls import call_own, describe
-from sfumato.rollout.seams import defused, tokens_after, tokens_between
+from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
 from sfumato.rollout.tools import cut
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
 
@@ -95,7 +95,7 @@ class Environment(RolloutKind):
                 return False
             if sequence.finish_reason == "length":
                 return True
-            given = play.tokens_of(observation, drawn[-1])
+            given = play.tokens_of(observation, drawn, sampling)
             if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 return True
             if turn < self.max_turns - 1:
@@ -160,12 +160,12 @@ class _Play:
         self.is_done = bool(done)
         return "" if self.is_done else self._checked(observation)
 
-    def tokens_of(self, observation: str, last_token: int) -> list[int]:
+    def tokens_of(self, observation: str, drawn: list[int], sampling: Sampling) -> list[int]:
         """Of an observation, with the beginning of the policy's next turn."""
         if self.messages is None:
-            return tokens_after(self.template, last_token, defused(observation, self.template.tokenizer))
+            return tokens_after(self.template, drawn[-1], defused(observation, self.template.tokenizer))
         message = {"role": "user", "content": observation}
-        return tokens_between(self.template, [message], last_token, self.prompt.tools)
+        return tokens_between(self.template, [message], end_token(drawn, sampling), self.prompt.tools)
 
     def tell(self, observation: str, given: list[int]) -> None:
         """Appends an observation."""

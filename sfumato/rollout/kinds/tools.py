@@ -14,7 +14,7 @@ from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.seams import defused, tokens_after, tokens_between
+from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
 from sfumato.rollout.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
 from sfumato.rollout.tools import Tool, ToolResult, build_tool
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
@@ -107,9 +107,10 @@ class ToolUse(RolloutKind):
             if not room:
                 break
             drawn = await sequence.draw(engine, keys.request_seed(turn), room, sampling)
-            text = template.decode(drawn, sampling.stop_token_ids)
-            messages.append({"role": "assistant", "content": text})
+            text = template.decode(drawn, sampling.stop_token_ids, is_cut=False)
             calls = hermes_calls(text)
+            text = text if calls else template.decode(drawn, sampling.stop_token_ids)
+            messages.append({"role": "assistant", "content": text})
             if sequence.finish_reason == "length" or not calls:
                 is_truncated = sequence.finish_reason == "length"
                 break
@@ -121,7 +122,7 @@ class ToolUse(RolloutKind):
                 {"role": "tool", "name": call.name or "unknown", "content": answer.text or "(no output)"}
                 for call, answer in zip(calls, answers, strict=True)
             ]
-            given = tokens_between(template, said, drawn[-1], prompt.tools)
+            given = tokens_between(template, said, end_token(drawn, sampling), prompt.tools)
             if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
             sequence.give(given)
@@ -144,7 +145,8 @@ class ToolUse(RolloutKind):
         turn, begins, is_truncated = 0, len(sequence), True
         while room := limits.room(sequence.num_prompt_tokens, len(sequence)):
             await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=len(sequence) - begins)
-            if sequence.finish_reason == "length" or sequence.token_ids[-1] in sampling.stop_token_ids:
+            is_stopped = sequence.token_ids[-1] in sampling.stop_token_ids
+            if sequence.finish_reason == "length" or is_stopped or template.completes_stop(sequence.token_ids[begins:]):
                 is_truncated = sequence.finish_reason == "length"
                 break
             text = template.decode(sequence.token_ids[begins:])
