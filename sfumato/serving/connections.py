@@ -40,12 +40,12 @@ def max_connections() -> int:
     return max(min((soft - RESERVED_DESCRIPTORS) // 2, MAX_CONNECTIONS), 8)
 
 
-def uvicorn_config(app: Any, log_level: str) -> uvicorn.Config:
+def uvicorn_config(app: Any, *, grace_s: int) -> uvicorn.Config:
     """The settings of uvicorn for a server of sfumato.
 
     Args:
         app: the ASGI application.
-        log_level: of uvicorn's own messages.
+        grace_s: how long answers may take to be sent when the server ends.
     """
     import uvicorn
 
@@ -54,13 +54,13 @@ def uvicorn_config(app: Any, log_level: str) -> uvicorn.Config:
         http=_connection_class(),
         ws="none",
         lifespan="off",
-        log_level=log_level,
+        log_level="critical",  # others are what strangers do
         access_log=False,
         server_header=False,
         proxy_headers=False,  # who asks is who is connected
         backlog=BACKLOG,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=grace_s,
     )
 
 

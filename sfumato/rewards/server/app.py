@@ -310,7 +310,7 @@ async def serve(config: RewardServerConfig) -> None:
 
     loop = asyncio.get_running_loop()
     rewards = RewardServer(config)
-    server = StoppableServer(uvicorn_config(rewards.app(), log_level="critical"))
+    server = StoppableServer(uvicorn_config(rewards.app(), grace_s=10))
     tasks: list[asyncio.Task[None]] = []
 
     def begin_stop() -> None:
