@@ -7,7 +7,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from sfumato.config.parallel import read_launched
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
+from sfumato.parallel.meeting import bound_to_loopback, is_on_one_machine, join_store
 
 BEFORE_THE_FIRST_STEP = 3
 """Times ``train.timeout_s`` that ranks wait for each other while they load and compile."""
@@ -258,7 +259,15 @@ def build_mesh(config: TrainConfig) -> Mesh:
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout)
+            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
+            with bound_to_loopback() if is_on_one_machine() else nullcontext():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                )
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -266,7 +275,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    return Mesh(layout, device, rank)
+    with bound_to_loopback() if is_on_one_machine() else nullcontext():
+        return Mesh(layout, device, rank)
 
 
 def cpu_threads(config: TrainConfig, use_gpu: bool) -> int | None:

@@ -25,7 +25,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
-from sfumato.runtime.weight_sync.places import GIVEN_UP, check_reachable, meet, open_store, reach_store, wait_for
+from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 NUM_SLOTS = 2
@@ -79,9 +79,9 @@ class Sending(transports.Sending):
         sources = match(ends)
         self.takers = [rank for rank, source in enumerate(sources) if source == mesh.rank]
         self.num_receivers = len(sources)
-        self.store, address = open_store(settings.timeout_s) if mesh.is_first else (None, None)
+        places = [*ends.senders, *ends.receivers]
+        self.store, address = open_store(places, settings.timeout_s) if mesh.is_first else (None, None)
         address = mesh.first(address, among="world")
-        check_reachable(address[0], [*ends.senders, *ends.receivers])
         if self.store is None:
             self.store = reach_store(address, settings.timeout_s)
         self.stop = threading.Event()
