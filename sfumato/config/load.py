@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from sfumato.config.base import Section, leaves
 from sfumato.config.help import format_help, inner_section
 from sfumato.config.paths import file_problem
+from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -224,6 +225,9 @@ def load_config(
     overrides = overrides or {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
+    secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
+    if any(secrets.values()):
+        raise _all_of([f"{_where(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
     if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
         raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])
