@@ -1,4 +1,4 @@
-"""``sfumato doctor``: what is installed, which devices work, how to get what is missing, and who can reach what runs."""
+"""``sfumato doctor``: what is installed, which devices work, how to get what is missing, who can reach what runs."""
 
 from __future__ import annotations
 

@@ -219,6 +219,8 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
     quiet = _DRIVER_ENVIRONMENT | ({} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"})
     os.environ.update({key: value for key, value in quiet.items() if key not in os.environ})
     only_here = _ON_THIS_MACHINE if address is None else {}
+    if address is None:
+        require_token(run.say)
     try:
         with _environment(only_here):  # which Ray reads when it is imported
             import ray
@@ -232,7 +234,6 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
-            require_token(run.say)
             with _environment(variables):
                 _start_here(run, num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=store, **options)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from sfumato.errors import ConfigError
 
 
 def require_token(say: Callable[[str], None]) -> None:
-    """Makes Ray ask for a token, and the file with it where there is none: Ray's own would be readable for everybody.
+    """Makes Ray ask for a token, before it is imported, and the file with it where there is none: Ray's
+    own could be read by everybody.
 
     Whoever has set ``RAY_AUTH_MODE`` to something else has decided otherwise.
 
@@ -21,7 +23,9 @@ def require_token(say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the file cannot be made, or belongs to somebody else.
     """
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+    if "ray" not in sys.modules:  # which reads it when it is imported, and from 2.59 on sets it where there is a file
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     try:
