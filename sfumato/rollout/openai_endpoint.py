@@ -167,14 +167,14 @@ class Endpoint:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """What is answered to a call that is refused, whose body was perhaps not read."""
+    """What is answered to a call that is refused."""
     from starlette.responses import JSONResponse
 
     del request
     assert isinstance(error, RefusedCallError)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     about = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    return JSONResponse({"error": about}, error.status, {"Connection": "close"})
+    return JSONResponse({"error": about}, error.status)
 
 
 async def _body_of(request: Request) -> dict[str, Any]:

@@ -71,6 +71,12 @@ def trust(scope: Any) -> None:
         connection.is_trusted = True
 
 
+def is_trusted(scope: Any) -> bool:
+    """Whether the connection of a request has shown the key."""
+    connection = scope.get("state", {}).get("connection")
+    return connection is not None and connection.is_trusted
+
+
 def network_of(address: str) -> str:
     """What counts as one peer: an IPv4 address, or the /64 network of an IPv6 address."""
     try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sfumato.serving.connections import MIN_BYTES_PER_S
+from sfumato.serving.connections import MIN_BYTES_PER_S, is_trusted
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -92,14 +92,22 @@ class RequestGuard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+
+        async def send_and_close(message: Any) -> None:
+            """A connection that has shown no key is of no use after its answer, whatever it sends on."""
+            if message["type"] == "http.response.start" and (message["status"] >= 400 or not is_trusted(scope)):
+                others = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"connection"]
+                message = {**message, "headers": [*others, (b"connection", b"close")]}
+            await send(message)
+
         problem = self._problem(scope)
         if problem is None:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, send_and_close)
             return
         from starlette.responses import PlainTextResponse
 
         status, text = problem
-        await PlainTextResponse(f"{text}\n", status, {"Connection": "close"})(scope, receive, send)
+        await PlainTextResponse(f"{text}\n", status)(scope, receive, send_and_close)
 
     def _problem(self, scope: Any) -> tuple[int, str] | None:
         """Status and text of a refusal; None where there is nothing to refuse."""

@@ -136,9 +136,7 @@ class RewardServer:
 
         async def refuse(_request: Request, error: Exception) -> Response:
             assert isinstance(error, RefusedRequestError)
-            headers = {"Connection": "close"}  # its body was perhaps not read
-            if error.status in (429, 503):
-                headers["Retry-After"] = str(RETRY_AFTER_S)
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
             return PlainTextResponse(f"{error}\n", error.status, headers)
 
         routes = [
