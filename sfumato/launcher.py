@@ -150,11 +150,14 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        "SFUMATO_STORE": "",  # that of a run within whose ranks this one was started
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # all cores in each rank would be too many threads
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # no C++ stacks when a rank has ended
     }
-    places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
+    if nnodes == 1:
+        environment |= {"SFUMATO_STORE": str(folder / "store"), **_only_here()}
+    places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     try:
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -166,6 +169,12 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _only_here() -> dict[str, str]:
+    """NCCL's ports on loopback alone, unless a person named a network. gloo's are bound where groups are made."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"NCCL_SOCKET_IFNAME": names[0]} if names and "NCCL_SOCKET_IFNAME" not in os.environ else {}
 
 
 def _append(pointer: Path, text: str) -> None:

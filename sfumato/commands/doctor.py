@@ -1,4 +1,4 @@
-"""``sfumato doctor``: what is installed, which devices work, and how to get what is missing."""
+"""``sfumato doctor``: what is installed, which devices work, how to get what is missing, who can reach what runs."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Fin
     if folder is not None:
         yield _shared_folder(folder.expanduser())
     yield from _ray(start_ray)
+    yield from _reach()
 
 
 def _platform() -> Iterator[Finding]:
@@ -334,6 +335,21 @@ def _ray(start: bool) -> Iterator[Finding]:
         wrong = _attempt(_start_ray)
         remedy = "see docs/cluster.md; logs: /tmp/ray/session_latest/logs" if wrong else ""
         yield Finding("ray", "local cluster", "broken" if wrong else "ok", wrong or "starts and runs a task", remedy)
+
+
+def _reach() -> Iterator[Finding]:
+    """Who can reach what runs here as this user."""
+    from sfumato.commands.doctor_reach import open_ports, token_problem
+
+    ports = list(open_ports())
+    for port in ports:
+        detail = f"{port.command[:60]} (process {port.pid}): {port.reach}"
+        remedy = "keep these networks private: docs/cluster.md, Ports and networks" if port.is_open else ""
+        yield Finding("reach", f"port {port.number}", "ok", detail, remedy)
+    if not ports:
+        yield Finding("reach", "ports", "ok", "no run or server of yours listens on this machine")
+    if problem := token_problem():
+        yield Finding("reach", "token of Ray", "broken", problem, "chmod 600, RAY_AUTH_MODE=token, or a new token")
 
 
 def _open_files() -> Finding:

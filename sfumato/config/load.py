@@ -20,6 +20,7 @@ from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, leaves
 from sfumato.config.help import format_help, inner_section
 from sfumato.config.paths import file_problem
+from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -269,6 +270,9 @@ def load_config(
     written = {} if path is None else read_yaml(path, as_written=True)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
+    secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
+    if any(secrets.values()):
+        raise _all_of([f"{_where(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
     if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
         raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])

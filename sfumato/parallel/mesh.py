@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,8 @@ from sfumato.config.parallel import read_launched
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
+from sfumato.parallel.meeting import bound_to_loopback, is_on_one_machine, join_store
+from sfumato.parallel.plain_values import from_bytes, to_bytes
 
 BEFORE_THE_FIRST_STEP = 3
 """Times ``train.timeout_s`` that ranks wait for each other while they load and compile."""
@@ -153,9 +154,14 @@ class Mesh:
         size = self.size_of(over)
         if size == 1:
             return [value]
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, value, group=self.group(over))
-        return values
+        mine = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group(over))  # by gloo, as ``sum``
+        longest = max(int(length) for length in lengths)
+        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        values = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+        dist.all_gather(values, padded, group=self.group(over))
+        return [from_bytes(data.numpy()[: int(length)].tobytes()) for data, length in zip(values, lengths, strict=True)]
 
     def exchange(self, values: Sequence[Any], over: str = "data") -> list[Any]:
         """Gives each rank of an axis or view its value of ``values``, which are in rank order.
@@ -165,12 +171,12 @@ class Mesh:
         """
         if self.size_of(over) == 1:
             return list(values)
-        sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+        sent = [torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8) for value in values]
         sizes = self.gather([len(each) for each in sent], over)
         received_sizes = [each[self.rank_in(over)] for each in sizes]
         received = torch.empty(sum(received_sizes), dtype=torch.uint8)
         dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes[self.rank_in(over)], self.group(over))
-        return [pickle.loads(each.numpy()) for each in received.split(received_sizes)]
+        return [from_bytes(each.numpy().tobytes()) for each in received.split(received_sizes)]
 
     def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
         """Named values of all ranks of an axis or view; of one name, that of the last rank that has it."""
@@ -258,7 +264,15 @@ def build_mesh(config: TrainConfig) -> Mesh:
     if size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=timeout)
+            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
+            with bound_to_loopback() if is_on_one_machine() else nullcontext():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timeout,
+                )
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -266,7 +280,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    return Mesh(layout, device, rank)
+    with bound_to_loopback() if is_on_one_machine() else nullcontext():
+        return Mesh(layout, device, rank)
 
 
 def cpu_threads(config: TrainConfig, use_gpu: bool) -> int | None:

@@ -420,18 +420,18 @@ def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
 
 def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
     """A tensor that rank 0 reads and sends to all; its failure is everyone's."""
-    header: list[Any] = [None]
+    header: Any = None
     if source is not None:
         try:
             tensor = source.read(tuple(slice(0, size) for size in source.shape)).to(mesh.device).contiguous()
-            header = [(tensor.shape, tensor.dtype)]
+            header = (tensor.shape, tensor.dtype)
         except (OSError, SafetensorError) as error:
-            header = [f"rank 0 cannot read a weight: {error}"]
-    dist.broadcast_object_list(header, src=0, device=mesh.device)
-    if isinstance(header[0], str):
-        raise ConfigError(header[0])
+            header = f"rank 0 cannot read a weight: {error}"
+    header = mesh.first(header, among="world")
+    if isinstance(header, str):
+        raise ConfigError(header)
     if source is None:
-        tensor = torch.empty(header[0][0], dtype=header[0][1], device=mesh.device)
+        tensor = torch.empty(header[0], dtype=header[1], device=mesh.device)
     dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
     return Held(tensor)
 

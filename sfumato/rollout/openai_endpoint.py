@@ -4,8 +4,9 @@
     POST /v1/completions
     GET  /v1/models
 
-How tokens are drawn is the run's business: temperature, top_p and seed of a request are not followed. What would change
-what an answer means, and is not offered (n, stop, penalties, formats), is refused.
+Every route wants the key of a sample that is being drawn. How tokens are drawn is the run's business: temperature,
+top_p and seed of a request are not followed. What would change what an answer means, and is not offered (n, stop,
+penalties, formats), is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import MissingDependencyError
 from sfumato.rollout.recorded_calls import PolicyReply, RefusedCallError, Session
+from sfumato.serving.bounded_json import load_json
+from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.requests import RefusedRequestError, RequestGuard, check_media_type, read_body
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -32,6 +35,12 @@ MODEL = "policy"
 
 KEY_HEADER = "x-api-key"
 """Header that may hold the key in the place of ``Authorization: Bearer``."""
+
+MAX_BODY_BYTES = 16 * 2**20
+MAX_VALUES = 2**20
+"""Values in the JSON of a body, such as token ids; brackets and commas in texts count, too."""
+BODY_S = 60.0
+"""How long a body may take to arrive, however fast."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -98,15 +107,7 @@ class Endpoint:
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             listening.bind(("127.0.0.1", 0))
             self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-            config = uvicorn.Config(
-                self.app(),
-                log_level="critical",
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_graceful_shutdown=1,
-            )
-            self._server = QuietServer(config)
+            self._server = QuietServer(uvicorn_config(self.app(), grace_s=1))
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
             while not self._server.started:
                 if self._serving.done():
@@ -119,23 +120,22 @@ class Endpoint:
             self._server.should_exit = True
             await self._serving
 
-    def app(self) -> Starlette:
+    def app(self) -> RequestGuard:
         """The ASGI application."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-            ]
-        )
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse}))
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        del request
+        self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sfumato"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -148,14 +148,9 @@ class Endpoint:
     async def _answer(self, request: Request, is_chat: bool) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
-        try:
-            session = self._session_of(request)
-            body = await _body_of(request)
-            reply = await _drawn(session, body, is_chat)
-        except RefusedCallError as error:
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            about = {"message": str(error), "type": kind, "param": None, "code": error.code}
-            return JSONResponse({"error": about}, status_code=error.status)
+        session = self._session_of(request)
+        body = await _body_of(request)
+        reply = await _drawn(session, body, is_chat)
         content = _chat_answer(reply, body) if is_chat else _text_answer(reply, body)
         if not body.get("stream"):
             return JSONResponse(content)
@@ -167,14 +162,30 @@ class Endpoint:
         session = self._sessions.get(key)
         if session is None:
             raise RefusedCallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
+        trust(request.scope)
         return session
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """What is answered to a call that is refused."""
+    from starlette.responses import JSONResponse
+
+    del request
+    assert isinstance(error, RefusedCallError)
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    about = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return JSONResponse({"error": about}, error.status)
 
 
 async def _body_of(request: Request) -> dict[str, Any]:
     """The request. Raises RefusedCallError for what is no JSON object, or asks for what is not offered."""
     try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
+        check_media_type(request, "application/json")
+        too_large = f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB"
+        body = load_json(bytes(await read_body(request, MAX_BODY_BYTES, too_large, BODY_S)), max_values=MAX_VALUES)
+    except RefusedRequestError as error:
+        raise RefusedCallError(str(error), status=error.status) from error
+    except ValueError as error:
         raise RefusedCallError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedCallError("the body must be a JSON object")

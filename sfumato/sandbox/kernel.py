@@ -97,6 +97,7 @@ REFUSED = {
     "kcmp": 312, "pidfd_getfd": 438, "move_pages": 279, "migrate_pages": 256,
     "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "fsopen": 430,
     "fsconfig": 431, "fsmount": 432, "fspick": 433, "open_tree": 428, "move_mount": 429, "mount_setattr": 442,
+    "open_tree_attr": 467, "statmount": 457, "listmount": 458, "listns": 470, "lsm_set_self_attr": 460,
     "name_to_handle_at": 303, "open_by_handle_at": 304, "fanotify_init": 300, "quotactl": 179, "quotactl_fd": 443,
     "keyctl": 250, "add_key": 248, "request_key": 249, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,

@@ -9,6 +9,7 @@ import atexit
 import base64
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import math
@@ -238,11 +239,14 @@ class Sandbox:
 
 
 def _file_of(content: bytes) -> int:
-    """A descriptor from which that content can be read."""
-    writing = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    """A descriptor from which that content can be read, and which is sealed: /proc lets it be opened again to write."""
+    writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(writing, "wb", closefd=False) as file:
             file.write(content)
+        os.fchmod(writing, 0o444)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(writing, fcntl.F_ADD_SEALS, seals)
         return os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(writing)

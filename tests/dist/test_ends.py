@@ -80,7 +80,7 @@ class Captured(Exception):  # noqa: N818
     """The group is not made."""
 
 
-def test_until_the_first_step_ranks_wait_three_times_as_long(monkeypatch):
+def test_until_the_first_step_ranks_wait_three_times_as_long(monkeypatch, tmp_path):
     given = {}
 
     def capture(*_, **settings):
@@ -90,6 +90,7 @@ def test_until_the_first_step_ranks_wait_three_times_as_long(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", capture)
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SFUMATO_STORE", str(tmp_path / "store"))
     with pytest.raises(Captured):
         build_mesh(TrainConfig(output_dir="unused", timeout_s=70, device="cpu"))
     assert given["timeout"].total_seconds() == 210

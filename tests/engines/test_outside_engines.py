@@ -281,6 +281,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
         ({"environment": {"A": "1"}}, "environment is for the server that program starts"),
         ({"url": "http://a:1", "arguments": ("--x",)}, "arguments are for an engine that is started"),
         ({"program": "/bin/vllm", "api_key_env": "KEY"}, "api_key_env is for the server at url"),
+        ({"program": "/bin/vllm", "arguments": ("--api-key", "x")}, "everybody on the machine sees a key there"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 must be at least 1"),
         ({"max_requests": 0}, "max_requests 0 must be at least 1"),
         ({"max_model_len": 0}, "max_model_len 0 must be at least 1"),

@@ -48,7 +48,7 @@ MATRIX = [
     ("choiceless", UnifiedReward, "the answer is no chat completion (choices: List should have", 3, math.nan),
     ("error_with_200", UnifiedReward, "upstream is down", 3, math.nan),
     ("infinite", YesProbability, "(choices.0.logprobs.content.0.top_logprobs.0.logprob: Input should be", 3, math.nan),
-    ("deep", UnifiedReward, "the answer is no chat completion (body: Invalid JSON: recursion limit", 3, math.nan),
+    ("deep", UnifiedReward, "(body: Invalid JSON: nested more than 100 times", 3, math.nan),
     ("missing", UnifiedReward, "model 'missing': URL: HTTP status 404", 1, math.nan),
     ("overfull", UnifiedReward, "HTTP status 400: {\"error\": {\"message\": \"This model's", 1, math.nan),
     ("declining", UnifiedReward, "unreadable reply (the judge refused), such as 'I cannot judge people.'", 1, 1.0),

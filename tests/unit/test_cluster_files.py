@@ -134,6 +134,50 @@ def test_the_image_copies_what_is_there_and_is_no_root() -> None:
     assert "://" not in "\n".join(lines), "addresses of registries are build arguments"
 
 
+SECRET_FILES = [
+    ".git/config", ".env", ".env.local", ".venv/bin/python", ".netrc", ".ssh/id_rsa", ".ray/auth_token", "auth_token",
+    ".slurm/7/token", ".huggingface/token", ".aws/credentials", "configs/.env", "cluster/auth_token", "shared/secret",
+    "docs/.git/config", "my.pem", "cluster/server.key", "configs/credentials.json", "id_ed25519", "tests/id_rsa.pub",
+    "notes.txt", "wandb/run", "outputs/run/config.yaml", "runs/a/log.txt", "model.safetensors", "kubeconfig", "token",
+    "configs/rl/adapter.safetensors", "sfumato/__pycache__/cli.pyc", "server.yaml", "configs/my.log", "tasks/runs/a",
+]  # fmt: skip
+"""Files of a person's checkout that no image may hold."""
+
+
+def is_copied(name: str) -> bool:
+    """Whether docker and podman copy a file: of the lines that match it, or a folder above it, the last one counts."""
+    copied = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = re.escape(line.removeprefix("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+            if re.fullmatch(f"{pattern}(/.*)?", name):
+                copied = line.startswith("!")
+    return copied
+
+
+@pytest.mark.parametrize("name", SECRET_FILES)
+def test_no_secret_is_copied_into_an_image(name: str) -> None:
+    assert not is_copied(name)
+
+
+def test_one_file_says_to_docker_and_podman_what_is_copied() -> None:
+    others = ["Containerfile.dockerignore", ".containerignore", "Containerfile.containerignore", "Dockerfile"]
+    assert not [name for name in others if (ROOT / name).exists()], "either program would read it instead"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    left = [name for name in tracked if not is_copied(name)]
+    assert [name for name in left if not name.startswith(".")] in ([], ["CONTRIBUTING.md", "Containerfile"])
+
+
+def test_the_dashboard_of_a_cluster_on_kubernetes_asks_for_a_token() -> None:
+    spec = yaml.safe_load((CLUSTER / "kuberay_rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "0.0.0.0"  # the operator asks it from its pod
+    policy = next(yaml.safe_load_all((CLUSTER / "kuberay_network_policy.yaml").read_text()))
+    assert policy["kind"] == "NetworkPolicy" and policy["spec"]["policyTypes"] == ["Ingress"]
+    allowed = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
+    assert allowed == [8265]
+
+
 def test_constraints_hold_what_ray_needs() -> None:
     pinned = {Requirement(each).name.lower() for each in _lines("constraints.txt")}
     wanted = [Requirement(each) for each in importlib.metadata.requires("ray") or []]

@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from packaging.requirements import Requirement
 from sfumato.commands import doctor, doctor_kernels
 from sfumato.commands.doctor import Finding
 from sfumato.commands.doctor_kernels import CHECKS
+from sfumato.commands.doctor_reach import open_ports, token_problem
 
 
 def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,3 +155,35 @@ def test_a_folder_tells_which_machines_have_seen_it(tmp_path: Path, monkeypatch:
 def test_the_file_system_is_that_of_the_longest_mount_point() -> None:
     assert doctor._file_system(Path("/proc/self")) == "proc"
     assert doctor._file_system(Path("/dev/shm")) == "tmpfs"
+
+
+def test_who_can_reach_what_runs(tmp_path):
+    """A server of this user on two addresses, found in the kernel's own tables."""
+    code = (
+        "import socket, sys\n"
+        "opened = [socket.create_server((host, 0)) for host in ('127.0.0.1', '0.0.0.0')]\n"
+        "opened.append(socket.create_server(('::1', 0), family=socket.AF_INET6) if socket.has_ipv6 else opened[0])\n"
+        "print(*(each.getsockname()[1] for each in opened), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, "sfumato.rewards.server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        numbers = [int(word) for word in process.stdout.readline().split()]
+        ports = {port.number: port for port in open_ports() if port.pid == process.pid}
+        process.stdin.close()
+    assert sorted(ports) == sorted(set(numbers))
+    assert [ports[number].is_open for number in numbers] == [False, True, False]
+    assert ports[numbers[1]].reach == "every network of this machine"
+
+
+def test_an_open_token_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text("x")
+    path.chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert "others may read" in token_problem()
+    path.chmod(0o600)
+    assert token_problem() == ""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "runs programs as you" in token_problem()

@@ -13,6 +13,7 @@ import yaml
 from sfumato.commands.find_task import TASKS, schema_of
 from sfumato.config.base import Section
 from sfumato.config.load import MOST_SHOWN, dump_config, load_config, parse_config
+from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError
 from sfumato.rewards.server.app import RewardServerConfig
 from tests.hostile_values import TEXTS, hostile_arguments
@@ -152,3 +153,33 @@ def test_a_class_of_another_kind_cannot_stand_for_a_part(base: Path, monkeypatch
         with pytest.raises(ConfigError) as caught:
             parse_config(SCHEMAS["rl_diffusion"], [str(base), argument])
         assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rewards.0.api_key_env", "sk-proj-0123456789abcdefghij"),
+        ("rewards.0.api_key_env", "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"),
+        ("rewards.0.api_key_env", "a3f5c9d2e8b14f6a9c7d3e5f1a2b4c6d8e9f0a1b"),
+        ("rewards.0.api_key_env", "swordfish with spaces"),
+        ("token_env", "ghp_0123456789abcdefghijABCDEFGHIJ"),
+        ("rewards.0.base_urls", '["http://x/?k=sk-0123456789abcdefghij"]'),
+        ("rewards.0.HF_TOKEN", "swordfish"),
+        ("rewards.0.api-key", "swordfish"),
+        ("host", "x -----BEGIN RSA PRIVATE KEY-----swordfish"),
+    ],
+)
+def test_a_secret_in_a_configuration_is_refused_and_not_repeated(tmp_path, name, value):
+    path = tmp_path / "server.yaml"
+    path.write_text('rewards: [{type: remote, base_urls: ["http://127.0.0.1:1"]}]\n')
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RewardServerConfig, [str(path), f"--{name}", value])
+    said = str(caught.value)
+    assert name in said and "environment variable" in said
+    assert not any(part in said for part in ("swordfish", "0123456789"))
+
+
+@pytest.mark.parametrize("name", ["OPENAI_API_KEY", "my_key", "HF_TOKEN", "KEY_OF_THE_REWARD_SERVER_2"])
+def test_names_of_environment_variables_are_no_secrets(name):
+    assert secret_problem(("reward", "api_key_env"), name) == ""
+    assert secret_problem(("model", "image_token"), "<image>") == ""

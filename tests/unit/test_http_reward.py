@@ -21,13 +21,27 @@ from sfumato.rewards.remote import RemoteReward
     "address",
     ["127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
      "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1",
-     "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:a9fe:a9fe", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1"],
+     "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:a9fe:a9fe", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
+     "192.88.99.1", "192.88.99.255", "::ffff:192.88.99.1", "64:ff9b::c058:6301",
+     "2002:c058:6301::1", "3fff::1", "3fff:fff::"],
 )  # fmt: skip
 def test_private_addresses_are_known(address):
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "172.15.0.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "8.8.8.8",
+        "172.15.0.1",
+        "192.88.98.1",
+        "192.88.100.1",
+        "2a00::1",
+        "2606:4700::1111",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+    ],
+)
 def test_public_addresses_are_known(address):
     assert is_public(address)
 

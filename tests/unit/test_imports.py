@@ -33,6 +33,7 @@ FLOORS = {
     "algorithms": 3,
     "config": 2,
     "sandbox": 2,
+    "serving": 2,
     "errors": 1,
     "kernels": 1,
     "": 0,  # sfumato/__init__.py

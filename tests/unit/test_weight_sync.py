@@ -502,7 +502,8 @@ def test_the_transport_follows_from_where_the_processes_are():
 
 
 def test_who_does_not_come_is_named():
-    store, address = open_store(5.0)
+    store, address = open_store(CPU[:3], 5.0)
+    assert address[0] == "127.0.0.1"
     other = reach_store(address, 5.0)
     other.set("here/the sampler's rank 0", "1")
     with pytest.raises(WeightSyncError, match=r"the actor waited .* to be connected with the sampler's rank 1, who"):
@@ -517,10 +518,11 @@ def test_the_address_is_the_one_that_the_runtime_knows_of_the_node(monkeypatch: 
     """A group within one machine meets at 127.0.0.1, which is no address for the sampler's machine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    two_machines = [Place("alfa/1", 1, None), Place("bravo/1", 2, None)]
     monkeypatch.setenv(ADDRESS_VARIABLE, "10.77.0.9")
-    assert open_store(5.0)[1][0] == "10.77.0.9"
+    assert open_store(two_machines, 5.0)[1][0] == "10.77.0.9"
     monkeypatch.delenv(ADDRESS_VARIABLE)
-    assert open_store(5.0)[1][0] == own_address()
+    assert open_store(two_machines, 5.0)[1][0] == own_address()
 
 
 @pytest.mark.parametrize("kind", [broadcast.Sending, ipc.Sending])
@@ -570,7 +572,7 @@ def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broad
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
 
     def make(ends: bool, timeout_s: float) -> list[broadcast._Group]:
-        store, address = open_store(5.0)
+        store, address = open_store(CPU[:3], 5.0)
         access, mesh = broadcast.Access(address, 1, "gloo"), Mesh(Layout(), torch.device("cpu"))
         buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
         groups = [

@@ -14,9 +14,14 @@ from PIL import Image
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from sfumato.rewards.http.connection import BadAnswerError
+from sfumato.serving.bounded_json import load_json
 
 MAX_PIXELS = 1024 * 1024
 """Larger images are scaled down to this."""
+MAX_REPLY_VALUES = 2**20
+"""Values in the JSON of a reply, brackets and commas in texts included."""
+MAX_CANDIDATES = 1000
+"""Candidates for the first token that are read."""
 _EXCERPT_CHARACTERS = 200
 
 Content = str | list[dict[str, Any]]
@@ -76,13 +81,15 @@ def encode_question(model: str, content: Content, max_tokens: int, more: dict[st
 
 def decode_reply(data: bytes) -> ChatReply:
     """The reply in the body of an answer. Raises BadAnswerError when it is no chat completion."""
+    said = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
     try:
-        choice = _Completion.model_validate_json(data).choices[0]
+        choice = _Completion.model_validate(_first_only(load_json(data, max_values=MAX_REPLY_VALUES))).choices[0]
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "body"
-        said = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
         raise BadAnswerError(f"the answer is no chat completion ({place}: {first['msg']}): {said!r}") from error
+    except ValueError as error:
+        raise BadAnswerError(f"the answer is no chat completion (body: Invalid JSON: {error}): {said!r}") from error
     tokens = (choice.logprobs.content if choice.logprobs else None) or []
     return ChatReply(
         text=choice.message.content or "",
@@ -92,6 +99,21 @@ def decode_reply(data: bytes) -> ChatReply:
         if tokens
         else (),
     )
+
+
+def _first_only(reply: Any) -> Any:
+    """The first choice, and the first token of its logprobs with its first candidates: all that is read of a reply."""
+    if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
+        return reply
+    choices = reply["choices"][:1]
+    for choice in (each for each in choices if isinstance(each, dict)):
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+            logprobs["content"] = tokens = logprobs["content"][:1]
+            for token in (each for each in tokens if isinstance(each, dict)):
+                if isinstance(token.get("top_logprobs"), list):
+                    token["top_logprobs"] = token["top_logprobs"][:MAX_CANDIDATES]
+    return {"choices": choices}
 
 
 class _Candidate(BaseModel):

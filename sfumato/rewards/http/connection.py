@@ -20,6 +20,10 @@ from email.utils import parsedate_to_datetime
 
 from sfumato.errors import ConfigError
 
+DOCUMENTATION_V6 = ipaddress.ip_network("3fff::/20")
+RELAYS_6TO4 = ipaddress.ip_network("192.88.99.0/24")
+"""Networks that belong to nobody on the internet (RFC 9637, RFC 7526), which older versions of Python do not know."""
+
 _TRANSIENT_STATUSES = (408, 425, 429)  # and everything from 500
 _EXCERPT_BYTES = 500
 
@@ -108,8 +112,12 @@ def is_public(address: str) -> bool:
             wrapped = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if wrapped is not None:
             return is_public(str(wrapped))
+        if ip in DOCUMENTATION_V6:
+            return False
         if ip.is_site_local:
             return False
+    elif ip in RELAYS_6TO4:
+        return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 

@@ -13,36 +13,54 @@ answer has a value or a failure. Unknown and missing keys, other types, and othe
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sfumato.errors import DataError, MissingDependencyError
+from sfumato.errors import DataError
 from sfumato.rewards.base import Failure, Sample
+from sfumato.rewards.http.message_reader import MessageReader, WireError, import_msgpack
+from sfumato.serving.bounded_json import BYTES_OF_A_VALUE, count_values, load_json
 
 VERSION = 1
 MEDIA_TYPE = "application/msgpack"
 MAX_PIXEL_BYTES = 2**31
 """Decoded pixels of one request."""
+MAX_PICTURE_PIXELS = 2**26
+"""Pixels of one picture or frame."""
+MAX_METADATA_BYTES = 2**29
+"""Memory of the metadata of one request, as far as values are counted without being read."""
+MAX_METADATA_VALUES = 2**20
+"""Values in the metadata of one sample, brackets and commas in texts included."""
+MAX_SAMPLES = 2**16
+MAX_FRAMES = 2**14
+MAX_REWARDS = 1000
+
+SAMPLE_FIELDS: dict[str, tuple[type | None, ...]] = {
+    "image": (bytes, None),
+    "text": (str, None),
+    "source": (bytes, None),
+    "prompt": (str,),
+    "metadata": (str,),
+    "group_id": (int,),
+}
+"""Keys of a sample and the types of their values."""
 
 _MAX_REASON = 500  # characters
 
 
-class WireError(ValueError):
-    """Bytes that are no message of this protocol; the message says what is wrong with them."""
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """A sample as it arrived: nothing of it is decoded yet."""
 
-
-class _WireMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _WireSample(_WireMessage):
     image: bytes | list[bytes] | None
     text: str | None
     source: bytes | None
@@ -51,19 +69,18 @@ class _WireSample(_WireMessage):
     group_id: int
 
 
-class _WireRequest(_WireMessage):
-    version: Literal[1]
+@dataclass(frozen=True)
+class EncodedRequest:
+    """A request as it arrived."""
+
     reward: str
-    samples: list[_WireSample] = Field(min_length=1)
+    samples: list[EncodedSample]
+    decoded_bytes: int
+    """About the memory that its pictures and metadata will take, at most."""
 
 
-class _WireAnswer(_WireMessage):
-    version: Literal[1]
-    values: list[float | None]
-    failures: list[str | None]
-
-
-class ServedReward(_WireMessage):
+@dataclass(frozen=True)
+class ServedReward:
     """What a client has to know of a reward of a server."""
 
     groupwise: bool
@@ -71,18 +88,15 @@ class ServedReward(_WireMessage):
     """A digest that is equal for equal settings of equal versions; servers that share a load must agree on it."""
 
 
-class ServerDescription(_WireMessage):
+@dataclass(frozen=True, kw_only=True)
+class ServerDescription:
     """What a server serves, and how much it takes at once."""
 
-    version: Literal[1] = VERSION
     rewards: dict[str, ServedReward]
-    max_batch_size: int = Field(ge=1)
+    max_batch_size: int
     """Samples of a request, unless they are one group."""
-    max_request_mib: int = Field(ge=1)
+    max_request_mib: int
     """Size of a request's body."""
-
-
-MessageT = TypeVar("MessageT", bound=_WireMessage)
 
 
 def encode_sample(sample: Sample) -> dict[str, Any]:
@@ -130,28 +144,60 @@ def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
 
 def encode_request(reward: str, samples: Sequence[dict[str, Any]]) -> bytes:
     """The body that asks for the values of a reward, of encoded samples."""
-    return _msgpack().packb({"version": VERSION, "reward": reward, "samples": list(samples)})
+    return import_msgpack().packb({"version": VERSION, "reward": reward, "samples": list(samples)})
 
 
-def decode_request(data: bytes) -> tuple[str, list[Sample]]:
+def read_request(data: bytes | bytearray, is_given_up: Callable[[], bool] = lambda: False) -> EncodedRequest:
+    """The samples of a request, whose pictures and metadata are not decoded but counted.
+
+    Args:
+        data: the body.
+        is_given_up: asked between samples; when it is true nobody waits any more.
+
+    Raises:
+        WireError: it is no request, or one of more than a request may hold.
+    """
+    reader, reward, samples = MessageReader(data), "", []
+    for name in reader.fields("", ("version", "reward", "samples")):
+        if name == "version":
+            _read_version(reader)
+        elif name == "reward":
+            reward = reader.value(name, str)
+        else:
+            for number in reader.items(name, MAX_SAMPLES):
+                if is_given_up():
+                    raise WireError("nobody waits for it any more")
+                samples.append(_read_sample(reader, f"samples.{number}"))
+    reader.end()
+    if not samples:
+        raise WireError("samples: there must be at least 1 item")
+    return EncodedRequest(reward, samples, _decoded_bytes(samples))
+
+
+def decode_samples(request: EncodedRequest, is_given_up: Callable[[], bool] = lambda: False) -> list[Sample]:
+    """The samples of a request. Args and errors as of ``read_request``."""
+    decoded = []
+    for number, sample in enumerate(request.samples):
+        if is_given_up():
+            raise WireError("nobody waits for it any more")
+        with _place(f"samples.{number}"):
+            decoded.append(
+                Sample(
+                    image=_decode_pixels(sample.image),
+                    text=sample.text,
+                    source=_decode_pixels(sample.source),
+                    prompt=sample.prompt,
+                    metadata=_decode_metadata(sample.metadata),
+                    group_id=sample.group_id,
+                )
+            )
+    return decoded
+
+
+def decode_request(data: bytes | bytearray) -> tuple[str, list[Sample]]:
     """The label of the reward and the samples of a request. Raises WireError."""
-    message = _decode(_WireRequest, data)
-    samples, rest = [], MAX_PIXEL_BYTES
-    for number, sample in enumerate(message.samples):
-        try:
-            if (sample.image is None) == (sample.text is None):
-                raise WireError("not either an image or a text")
-            image = _decode_pixels(sample.image, rest)
-            source = _decode_pixels(sample.source, rest - (0 if image is None else image.nbytes))
-            metadata = json.loads(sample.metadata)
-            if not isinstance(metadata, dict):
-                raise WireError("metadata is no JSON object")
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"samples.{number}: {error}") from error
-        about = {"prompt": sample.prompt, "metadata": metadata, "group_id": sample.group_id}
-        samples.append(Sample(image=image, text=sample.text, source=source, **about))
-        rest -= pixel_bytes(samples[-1])
-    return message.reward, samples
+    request = read_request(data)
+    return request.reward, decode_samples(request)
 
 
 def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
@@ -163,26 +209,43 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
     """
     known = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
     failures = [reason[:_MAX_REASON] or None for reason in reasons]
-    return _msgpack().packb({"version": VERSION, "values": known, "failures": failures})
+    return import_msgpack().packb({"version": VERSION, "values": known, "failures": failures})
 
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
     """What a server says of each sample. Raises WireError for anything but one value or failure per sample."""
-    message = _decode(_WireAnswer, data)
-    for name in ("values", "failures"):
-        if len(getattr(message, name)) != num_samples:
-            raise WireError(f"{len(getattr(message, name))} {name} for {num_samples} samples")
-    return [_value(value, failure) for value, failure in zip(message.values, message.failures, strict=True)]
+    reader, lists = MessageReader(data), {"values": [], "failures": []}
+    kinds: dict[str, tuple[type | None, ...]] = {"values": (float, None), "failures": (str, None)}
+    for name in reader.fields("", ("version", *lists)):
+        if name == "version":
+            _read_version(reader)
+        else:
+            lists[name] = [reader.value(f"{name}.{place}", *kinds[name]) for place in reader.items(name, MAX_SAMPLES)]
+            if len(lists[name]) != num_samples:
+                raise WireError(f"{len(lists[name])} {name} for {num_samples} samples")
+    reader.end()
+    return [_value(value, failure) for value, failure in zip(lists["values"], lists["failures"], strict=True)]
 
 
 def encode_description(description: ServerDescription) -> bytes:
     """The body that says what a server serves."""
-    return _msgpack().packb(description.model_dump())
+    return import_msgpack().packb({"version": VERSION, **dataclasses.asdict(description)})
 
 
 def decode_description(data: bytes) -> ServerDescription:
     """What a server serves. Raises WireError."""
-    return _decode(ServerDescription, data)
+    reader, found = MessageReader(data), {}
+    for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):
+        if name == "version":
+            _read_version(reader)
+        elif name == "rewards":
+            found[name] = {label: _read_served(reader, label) for label in reader.keys(name, MAX_REWARDS)}
+        else:
+            found[name] = reader.value(name, int)
+            if found[name] < 1:
+                raise WireError(f"{name}: Input should be greater than or equal to 1")
+    reader.end()
+    return ServerDescription(**found)
 
 
 def _value(value: float | None, failure: str | None) -> float | Failure:
@@ -193,21 +256,60 @@ def _value(value: float | None, failure: str | None) -> float | Failure:
     return value if math.isfinite(value) else Failure(f"the server returned {value}")
 
 
-def _decode(kind: type[MessageT], data: bytes) -> MessageT:
+def _read_version(reader: MessageReader) -> None:
+    version = reader.value("version", int)
+    if version != VERSION:
+        raise WireError(f"version {str(version)[:20]} of the protocol, not {VERSION}: install one sfumato at both ends")
+
+
+def _read_served(reader: MessageReader, label: str) -> ServedReward:
+    found: dict[str, Any] = {}
+    for name in reader.fields(f"rewards.{label[:40]}", ("groupwise", "fingerprint")):
+        found[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
+    return ServedReward(**found)
+
+
+def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
+    found: dict[str, Any] = {}
+    for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
+        at = f"{place}.{name}"
+        if name == "image" and reader.is_list():
+            found[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
+        else:
+            found[name] = reader.value(at, *SAMPLE_FIELDS[name])
+    if (found["image"] is None) == (found["text"] is None):
+        raise WireError(f"{place}: not either an image or a text")
+    return EncodedSample(**found)
+
+
+def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
+    """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
+    pixel_bytes = metadata_bytes = 0
+    for number, sample in enumerate(samples):
+        with _place(f"samples.{number}"):
+            frames = sample.image if isinstance(sample.image, list) else [sample.image]
+            pixel_bytes += sum(_size_of_png(data) for data in (*frames, sample.source) if data is not None)
+            if pixel_bytes > MAX_PIXEL_BYTES:
+                raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
+            metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)
+            if metadata_bytes > MAX_METADATA_BYTES:
+                raise WireError("more metadata than a request may hold: send fewer samples")
+    return pixel_bytes + metadata_bytes
+
+
+@contextlib.contextmanager
+def _place(place: str) -> Iterator[None]:
     try:
-        plain = _msgpack().unpackb(data)
-    except Exception as error:  # msgpack raises errors of many kinds for bytes that are none of its own
-        raise WireError(f"not msgpack: {type(error).__name__}: {error}") from error
-    if isinstance(plain, dict) and plain.get("version", VERSION) != VERSION:
-        raise WireError(
-            f"version {str(plain['version'])[:20]} of the protocol, not {VERSION}: install one sfumato at both ends"
-        )
-    try:
-        return kind.model_validate(plain)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "message"
-        raise WireError(f"{place}: {first['msg']}") from error
+        yield
+    except ValueError as error:
+        raise WireError(f"{place}: {error}") from error
+
+
+def _decode_metadata(text: str) -> dict[str, Any]:
+    metadata = load_json(text, max_values=MAX_METADATA_VALUES)
+    if not isinstance(metadata, dict):
+        raise WireError("metadata is no JSON object")
+    return metadata
 
 
 def _encode_pixels(pixels: np.ndarray | None) -> bytes | list[bytes] | None:
@@ -222,41 +324,44 @@ def _encode_png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _decode_pixels(data: bytes | list[bytes] | None, max_bytes: int) -> np.ndarray | None:
+def _decode_pixels(data: bytes | list[bytes] | None) -> np.ndarray | None:
     """uint8 [H, W, 3] of a PNG, [F, H, W, 3] of a list of them."""
     if data is None or isinstance(data, bytes):
-        return None if data is None else _decode_png(data, max_bytes)
-    frames: list[np.ndarray] = []
-    for png in data:
-        frames.append(_decode_png(png, max_bytes))
-        max_bytes -= frames[-1].nbytes
-        if frames[-1].shape != frames[0].shape:
-            raise WireError("the frames of a video differ in size")
-    if not frames:
+        return None if data is None else _decode_png(data)
+    if not data:
         raise WireError("a video without frames")
-    return np.stack(frames)
+    first = _decode_png(data[0])
+    frames = np.empty((len(data), *first.shape), np.uint8)
+    for number, png in enumerate(data):
+        frame = first if number == 0 else _decode_png(png)
+        if frame.shape != first.shape:
+            raise WireError("the frames of a video differ in size")
+        frames[number] = frame
+    return frames
 
 
-def _decode_png(data: bytes, max_bytes: int) -> np.ndarray:
-    """uint8 [H, W, 3]; its size is checked before anything is decompressed."""
+def _size_of_png(data: bytes) -> int:
+    """Bytes of its pixels, read from its header."""
+    with _open_png(data) as image:
+        return image.width * image.height * 3
+
+
+def _decode_png(data: bytes) -> np.ndarray:
+    """uint8 [H, W, 3]."""
+    with _open_png(data) as image:
+        return np.array(image)
+
+
+@contextlib.contextmanager
+def _open_png(data: bytes) -> Iterator[Image.Image]:
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
             if image.mode != "RGB":
                 raise WireError(f"a PNG of mode {image.mode}, not RGB with 8 bits")
-            if image.width * image.height * 3 > max_bytes:
-                raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
-            return np.array(image)
+            if image.width * image.height > MAX_PICTURE_PIXELS:
+                raise WireError(f"a PNG of {image.width} x {image.height} pixels, more than {MAX_PICTURE_PIXELS:,}")
+            yield image
     except WireError:
         raise
     except Exception as error:  # Pillow raises errors of many kinds for broken files
         raise WireError(f"no readable PNG ({type(error).__name__})") from error
-
-
-def _msgpack() -> Any:
-    try:
-        import msgpack
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a reward server and its clients need a package that is missing: pip install msgpack"
-        ) from error
-    return msgpack

@@ -20,6 +20,7 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -29,14 +30,22 @@ from pydantic import Field, model_validator
 import sfumato
 from sfumato.config.base import Section, Variant
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.rewards.base import Reward
+from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.http import wire
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.server.batching import Batcher, RequestScores
 from sfumato.rewards.server.metrics import ServerMetrics
+from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.requests import (
+    ByteBudget,
+    ByteShare,
+    RefusedRequestError,
+    RequestGuard,
+    check_media_type,
+    read_body,
+)
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -61,6 +70,8 @@ class RewardServerConfig(Section):
     what else is scored at the time."""
     max_request_mib: int = Field(256, ge=1, le=4096)
     """Size of the body of one request."""
+    host_names: list[str] = []
+    """Names and addresses that requests may call this server by, besides its address and those of this machine."""
     max_queue: int = Field(32, ge=1)
     """Requests that are read, waiting or being scored; more are told to come again later (status 429)."""
 
@@ -72,16 +83,11 @@ class RewardServerConfig(Section):
 
 
 READ_TIMEOUT_S = 120.0
-"""How long the body of a request may take to arrive."""
+"""How long the body of a request may take to arrive, however fast."""
 RETRY_AFTER_S = 1
-
-
-class RequestError(Exception):
-    """A request that is not answered with values."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+DECODED_BYTES = wire.MAX_PIXEL_BYTES + wire.MAX_METADATA_BYTES
+"""Memory of pictures and metadata of all requests that are decoded; others wait."""
 
 
 class RewardServer:
@@ -102,8 +108,10 @@ class RewardServer:
         self._batchers: dict[str, Batcher] = {}
         self._running: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
+        self._bodies = ByteBudget(2 * config.max_request_mib * 2**20)
+        self._decoded = ByteBudget(DECODED_BYTES)
 
-    def app(self) -> Starlette:
+    def app(self) -> RequestGuard:
         """The ASGI application."""
         from starlette.applications import Starlette
         from starlette.responses import PlainTextResponse, Response
@@ -127,10 +135,8 @@ class RewardServer:
             return Response(wire.encode_description(self.describe()), media_type=wire.MEDIA_TYPE)
 
         async def refuse(_request: Request, error: Exception) -> Response:
-            assert isinstance(error, RequestError)
-            headers = {"Connection": "close"}  # its body was perhaps not read
-            if error.status in (429, 503):
-                headers["Retry-After"] = str(RETRY_AFTER_S)
+            assert isinstance(error, RefusedRequestError)
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
             return PlainTextResponse(f"{error}\n", error.status, headers)
 
         routes = [
@@ -140,7 +146,9 @@ class RewardServer:
             Route("/ready", ready),
             Route("/metrics", metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={RequestError: refuse})
+        app = Starlette(routes=routes, exception_handlers={RefusedRequestError: refuse})
+        names = [*self.config.host_names, *([] if self.config.host in ANY_ADDRESS else [self.config.host])]
+        return RequestGuard(app, names, ": add the name to its host_names")
 
     async def load(self) -> None:
         """Loads all engines and begins to score. Raises what ``prepare`` of a reward raises."""
@@ -193,11 +201,12 @@ class RewardServer:
             self._check_token(request)
             self._check_state()
             if self.num_accepted > self.config.max_queue:
-                raise RequestError(429, f"{self.config.max_queue} requests are waiting already")
-            outcome = await self._score(request, await self._read(request))
+                raise RefusedRequestError(429, f"{self.config.max_queue} requests are waiting already")
+            check_media_type(request, wire.MEDIA_TYPE)
+            outcome = await self._score(request)
             status = 200
             return Response(wire.encode_answer(*outcome), media_type=wire.MEDIA_TYPE)
-        except RequestError as error:
+        except RefusedRequestError as error:
             status = error.status
             raise
         finally:
@@ -205,53 +214,48 @@ class RewardServer:
             self.num_accepted -= 1
             self._idle.set()
 
-    async def _score(self, request: Request, body: bytes) -> RequestScores:
+    async def _score(self, request: Request) -> RequestScores:
+        with self._bodies.share() as held, self._decoded.share() as decoded:
+            max_mib = self.config.max_request_mib
+            too_large = f"the request is larger than max_request_mib {max_mib}"
+            body = await read_body(request, max_mib * 2**20, too_large, READ_TIMEOUT_S, held)
+            self.metrics.bytes_received += len(body)
+            hung_up = asyncio.create_task(_wait_for_hang_up(request))
+            try:
+                label, samples = await self._decode(body, decoded, hung_up.done)
+                if label not in self._batchers:
+                    raise RefusedRequestError(404, f"no reward {label!r} here; served are: {', '.join(self._batchers)}")
+                job = self._batchers[label].put(samples)
+                await asyncio.wait({job.outcome, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+                if not job.outcome.done():
+                    job.is_abandoned = True
+                    raise RefusedRequestError(499, "the client has hung up")
+                return job.outcome.result()
+            finally:
+                hung_up.cancel()
+
+    async def _decode(
+        self, body: bytearray, decoded: ByteShare, is_given_up: Callable[[], bool]
+    ) -> tuple[str, list[Sample]]:
+        """The reward's label and the samples, in a thread, which looks between samples whether somebody still waits."""
         try:
-            label, samples = await asyncio.to_thread(wire.decode_request, body)
+            encoded = await asyncio.to_thread(wire.read_request, body, is_given_up)
+            await decoded.wait_to_grow(encoded.decoded_bytes)
+            return encoded.reward, await asyncio.to_thread(wire.decode_samples, encoded, is_given_up)
         except wire.WireError as error:
-            raise RequestError(400, str(error)) from error
-        if label not in self._batchers:
-            raise RequestError(404, f"no reward {label!r} here; served are: {', '.join(self._batchers)}")
-        job = self._batchers[label].put(samples)
-        hung_up = asyncio.create_task(_wait_for_hang_up(request))
-        await asyncio.wait({job.outcome, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-        hung_up.cancel()
-        if not job.outcome.done():
-            job.is_abandoned = True
-            raise RequestError(499, "the client has hung up")
-        return job.outcome.result()
-
-    async def _read(self, request: Request) -> bytes:
-        """The body, held against the limit while it arrives."""
-        from starlette.requests import ClientDisconnect
-
-        max_bytes = self.config.max_request_mib * 2**20
-        too_large = f"the request is larger than max_request_mib {self.config.max_request_mib}"
-        announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > max_bytes:
-            raise RequestError(413, too_large)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > max_bytes:
-                        raise RequestError(413, too_large)
-        except TimeoutError as error:
-            raise RequestError(408, f"the request did not arrive within {READ_TIMEOUT_S:g} s") from error
-        except ClientDisconnect as error:
-            raise RequestError(499, "the client has hung up") from error
-        self.metrics.bytes_received += len(body)
-        return bytes(body)
+            if is_given_up():
+                raise RefusedRequestError(499, "the client has hung up") from error
+            raise RefusedRequestError(400, str(error)) from error
 
     def _check_token(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if self._token is not None and not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise RequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
+            raise RefusedRequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
+        trust(request.scope)
 
     def _check_state(self) -> None:
         if self.state != "ready":
-            raise RequestError(503, f"the server is {self.state}")
+            raise RefusedRequestError(503, f"the server is {self.state}")
 
 
 async def _wait_for_hang_up(request: Request) -> None:
@@ -304,9 +308,7 @@ async def serve(config: RewardServerConfig) -> None:
 
     loop = asyncio.get_running_loop()
     rewards = RewardServer(config)
-    server = StoppableServer(
-        uvicorn.Config(rewards.app(), log_level="warning", access_log=False, server_header=False, lifespan="off")
-    )
+    server = StoppableServer(uvicorn_config(rewards.app(), grace_s=10))
     tasks: list[asyncio.Task[None]] = []
 
     def begin_stop() -> None:

@@ -19,8 +19,11 @@ from sfumato.errors import ConfigError
 from sfumato.rewards.http.connection import AttemptError, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.server_process import ServerProcess
+from sfumato.serving.bounded_json import JSONLimitError, load_json
 
 MAX_RESPONSE_BYTES = 256 * 2**20
+MAX_VALUES = 2**23
+"""Values in the JSON of an answer, brackets and commas in texts included."""
 
 
 SEEN_S = 3.0
@@ -103,7 +106,9 @@ class HttpServer:
             said = f"{self.name}: {method} {path}: {error}{late}" + (f": {problem}" if problem else "")
             raise EngineError(said) from error
         try:
-            return json.loads(answer) if answer else None
+            return load_json(answer, max_values=MAX_VALUES) if answer else None
+        except JSONLimitError as error:
+            raise EngineError(f"{self.name}: {method} {path}: the answer is JSON with {error}") from error
         except ValueError:
             return answer.decode(errors="replace")
 

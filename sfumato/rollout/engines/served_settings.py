@@ -73,6 +73,8 @@ class ServedSettings:
             raise ConfigError(
                 "rollout.engine.arguments are for an engine that is started, not for the server at url: remove it"
             )
+        if any(str(argument).startswith("--api-key") for argument in self.arguments):
+            raise ConfigError("rollout.engine.arguments: everybody on the machine sees a key there: remove --api-key")
         if self.api_key_env and not self.url:
             raise ConfigError("rollout.engine.api_key_env is for the server at url: remove it")
 

@@ -6,6 +6,7 @@ paths in development mode (``VLLM_SERVER_DEV_MODE=1``).
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,7 @@ class ServerCalls:
 
         Args:
             url: of one that runs; empty with a command.
-            api_key: of one that runs.
+            api_key: of one that runs; one that is started is given a key of its own.
             command: starts one on this machine; empty with a url.
             environment: more variables of the command.
             model_path: folder of the model.
@@ -154,7 +155,9 @@ class ServerCalls:
             url = f"http://127.0.0.1:{port}"
             self._modules = tempfile.TemporaryDirectory(prefix="sfumato-vllm-")
             shutil.copy(WORKER_FILE, Path(self._modules.name) / f"{WORKER_MODULE}.py")
-            own = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment}
+            api_key = secrets.token_hex(32)  # by the environment, which others do not see as they do a command
+            key = {"VLLM_API_KEY": api_key}
+            own = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
             whole = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
             self._process = ServerProcess(self.name, whole, own, log, start_timeout_s)
         self.http = HttpServer(

@@ -21,9 +21,11 @@ from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.layout import Layout
+from sfumato.parallel.meeting import is_loopback
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan
+from sfumato.runtime.cluster.token import require_token
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, Future, Handle, Roles
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
@@ -35,6 +37,8 @@ _WORKER_ENVIRONMENT = {
     "RAY_max_direct_call_object_size": str(INLINE_BYTES),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the default of Ray to come; processes without GPUs hide them here
 }
+_ON_THIS_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Without several machines all of Ray listens at loopback alone: Ray's switch for systems with a firewall that asks."""
 _DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",  # it would take lines for equal that differ in their numbers
@@ -214,14 +218,18 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
         )
     quiet = _DRIVER_ENVIRONMENT | ({} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"})
     os.environ.update({key: value for key, value in quiet.items() if key not in os.environ})
+    only_here = _ON_THIS_MACHINE if address is None else {}
+    if address is None:
+        require_token(run.say)
     try:
-        import ray
+        with _environment(only_here):  # which Ray reads when it is imported
+            import ray
     except ImportError as error:
         raise MissingDependencyError("runtime.backend ray needs Ray: pip install 'sfumato[ray]'") from error
     if ray.is_initialized():
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
-    variables = {**_WORKER_ENVIRONMENT, **choose_kernels(), **_import_path()}
+    variables = {**_WORKER_ENVIRONMENT, **only_here, **choose_kernels(), **_import_path()}
     variables |= choose_allocator(shares_memory=config.weight_sync == "ipc")
     with _own_signals():
         if address is None:
@@ -291,6 +299,9 @@ def _start_here(run: Any, **options: Any) -> None:
     for attempt in range(2):
         try:
             ray.init(address="local", **options)
+            address = ray.util.get_node_ip_address()
+            if not is_loopback(address):  # Ray was imported before
+                run.say(f"Ray listens at every network of this machine ({address}); its token is asked for")
             return
         except Exception as error:  # Ray's own, without a class
             ray.shutdown()

@@ -173,10 +173,11 @@ class RayRole:
         who = self._issue(
             identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True, kind="load"
         )
-        is_group = len(ranks) > 1
+        is_group, identities = len(ranks) > 1, [member for (member,) in members.values()]
         if is_group:
-            self._issue(open_store, {ranks[0]: ()}, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
-        found = ([member for (member,) in members.values()], port) if is_group else ([], None)
+            first = {ranks[0]: (identities,)}
+            self._issue(open_store, first, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
+        found = (identities, port) if is_group else ([], None)
         args = (plan.build, plan.config, plan.train, *found)
         built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
         self._starts[ranks[0]] = [who, built]

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -264,12 +265,18 @@ def arrive(worker: RoleWorker) -> None:
     """Nothing: the values among its arguments have come to this machine when it is called."""
 
 
-def open_store(worker: RoleWorker) -> int:
+STORE_S = 300.0
+"""Seconds that processes of a group wait at their store."""
+
+
+def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
     """Opens the place where the processes of a group find each other. Returns its port."""
-    from torch.distributed import TCPStore
+    from sfumato.parallel.meeting import LOOPBACK, serve_store
 
     # A server that is there already, on a port that the system chose, cannot lose its port to somebody else.
-    worker.store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    is_alone = len({member.node_id for member in members}) == 1
+    address = LOOPBACK if is_alone else members[worker.rank].address
+    worker.store = serve_store(address, 0, timedelta(seconds=STORE_S))
     return int(worker.store.port)
 
 
@@ -302,6 +309,7 @@ def build_state(
         "WORLD_SIZE": len(members) or 1,
         "LOCAL_RANK": on_node.index(rank) if not gpus else place_of_gpu(gpus[0], visible),
         "LOCAL_WORLD_SIZE": len(on_node),
+        "SFUMATO_STORE": "",
     }
     if members:
         address = "127.0.0.1" if len(on_node) == len(members) else members[0].address

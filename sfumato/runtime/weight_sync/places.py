@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import threading
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.parallel.meeting import LOOPBACK, is_loopback, serve_store
 from sfumato.parallel.mesh import Mesh
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -73,16 +73,6 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine reach the address, or name."""
-    if address.partition("%")[0] in ("localhost", "::1"):
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
-        return False
-
-
 def check_reachable(address: str, places: Sequence[Place]) -> None:
     """Refuses an address that leads every other machine to itself.
 
@@ -101,11 +91,25 @@ def check_reachable(address: str, places: Sequence[Place]) -> None:
         )
 
 
-def open_store(timeout_s: float) -> tuple[dist.TCPStore, tuple[str, int]]:
-    """A store in this process, and where others find it."""
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    return store, (own_address(), store.port)
+def are_on_one_machine(places: Sequence[Place]) -> bool:
+    """Whether processes that are to talk to each other need no network."""
+    return len({place.machine for place in places}) == 1
+
+
+def open_store(places: Sequence[Place], timeout_s: float) -> tuple[dist.TCPStore, tuple[str, int]]:
+    """A store in this process, and where others find it.
+
+    Args:
+        places: of all processes that come to it, this one first; of one machine, the store listens at loopback alone.
+        timeout_s: of its waits.
+
+    Raises:
+        ConfigError: others cannot reach this machine at the address that it has.
+    """
+    address = LOOPBACK if are_on_one_machine(places) else own_address()
+    check_reachable(address, places)
+    store = serve_store(address, 0, timedelta(seconds=timeout_s))
+    return store, (address, store.port)
 
 
 def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:

@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from sfumato.errors import WeightSyncError
+from sfumato.parallel.meeting import bound_to_loopback, is_loopback
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
-from sfumato.runtime.weight_sync.places import check_reachable, meet, open_store, reach_store
+from sfumato.runtime.weight_sync.places import meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 MAX_CTAS = 4
@@ -76,7 +78,8 @@ class _Group:
                 with torch.cuda.device(self.device):
                     self.group = dist.ProcessGroupNCCL(store, self.rank, size, options)
             else:
-                self.group = dist.ProcessGroupGloo(store, self.rank, size, timeout)
+                with bound_to_loopback() if is_loopback(self.access.address[0]) else nullcontext():
+                    self.group = dist.ProcessGroupGloo(store, self.rank, size, timeout)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self.name} could not join the group that sends weights: {_reason(error)}"
@@ -142,8 +145,7 @@ class Sending(transports.Sending):
         self.group: _Group | None = None
         if not mesh.is_first:
             return
-        store, address = open_store(settings.timeout_s)
-        check_reachable(address[0], [ends.senders[0], *ends.receivers])
+        store, address = open_store([ends.senders[0], *ends.receivers], settings.timeout_s)
         gpus = [place.gpu for place in (ends.senders[0], *ends.receivers)]
         backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"  # NCCL wants a GPU for each rank
         self.group = _Group(store, 0, Access(address, len(ends.receivers), backend), mesh, buckets)

@@ -25,7 +25,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
-from sfumato.runtime.weight_sync.places import GIVEN_UP, check_reachable, meet, open_store, reach_store, wait_for
+from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 NUM_SLOTS = 2
@@ -79,9 +79,9 @@ class Sending(transports.Sending):
         sources = match(ends)
         self.takers = [rank for rank, source in enumerate(sources) if source == mesh.rank]
         self.num_receivers = len(sources)
-        self.store, address = open_store(settings.timeout_s) if mesh.is_first else (None, None)
+        places = [*ends.senders, *ends.receivers]
+        self.store, address = open_store(places, settings.timeout_s) if mesh.is_first else (None, None)
         address = mesh.first(address, among="world")
-        check_reachable(address[0], [*ends.senders, *ends.receivers])
         if self.store is None:
             self.store = reach_store(address, settings.timeout_s)
         self.stop = threading.Event()
@@ -92,7 +92,7 @@ class Sending(transports.Sending):
             rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
         }
-        handles = {rank: slots for part in mesh.gather(mine, over="world") for rank, slots in part.items()}
+        handles = {rank: slots for part in _gather_handles(mine, mesh) for rank, slots in part.items()}
         ordered = tuple(handles[rank] for rank in range(len(sources)))
         self._access = Access(address, sources, ordered, num_bytes)
 
@@ -149,6 +149,15 @@ class Sending(transports.Sending):
         """Takes the names of mapped files away: the memory lives as long as somebody has it mapped."""
         while self.paths:
             self.paths.pop().unlink(missing_ok=True)
+
+
+def _gather_handles(mine: dict[int, Any], mesh: Mesh) -> list[dict[int, Any]]:
+    """Handles of all ranks: names of files, or what torch makes of a GPU's memory, which holds functions."""
+    if mesh.device.type != "cuda" or mesh.size == 1:
+        return mesh.gather(mine, over="world")
+    handles: list[dict[int, Any]] = [{}] * mesh.size
+    dist.all_gather_object(handles, mine, group=mesh.group("world"))
+    return handles
 
 
 class Receiving(transports.Receiving):

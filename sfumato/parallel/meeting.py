@@ -1,0 +1,143 @@
+"""Where the processes of a run find each other, and which network their connections are bound to.
+
+Neither torch's stores nor gloo know a secret: whoever reaches them reads and changes what is in them. So processes of
+one machine meet in a file that only their user can open, or at loopback, and their process groups listen there alone;
+on several machines the store listens at the address that MASTER_ADDR names, and not on every network of its machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+STORE_VARIABLE = "SFUMATO_STORE"
+"""Environment variable with the file by which ranks of one machine meet; its folder is their user's alone."""
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine reach the address, or name."""
+    if address.partition("%")[0] in ("localhost", "::1"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def is_on_one_machine() -> bool:
+    """Whether all ranks of this process group are on this machine, as its variables say."""
+    return bool(os.environ.get(STORE_VARIABLE)) or is_loopback(os.environ.get("MASTER_ADDR", ""))
+
+
+def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store of a process group whose place the environment names.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        timeout: longest wait for the others.
+
+    Raises:
+        DistNetworkError: its port is taken, or it does not answer.
+    """
+    if path := os.environ.get(STORE_VARIABLE):
+        store: dist.Store = dist.FileStore(path, size)
+        store.set_timeout(timeout)
+        return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_there_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank == 0 and not is_there_already:
+        return serve_store(address, port, timeout, size)
+    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+
+
+def serve_store(address: str, port: int, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
+    """A store in this process that listens at one address.
+
+    Args:
+        address: of this machine, or a name of it; where it cannot be listened at, as one that a router translates or a
+            name that leads other machines elsewhere, every network of this machine is taken.
+        port: 0 takes a free one.
+        timeout: of its waits.
+        size: processes that must come before this returns; None: none.
+
+    Raises:
+        DistNetworkError: the port is taken.
+    """
+    listening = _listen(address, port)
+    number = listening.getsockname()[1]
+    store = dist.TCPStore(
+        LOOPBACK if listening.getsockname()[0] in ("0.0.0.0", "::") else listening.getsockname()[0],
+        number,
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=size is not None,
+        master_listen_fd=listening.fileno(),
+    )
+    listening.detach()  # the store closes it
+    return store
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, place = _address_of(address)
+    try:
+        return _listening(family, place, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise dist.DistNetworkError(f"EADDRINUSE: {place}:{port}") from error
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return _listening(socket.AF_INET, "0.0.0.0", port)
+
+
+def _listening(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((address, port))
+        opened.listen(BACKLOG)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _address_of(name: str) -> tuple[socket.AddressFamily, str]:
+    """The address to listen at: of the name, or of every network where only this machine takes it for its own."""
+    try:
+        family, *_, place = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror:
+        return socket.AF_INET, "0.0.0.0"
+    address = str(place[0])
+    if is_loopback(address) and not is_loopback(name):  # /etc/hosts gives a machine's own name so
+        return socket.AF_INET, "0.0.0.0"
+    return family, address
+
+
+@contextlib.contextmanager
+def bound_to_loopback() -> Iterator[None]:
+    """Process groups of gloo that are made inside listen at loopback alone, unless a person named an interface."""
+    name = loopback_interface()
+    if "GLOO_SOCKET_IFNAME" in os.environ or not name:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def loopback_interface() -> str:
+    """Its name on this machine; empty where it has none."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")

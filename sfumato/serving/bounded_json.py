@@ -1,0 +1,50 @@
+"""JSON of strangers: its size, number of values and depth are limited before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+BYTES_OF_A_VALUE = 256
+"""About the memory that the smallest value with most overhead takes: a mapping of one key, ``{"a":0},``."""
+
+
+class JSONLimitError(ValueError):
+    """JSON that is larger, longer or deeper than is read here."""
+
+
+def count_values(text: str | bytes) -> int:
+    """At most so many values are in the text; commas and brackets within texts count, too."""
+    marks = ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b",")
+    return 1 + sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
+
+
+def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> Any:
+    """What JSON holds.
+
+    Args:
+        text: the JSON.
+        max_values: the most values in it.
+        max_depth: the most lists and mappings within each other.
+
+    Raises:
+        ValueError: it is no JSON, or more than that (JSONLimitError).
+    """
+    if count_values(text) > max_values:
+        raise JSONLimitError(f"more than {max_values:,} values")
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise JSONLimitError(f"nested more than {max_depth} times") from error
+    brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    if sum(text.count(bracket) for bracket in brackets) > max_depth and _depth(found) > max_depth:  # type: ignore[arg-type]
+        raise JSONLimitError(f"nested more than {max_depth} times")
+    return found
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
