@@ -23,7 +23,7 @@ from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.load import load_config
+from sfumato.config.load import load_maker
 from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.prompt_dropout import drop_prompts, is_image
@@ -120,8 +120,8 @@ def main(config: TrainOmniConfig) -> None:
 def make_image_tokenizer(model: OmniModelConfig) -> None:
     """Runs the configuration that makes the image tokenizer, where there is one and the tokenizer is not there."""
     if model.image_tokenizer_made_by is not None and not Path(model.image_tokenizer).exists():
-        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
-        made = load_config(TrainImageTokenizerConfig, model.image_tokenizer_made_by, auto)
+        by = model.image_tokenizer_made_by
+        made = load_maker(TrainImageTokenizerConfig, by, str(model.image_tokenizer), "model.image_tokenizer")
         importlib.import_module("train_image_tokenizer").main(made)  # beside this file
 
 

@@ -17,7 +17,7 @@ from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
-from sfumato.config.load import load_config
+from sfumato.config.load import load_maker
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import Validation, open_text_data
@@ -105,8 +105,7 @@ def main(config: TrainTextConfig) -> None:
 def make_model(model: LanguageModelConfig) -> None:
     """Runs the configuration that makes the model, where there is one and the model is not there."""
     if model.made_by is not None and not Path(str(model.model_path)).exists():
-        auto = {"train": {"load_checkpoint_path": "auto"}}  # goes on where it was stopped
-        main(load_config(TrainTextConfig, model.made_by, auto))
+        main(load_maker(TrainTextConfig, model.made_by, str(model.model_path), "model.model_path"))
 
 
 def forward_backward(

@@ -13,7 +13,7 @@ from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
 from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
-from sfumato.config.load import load_config
+from sfumato.config.load import load_maker
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
@@ -176,7 +176,7 @@ def made_model(model: LanguageModelConfig) -> LanguageModelConfig:
     """The model section, or when its folder is still to be made, that of the configuration that makes it."""
     if model.made_by is None or Path(str(model.model_path)).exists():
         return model
-    maker = made_model(load_config(TrainTextConfig, model.made_by).model)
+    maker = made_model(load_maker(TrainTextConfig, model.made_by, str(model.model_path), "model.model_path").model)
     return maker.model_copy(update={"lora": model.lora, "dtype": model.dtype, "attention": model.attention})
 
 

@@ -247,6 +247,20 @@ def merge(base: Any, override: Any, path: str = "") -> Any:
     return merged
 
 
+MAKERS = {"model_path": "made_by", "image_tokenizer": "image_tokenizer_made_by"}
+"""Fields that name a folder, and those beside them that name the configuration which makes it."""
+
+
+def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's values without the makers of folders that overrides replace: what they make would not be used."""
+    sections = dict(data)
+    for name, override in overrides.items():
+        if isinstance(override, Mapping) and isinstance(sections.get(name), dict):
+            replaced = {maker for folder, maker in MAKERS.items() if folder in override and maker not in override}
+            sections[name] = {key: value for key, value in sections[name].items() if key not in replaced}
+    return sections
+
+
 def load_config(
     schema: type[SectionT], path: str | Path | None = None, overrides: dict[str, Any] | None = None
 ) -> SectionT:
@@ -263,11 +277,11 @@ def load_config(
     Raises:
         ConfigError: listing every mistake with file, full path, and the nearest valid name.
     """
-    data = read_yaml(path) if path is not None else {}
     overrides = overrides or {}
+    data = _without_makers(read_yaml(path), overrides) if path is not None else {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
-    written = {} if path is None else read_yaml(path, as_written=True)
+    written = {} if path is None else _without_makers(read_yaml(path, as_written=True), overrides)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
     secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
@@ -285,6 +299,27 @@ def load_config(
             for found in error.errors()
         ]
         raise _all_of(lines) from error
+
+
+def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:
+    """The configuration of a run that makes a folder which another run takes; it goes on where it was stopped.
+
+    Args:
+        schema: of the task that makes it.
+        path: its YAML file.
+        folder: what is taken.
+        option: the field that names the folder, for messages.
+
+    Raises:
+        ConfigError: as ``load_config``, and when the run would make another folder.
+    """
+    maker = load_config(schema, path, {"train": {"load_checkpoint_path": "auto"}})
+    made = Path(maker.train.output_dir) / "hf_ckpt"  # type: ignore[attr-defined]
+    if made.resolve() != Path(folder).resolve():
+        raise ConfigError(
+            f"{option} {folder} does not exist, and {path} makes another folder, {made}: name one of both"
+        )
+    return maker
 
 
 def asks_for_help(arguments: list[str]) -> bool:

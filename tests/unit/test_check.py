@@ -265,7 +265,8 @@ def test_pairs_of_images(tmp_path: Path) -> None:
 def test_a_model_that_is_made_first_is_predicted_from_what_makes_it(tmp_path: Path) -> None:
     maker = text_config(tmp_path)
     config = yaml.safe_load(maker.read_text())
-    config["model"] = {"model_path": str(tmp_path / "later"), "made_by": str(maker)}
+    made = Path(config["train"]["output_dir"]) / "hf_ckpt"
+    config["model"] = {"model_path": str(made), "made_by": str(maker)}
     found = check_config(write_config(config, tmp_path / "second.yaml"))
     assert found.exit_code == FITS and found.model.num_parameters == check_config(maker).model.num_parameters
 
