@@ -27,16 +27,17 @@ from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.text import TrainTextConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import facts_of
 from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
-from sfumato.models.language_load import build_tokenizer
+from sfumato.models.language_load import build_tokenizer, read_model_config
 from sfumato.models.planned import language_model_on_meta
 from sfumato.models.planned_drawing import KEYS_AND_VALUES
 from sfumato.models.planned_vision import vision_on_meta
+from sfumato.models.source_folder import describe_left_out
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
@@ -132,6 +133,9 @@ def check_config(
     _say("building the model without memory, and predicting what it needs", show)
     try:
         found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
+        if isinstance(config.model, LanguageModelConfig):
+            sees = config.data.data_type.has_images
+            found.notes.extend(describe_left_out(read_model_config(made_model(config.model), sees)))
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates

@@ -27,6 +27,7 @@ from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
 from sfumato.models.plain import give_weights
 from sfumato.models.scores import TokenScores
+from sfumato.models.source_folder import float32_names
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
@@ -127,8 +128,9 @@ class LanguageModel(PackedModel[TokenScores]):
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes model and tokenizer as transformers loads them by itself, or adapters as peft does.
 
-        Trained under bf16, whole weights are written in bf16, as the forward passes saw them. Biases that a balancer
-        gave to routers without a place for them go into a file of their own, ``expert_biases.safetensors``.
+        Trained under bf16, whole weights are written in bf16, as the forward passes saw them, but for those that stay
+        float32 (``float32_names``). Biases that a balancer gave to routers without a place for them go into a file of
+        their own, ``expert_biases.safetensors``.
 
         Args:
             folder: where to.
@@ -153,9 +155,11 @@ class LanguageModel(PackedModel[TokenScores]):
         biases = {name: weights.pop(name) for name in [*weights] if name not in known}
         if biases:
             save_file(biases, folder / "expert_biases.safetensors")
-        for name in weights:
-            if self.autocast_dtype is not None and weights[name].dtype == torch.float32:
-                weights[name] = weights[name].to(self.autocast_dtype)
+        if self.autocast_dtype is not None:
+            stay = float32_names(plain, self.source, weights)
+            for name in weights.keys() - stay:
+                if weights[name].dtype == torch.float32:
+                    weights[name] = weights[name].to(self.autocast_dtype)
         give_weights(plain, weights)
         plain.config.dtype = self.autocast_dtype or torch.float32
         name_ends(plain.config, self.tokenizer, self.source is not None)

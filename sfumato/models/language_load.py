@@ -19,6 +19,7 @@ from sfumato.models.language_parts import read_model_config as read_model_config
 from sfumato.models.language_parts import source_of as source_of
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.omni.unified import build_unified
+from sfumato.models.source_folder import describe_left_out
 from sfumato.models.vision_load import add_image_tokens, build_vision
 
 
@@ -65,6 +66,7 @@ def build_language_model(
     if not train_base:
         module.requires_grad_(False)
     model.frozen_names = freeze(module, config.freeze)
+    model.notes = describe_left_out(described)
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model

@@ -23,6 +23,12 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.lora import refuse_adapter
 from sfumato.models.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.plain import attention_by_part, can_set_attention
+from sfumato.models.source_folder import (
+    check_router_loss,
+    dequantizing,
+    forget_what_is_not_exported,
+    refuse_other_head,
+)
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
@@ -104,9 +110,12 @@ def build_module(
         )
     dtype = torch.float32 if train_base else DTYPES[config.dtype]
     attention, source = _attention(config, described, auto_class), source_of(config)
+    quantization = {} if source is None else dequantizing(described, source, train.init_device)
 
     def make() -> nn.Module:
-        module = _make(auto_class, copy.deepcopy(described), attention, dtype, config.trust_remote_code)
+        plain = copy.deepcopy(described)
+        forget_what_is_not_exported(plain)
+        module = _make(auto_class, plain, attention, dtype, config.trust_remote_code)
         finish(module)
         return module
 
@@ -117,7 +126,10 @@ def build_module(
             torch.manual_seed(train.seed)
             return make(), make
     with torch.random.fork_rng(devices=[]):  # weights that the folder lacks are drawn before they are given others
-        module = _load(auto_class, source, described, attention, dtype, config.trust_remote_code, other_keys)
+        module = _load(
+            auto_class, source, described, attention, dtype, config.trust_remote_code, other_keys, quantization
+        )
+    forget_what_is_not_exported(module.config)
     finish(module)
     if train_base:
         _leave_frozen(module, make)
@@ -152,6 +164,7 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
+    check_router_loss(described, str(config.config_path or f"model.model_path {config.model_path}: config.json"))
     known = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
         raise ConfigError(
@@ -186,6 +199,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
+        refuse_other_head(folder, found)
         if sees and hasattr(found, "thinker_config"):  # a whole omni model: what speaks is left behind
             found = found.thinker_config
         if not sees and found.model_type in HEAR:
@@ -279,6 +293,7 @@ def _load(
     dtype: torch.dtype,
     trust: bool,
     other_keys: Mapping[str, tuple[str, ...]],
+    quantization: dict[str, Any],
 ) -> nn.Module:
     try:
         module, report = auto_class.from_pretrained(
@@ -291,6 +306,7 @@ def _load(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with names and shapes
+            **quantization,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.model_path {folder}: transformers cannot load it: {error}") from error

@@ -214,6 +214,12 @@ def _check_targets(module: nn.Module, targets: Sequence[str], config: LoraConfig
             linear = sorted({_last(key) for key, submodule in modules.items() if isinstance(submodule, nn.Linear)})
             what = f"is a {type(others[0]).__name__}, no linear layer" if others else "matches no layer"
             raise ConfigError(f"model.lora.target_modules: {target!r} {what} of {name}; there are {', '.join(linear)}")
+        if any(submodule.weight is _embedding_of(module) for submodule in found):
+            raise ConfigError(
+                f"model.lora.target_modules: {target!r} of {name} is tied to the embedding (tie_word_embeddings), "
+                "which an adapter on one of both would part: leave it out, or untie them in the folder (lm_head.weight "
+                "as a weight of its own, and tie_word_embeddings false in config.json)"
+            )
     experts = _experts_of(module)
     for target in config.target_parameters:
         if not any(weight_name == target or weight_name.endswith(f".{target}") for weight_name in experts):
@@ -225,6 +231,12 @@ def _check_targets(module: nn.Module, targets: Sequence[str], config: LoraConfig
                 f"model.lora.{field} and model.lora.target_parameters do not go together, since peft adds the adapters "
                 "of experts to their weights: leave one of the two out"
             )
+
+
+def _embedding_of(module: nn.Module) -> nn.Parameter | None:
+    """The weight of a transformers model's input embedding; None for other modules."""
+    embedding = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+    return getattr(embedding, "weight", None)
 
 
 def _experts_of(module: nn.Module) -> list[str]:

@@ -70,6 +70,8 @@ class PackedModel(ABC, Generic[Output]):
     """What makes batches of a model that sees."""
     frozen_names: frozenset[str] = frozenset()
     """Weights that are left as they are, by the names of the plain module."""
+    notes: tuple[str, ...] = ()
+    """Lines for the log about what the model's folder has and the run leaves out."""
     no_text: frozenset[int] = frozenset()
     """Tokens besides those of images that the probe's random texts are without."""
 

@@ -129,6 +129,8 @@ def probe(
         ConfigError: when no way that the configuration allows gives what transformers gives; it says what differs and
             which setting is right. With ``train.probe: warn`` that is logged instead.
     """
+    for line in model.notes:
+        say(line)
     documents = make_documents(model, train, max_seq_len)
     checks = Checks(model, documents, train, _copies(train), trains)
     with _generators_kept(), model.probed():

@@ -1,0 +1,183 @@
+"""What a language model's folder says that its training has to follow, to leave out, or to refuse.
+
+Quantised weights, layers that predict further tokens, auxiliary losses of routers, output layers beside a tied
+embedding, and weights that stay float32 beside others of half precision.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from sfumato.errors import ConfigError
+
+DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Methods of quantisation whose weights transformers turns into numbers again, on every device, and its class."""
+
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields that count layers for further tokens (multi-token prediction), which transformers' causal models leave out."""
+
+HEAD, EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+COMPARED_ROWS = 64
+"""Rows at the beginning and at the end of two matrices by which they are told apart."""
+
+
+def quantization_method(config: Any) -> str | None:
+    """How the weights of a folder are quantised, by transformers' configuration; None where they are not."""
+    settings = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    if method is None and isinstance(settings, dict) and ("load_in_4bit" in settings or "load_in_8bit" in settings):
+        return "bitsandbytes"
+    return str(getattr(method, "value", method))
+
+
+def dequantizing(config: Any, folder: Path, init_device: str) -> dict[str, Any]:
+    """The argument of ``from_pretrained`` that makes plain numbers of quantised weights; none for a plain folder.
+
+    Args:
+        config: transformers' configuration of the folder.
+        folder: for messages.
+        init_device: ``train.init_device``.
+
+    Raises:
+        ConfigError: for weights that cannot be trained; says what to take instead.
+    """
+    method = quantization_method(config)
+    if method is None:
+        return {}
+    if method not in DEQUANTIZED:
+        raise ConfigError(
+            f"model.model_path {folder}: its weights are quantised by {method}, in which nothing can be trained here: "
+            "take the folder of the same model that is not quantised, or one of "
+            f"{' or '.join(DEQUANTIZED)}, which are turned into plain weights"
+        )
+    if init_device == "meta":
+        raise ConfigError(
+            f"model.model_path {folder}: its weights are quantised by {method}, which train.init_device meta cannot "
+            "read part by part: set it to cpu, or give a folder of plain weights (load it with transformers, and "
+            "save_pretrained)"
+        )
+    import transformers
+
+    return {"quantization_config": getattr(transformers, DEQUANTIZED[method])(dequantize=True)}
+
+
+def forget_what_is_not_exported(config: Any) -> None:
+    """Takes out of transformers' configuration, in place, what an export does not have: quantisation and further
+    layers."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+        for name in FURTHER_LAYERS:
+            if getattr(part, name, None):
+                setattr(part, name, 0)
+
+
+def describe_left_out(config: Any) -> tuple[str, ...]:
+    """Lines about what the folder has and the run's export has not."""
+    lines = []
+    method = quantization_method(config)
+    if method is not None:
+        lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
+    text = config.get_text_config()
+    counted = [f"{name} {getattr(text, name)}" for name in FURTHER_LAYERS if getattr(text, name, None)]
+    if counted:
+        lines.append(
+            f"the model's layers for further tokens ({', '.join(counted)}) are neither trained nor exported: the "
+            "export counts none"
+        )
+    return tuple(lines)
+
+
+def check_router_loss(config: Any, where: str) -> None:
+    """Whether training would leave out an auxiliary loss that the configuration asks for.
+
+    Raises:
+        ConfigError: when it would.
+    """
+    text = config.get_text_config()
+    asks = getattr(text, "output_router_logits", False) or getattr(config, "output_router_logits", False)
+    coefficient = getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None)
+    if asks and coefficient:
+        raise ConfigError(
+            f"{where}: output_router_logits with router_aux_loss_coef {coefficient:g} asks for an auxiliary loss of "
+            "routers, which is not added here: set output_router_logits to false, and balance experts by "
+            "train.expert_bias_rate"
+        )
+
+
+def refuse_other_head(folder: Path, config: Any) -> None:
+    """Raises ConfigError when a folder is said to tie its output layer to the embedding, but holds another one."""
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    held: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                held |= {name: path for name in file.keys() if name in (HEAD, *EMBEDDINGS)}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return  # it is said where weights are read
+    embedding = next((name for name in EMBEDDINGS if name in held), None)
+    if HEAD not in held or embedding is None:
+        return
+    if not torch.equal(_ends_of(held[HEAD], HEAD), _ends_of(held[embedding], embedding)):
+        raise ConfigError(
+            f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {held[HEAD].name} is "
+            f"another matrix than {embedding}: set tie_word_embeddings to false if the two were trained apart, or "
+            f"remove {HEAD}"
+        )
+
+
+def _ends_of(path: Path, name: str) -> Tensor:
+    """The first and the last rows of a matrix in a file."""
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        return torch.cat([rows[:COMPARED_ROWS], rows[-COMPARED_ROWS:]])
+
+
+def float32_names(module: nn.Module, folder: Path | None, names: Iterable[str]) -> set[str]:
+    """Names of weights that stay float32 where others have half precision.
+
+    Those are buffers; what transformers' class keeps so, such as the bias that chooses experts of DeepSeek-V3; and
+    what the folder holds as float32 while most of its weights are not.
+
+    Args:
+        module: plain, on meta perhaps.
+        folder: that was trained; None where weights were drawn.
+        names: of its weights.
+    """
+    patterns = [
+        re.compile(rf"(^|\.){re.escape(part) if '*' not in part else part}($|\.)")
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for part in getattr(module, attribute, None) or ()
+    ]
+    buffers = {name for name, _ in module.named_buffers()}
+    stored = set() if folder is None else _float32_of_mixed(folder)
+    return {
+        name for name in names if name in buffers or name in stored or any(pattern.search(name) for pattern in patterns)
+    }
+
+
+def _float32_of_mixed(folder: Path) -> set[str]:
+    """Names of float32 tensors of a folder most of whose weights are of another type; none of any other folder."""
+    sizes = {True: 0, False: 0}
+    float32 = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                is_float32 = tensor.get_dtype() == "F32"
+                sizes[is_float32] += torch.Size(tensor.get_shape()).numel()
+                if is_float32:
+                    float32.add(name)
+    return float32 if sizes[False] > sizes[True] else set()
