@@ -198,10 +198,12 @@ def test_parts_that_models_that_see_are_shown_are_asked_too(tmp_path):
 def test_numbers_that_end_nothing_in_this_tokenizer_are_left_out_and_said(tmp_path):
     tokenizer = tokenizer_of("qwen3")
     facts_of(tokenizer).model_folder = tmp_path
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 40, 99999]}))
+    said = {"eos_token_id": [2, 40, 99999], "stop_strings": ["Q:"]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
     end = build_chat_template(None, tokenizer).answer_end
     assert end.stop_token_ids == (2,)
     notes = " ".join(end.describe())
+    assert "stop_strings ['Q:'], which end an answer here as rollout.stop alone" in notes
     assert "99999 as the end of an answer, which the tokenizer has not" in notes
     assert f"40 as the end of an answer, which is {tokenizer.convert_ids_to_tokens(40)!r}" in notes
 
