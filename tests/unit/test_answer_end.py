@@ -1,7 +1,9 @@
 """How answers end: what folders, tokenizers and chat templates say, and what of it is learned."""
 
+import copy
 import datetime
 import json
+import pickle
 import re
 
 import pytest
@@ -354,3 +356,14 @@ def test_published_templates_say_the_same(name, tmp_path):
     assert template.answer_end.taught.text == FOLDERS[name].taught
     encoded = template.encode([user("who?"), assistant("me")], "row")
     assert learned(tokenizer, encoded[-1]).endswith(f"me{FOLDERS[name].taught}")
+
+
+def test_what_is_known_of_a_tokenizer_goes_to_worker_processes(tmp_path):
+    tokenizer = tokenizer_of("glm4_5", tmp_path)
+    facts_of(tokenizer).appends_end, facts_of(tokenizer).date = False, datetime.date(2024, 2, 29)
+    template = build_chat_template(None, tokenizer)
+    other = pickle.loads(pickle.dumps(template))
+    assert facts_of(other.tokenizer) == facts_of(tokenizer) and other.answer_end == template.answer_end
+    one, two = (each.encode([user("a"), assistant("x")], "row")[0][0].tolist() for each in (template, other))
+    assert one == two
+    assert facts_of(copy.deepcopy(tokenizer)) == facts_of(tokenizer)
