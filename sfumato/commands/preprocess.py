@@ -9,6 +9,7 @@ from typing import Any
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.data.answer_end import facts_of
 from sfumato.data.media_cache import build_media_cache
 from sfumato.data.sources import open_sources
@@ -52,7 +53,8 @@ def preprocess(
     if data.datasets_type != "mapping":
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
     tokenizer, reader = build_reader(made_model(config.model), train, data.data_type)
-    facts_of(tokenizer).date = run_date(train)
+    facts = facts_of(tokenizer)
+    facts.date, facts.appends_end = run_date(train), not isinstance(config, TrainTextRewardConfig)
     transform = build_transform(data, tokenizer, reader)
     sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
     store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, _watch("tokenise"))

@@ -142,6 +142,11 @@ def read_declared_ends(tokenizer: Any) -> tuple[tuple[EndToken, ...], tuple[str,
             notes.append(f"{source} names {token_id} as the end of an answer, {what}: it is left out")
         else:
             found.append(EndToken(token_id, text, source))
+    texts = [] if folder is None else read_json_file(folder / "generation_config.json").get("stop_strings")
+    if texts:
+        notes.append(
+            f"generation_config.json names stop_strings {texts}, which end an answer here as rollout.stop alone"
+        )
     return tuple(found), tuple(notes)
 
 

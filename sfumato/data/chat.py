@@ -72,7 +72,9 @@ class ChatTemplate:
         self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
         end = measure_answer_end(tokenizer, self._render_whole)
         if self.text != text:
-            end = replace(end, notes=(*end.notes, f"{name} writes the date of the run's first start, {date}"))
+            end = replace(
+                end, notes=(*end.notes, f"the chat template writes the date of the run's first start, {date}")
+            )
         self.answer_end = end
         """How answers end."""
         facts.fingerprint = self.answer_end.fingerprint(facts.appends_end)

@@ -1,7 +1,9 @@
 """How answers end: what folders, tokenizers and chat templates say, and what of it is learned."""
 
+import copy
 import datetime
 import json
+import pickle
 import re
 
 import pytest
@@ -198,10 +200,12 @@ def test_parts_that_models_that_see_are_shown_are_asked_too(tmp_path):
 def test_numbers_that_end_nothing_in_this_tokenizer_are_left_out_and_said(tmp_path):
     tokenizer = tokenizer_of("qwen3")
     facts_of(tokenizer).model_folder = tmp_path
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 40, 99999]}))
+    said = {"eos_token_id": [2, 40, 99999], "stop_strings": ["Q:"]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
     end = build_chat_template(None, tokenizer).answer_end
     assert end.stop_token_ids == (2,)
     notes = " ".join(end.describe())
+    assert "stop_strings ['Q:'], which end an answer here as rollout.stop alone" in notes
     assert "99999 as the end of an answer, which the tokenizer has not" in notes
     assert f"40 as the end of an answer, which is {tokenizer.convert_ids_to_tokens(40)!r}" in notes
 
@@ -352,3 +356,14 @@ def test_published_templates_say_the_same(name, tmp_path):
     assert template.answer_end.taught.text == FOLDERS[name].taught
     encoded = template.encode([user("who?"), assistant("me")], "row")
     assert learned(tokenizer, encoded[-1]).endswith(f"me{FOLDERS[name].taught}")
+
+
+def test_what_is_known_of_a_tokenizer_goes_to_worker_processes(tmp_path):
+    tokenizer = tokenizer_of("glm4_5", tmp_path)
+    facts_of(tokenizer).appends_end, facts_of(tokenizer).date = False, datetime.date(2024, 2, 29)
+    template = build_chat_template(None, tokenizer)
+    other = pickle.loads(pickle.dumps(template))
+    assert facts_of(other.tokenizer) == facts_of(tokenizer) and other.answer_end == template.answer_end
+    one, two = (each.encode([user("a"), assistant("x")], "row")[0][0].tolist() for each in (template, other))
+    assert one == two
+    assert facts_of(copy.deepcopy(tokenizer)) == facts_of(tokenizer)

@@ -64,7 +64,7 @@ def test_prompts_of_a_run_are_those_of_its_first_day(tmp_path, day):
     config = load_config(TextRLConfig, overrides=rl_config(tmp_path, 1))
     said = []
     before = identify_text_prompts(config, *open_prompts(config, said.append)[1:])
-    assert any("dated.jinja writes the date of the run's first start, 2025-03-03" in line for line in said)
+    assert any("the chat template writes the date of the run's first start, 2025-03-03" in line for line in said)
     folder = Path(config.train.output_dir)
     folder.mkdir()
     (folder / "environment.json").write_text('{"date": "2025-03-03"}')

@@ -169,7 +169,7 @@ def test_texts_that_are_encoded_a_second_time_are_so_together():
             return transform.encode(texts)
 
     assert together(Counted(), rows) == alone(transform, rows)
-    assert called[0] == 2 and len(called) <= 2
+    assert called[0] == 3 and len(called) <= 2  # a text for each answer, since this template ends none
 
 
 def test_pairs_become_what_they_become_alone():

@@ -96,6 +96,9 @@ class EmbeddedEngine:
         self._state = RowState()
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = self._is_closed = False
+        self._has_texts = (
+            False  # whether a request has named texts that end it: only then rows are looked at one by one
+        )
 
     # what others call
 
@@ -103,6 +106,7 @@ class EmbeddedEngine:
         """See ``Engine``."""
         self.health()
         self._check(request, sampling)
+        self._has_texts |= bool(sampling.stop)
         opened = _Open(request, sampling)
         self._waiting.append(opened)
         self._drive()
@@ -220,7 +224,7 @@ class EmbeddedEngine:
     def _stopped_by_text(self) -> np.ndarray:
         """Rows whose last token completes a text that ends them, bool ``[n]``."""
         found = np.zeros(len(self._state), bool)
-        for row, one in enumerate(self._state.progress):
+        for row, one in enumerate(self._state.progress if self._has_texts else ()):
             if stop := one.sampling.stop:
                 assert self._decode is not None
                 found[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
