@@ -6,7 +6,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def find_metadata(folder: Path) -> list[Path]:
 class FolderRows:
     """A folder of images or videos, each with its caption in a file of the same name beside it."""
 
-    def __init__(self, folder: Path, image_key: str, text_key: str, endings: set[str]) -> None:
+    def __init__(self, folder: Path, image_key: str, text_key: str, endings: Set[str] = IMAGE_ENDINGS) -> None:
         self.root, self.image_key, self.text_key = folder, image_key, text_key
         files = visible_files(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
