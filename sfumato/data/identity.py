@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -53,7 +54,8 @@ def identify_images(
 ) -> Identity:
     """The identity of a task that trains on images; see ``identify``. Buckets make the order depend on more."""
     content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
-    content |= _content_of_media(config, pictures_of(dataset), "data.train_path (its images)")
+    for name, rows in (("data.train_path", dataset), ("data.eval_path", held_out)):
+        content |= _content_of_media(config, pictures_of(rows), f"{name} (its images)")
     content |= content_of_named_files(config, content_of_model_file)
     numbers = {"train.global_batch_size": global_batch_size}
     if buckets is not None:
@@ -65,8 +67,7 @@ def identify_images(
 def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
     """The identity of a task of RL; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
-    sources = [prompt.source.file() for prompt in prompts if isinstance(prompt.source, FileSource)]
-    content |= _content_of_media(config, sources, "data.train_path (its source images)")
+    content |= _content_of_media(config, _sources_of(prompts), "data.train_path (its source images)")
     content |= content_of_named_files(config, content_of_model_file)
     return identify(config, content, {"rollout.num_prompts": config.rollout.num_prompts, "rollout.n": config.rollout.n})
 
@@ -97,10 +98,18 @@ def _files_of(images: Images | None) -> list[File]:
     return [getattr(each, "file", each) for each in ([] if images is None else images.find())]
 
 
+def _sources_of(prompts: list[Prompt]) -> list[File]:
+    """Files of source images; those that are missing are named later, where the model takes some."""
+    files: list[File] = []
+    for prompt in prompts:
+        if isinstance(prompt.source, FileSource):
+            with contextlib.suppress(DataError):
+                files.append(prompt.source.file())
+    return files
+
+
 def pictures_of(dataset: Any) -> list[File]:
     """The files that rows of images name; empty where the table holds the images itself. Broken rows are left out."""
-    if isinstance(dataset, FolderRows):
-        return dataset.files()
     if not isinstance(dataset, ImageTextDataset | PairDataset):
         return []
     if isinstance(dataset, ImageTextDataset) and isinstance(dataset.rows, FolderRows):

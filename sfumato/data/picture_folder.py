@@ -6,7 +6,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def find_metadata(folder: Path) -> list[Path]:
 class FolderRows:
     """A folder of images or videos, each with its caption in a file of the same name beside it."""
 
-    def __init__(self, folder: Path, image_key: str, text_key: str, endings: set[str]) -> None:
+    def __init__(self, folder: Path, image_key: str, text_key: str, endings: Set[str] = IMAGE_ENDINGS) -> None:
         self.root, self.image_key, self.text_key = folder, image_key, text_key
         files = visible_files(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
@@ -119,14 +119,14 @@ class FolderRows:
     def _describe_unused(self, files: Iterable[Path]) -> list[str]:
         used = {*self.files()}
         left = [path for path in files if path not in used]
-        twice = {_stem(path) for path in self._files}
-        lonely = [path for path in left if path.suffix.lower() == ".txt" and _stem(path) not in twice]
+        pictured = {_stem(path) for path in self._files}
+        lonely = [path for path in left if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
         missing = [path for path, caption in zip(self._files, self._captions, strict=True) if caption is None]
         unread = [path for path in left if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
         stems = Counter(_stem(path) for path in self._files)
         same = [path for path in self._files if stems[_stem(path)] > 1]
         return [
-            *_line(missing, self.root, "without a caption, which are broken rows"),
+            *_line(missing, self.root, "pictures without a caption, which are broken rows"),
             *_line(lonely, self.root, "captions without a picture or video that is read"),
             *_line(unread, self.root, "pictures or videos of kinds that are not read here"),
             *_line(same, self.root, "pictures that share their caption with another of the same name"),
@@ -150,8 +150,9 @@ def describe_unlisted(
             value = (row := rows[index]).get(image_key(row))
         except DataError:  # is named when it is read
             continue
-        if isinstance(value, str):
-            named.add(os.path.normpath(rows.folder(index) / value))
+        if not isinstance(value, str):  # the table holds the pictures itself
+            return []
+        named.add(os.path.normpath(rows.folder(index) / value))
     left = [
         path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
     ]

@@ -112,7 +112,7 @@ def test_what_is_not_used_is_named_once_with_its_number(tmp_path: Path) -> None:
     dataset = opened(tmp_path, said)
     assert len(dataset) == 4
     assert said == [
-        f'{tmp_path}: 1 without a caption, which are broken rows (1 .png): "b.png"',
+        f'{tmp_path}: 1 pictures without a caption, which are broken rows (1 .png): "b.png"',
         f'{tmp_path}: 3 captions without a picture or video that is read (3 .txt): "d.txt", "lonely.txt", "other.txt"',
         f"{tmp_path}: 3 pictures or videos of kinds that are not read here (1 .heic, 1 .svg, 1 .mp4): "
         '"d.HEIC", "e.svg", "f.mp4"',
