@@ -132,6 +132,23 @@ def test_the_folder_alone_is_enough_for_diffusers_beside_a_second_file(tmp_path:
         assert_same(velocity(found, "stable_diffusion"), velocity(model, "stable_diffusion"))
 
 
+def test_the_head_of_a_language_model_that_draws_has_files_of_adapters_too(tmp_path: Path) -> None:
+    from sfumato.models.omni.pipeline import LanguageToImagePipeline
+
+    model = trained("sd3", tmp_path, rank=2, alpha=6.0)
+    parts = model.pipeline.components
+    scratch = {"text_encoder": None, "tokenizer": None}
+    model.pipeline = LanguageToImagePipeline(parts["transformer"], parts["scheduler"], parts["vae"], **scratch)
+    export_model(model, None, tmp_path / "head", ALONE)
+    base = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
+    found = LanguageToImagePipeline(base.transformer, base.scheduler, base.vae, **scratch)
+    found.load_lora_weights(tmp_path / "head")
+    expected = merge_adapters(model.denoiser)
+    found.fuse_lora()
+    found.unload_lora_weights()
+    assert_close(found.transformer.state_dict(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_header_says_the_scale_that_the_file_has(tmp_path: Path) -> None:
     trained("sd3", tmp_path, rank=4, alpha=24.0, variant="rslora")
     with safe_open(tmp_path / "out" / "pytorch_lora_weights.safetensors", "pt") as file:

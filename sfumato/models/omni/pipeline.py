@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders import CogVideoXLoraLoaderMixin
 from torch import Tensor
 
 from sfumato.data.drawing import CODE, START
@@ -18,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.sd3 import StableDiffusion3
 
 
-class LanguageToImagePipeline(DiffusionPipeline):
+class LanguageToImagePipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):  # a mixin for adapters of a transformer
     """The parts, for diffusers to save and load."""
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
