@@ -36,6 +36,8 @@ MAX_PIXEL_BYTES = 2**31
 """Decoded pixels of one request."""
 MAX_PICTURE_PIXELS = 2**26
 """Pixels of one picture or frame."""
+PICTURE_BYTES = 7
+"""What a pixel takes besides while its picture is decoded: four bytes in Pillow's image, three in its copy."""
 MAX_METADATA_BYTES = 2**29
 """Memory of the metadata of one request, as far as values are counted without being read."""
 MAX_METADATA_VALUES = 2**20
@@ -284,17 +286,18 @@ def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
 
 def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
     """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
-    pixel_bytes = metadata_bytes = 0
+    pixel_bytes = metadata_bytes = largest = 0
     for number, sample in enumerate(samples):
         with _place(f"samples.{number}"):
             frames = sample.image if isinstance(sample.image, list) else [sample.image]
-            pixel_bytes += sum(_size_of_png(data) for data in (*frames, sample.source) if data is not None)
+            sizes = [_size_of_png(data) for data in (*frames, sample.source) if data is not None]
+            pixel_bytes, largest = pixel_bytes + sum(sizes), max(largest, *sizes, 0)
             if pixel_bytes > MAX_PIXEL_BYTES:
                 raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
             metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)
             if metadata_bytes > MAX_METADATA_BYTES:
                 raise WireError("more metadata than a request may hold: send fewer samples")
-    return pixel_bytes + metadata_bytes
+    return pixel_bytes + metadata_bytes + largest * PICTURE_BYTES // 3
 
 
 @contextlib.contextmanager
