@@ -51,27 +51,27 @@ class _Unpickler(pickle.Unpickler):
             return _load_storage
         if (module, name) in NAMES:
             return NAMES[module, name]
-        found = sys.modules.get(module)
+        named = sys.modules.get(module)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if _is_record(found) or (module.startswith("numpy") and name in ARRAYS):
-            return found
+            named = getattr(named, part, None)
+        if _is_record(named) or (module.startswith("numpy") and name in ARRAYS):
+            return named
         raise ConfigError(
             f"ranks were to exchange {module}.{name}, which is no plain value: numbers, texts, lists, mappings, arrays "
             "and dataclasses are; or a stranger has reached the network of the run"
         )
 
 
-def _is_record(found: Any) -> bool:
-    if isinstance(found, torch.dtype):
+def _is_record(named: Any) -> bool:
+    if isinstance(named, torch.dtype):
         return True
-    if found in (collections.OrderedDict, collections.Counter, collections.deque, torch.Size, np.ndarray, np.dtype):
+    if named in (collections.OrderedDict, collections.Counter, collections.deque, torch.Size, np.ndarray, np.dtype):
         return True
-    if found in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, torch.device, PosixPath):
+    if named in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, torch.device, PosixPath):
         return True
-    is_class = isinstance(found, type)
+    is_class = isinstance(named, type)
     return is_class and (
-        dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or issubclass(found, tuple | np.generic)
+        dataclasses.is_dataclass(named) or issubclass(named, enum.Enum) or issubclass(named, tuple | np.generic)
     )
 
 

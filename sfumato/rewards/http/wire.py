@@ -236,18 +236,19 @@ def encode_description(description: ServerDescription) -> bytes:
 
 def decode_description(data: bytes) -> ServerDescription:
     """What a server serves. Raises WireError."""
-    reader, found = MessageReader(data), {}
+    reader = MessageReader(data)
+    fields: dict[str, Any] = {}
     for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):
         if name == "version":
             _read_version(reader)
         elif name == "rewards":
-            found[name] = {label: _read_served(reader, label) for label in reader.keys(name, MAX_REWARDS)}
+            fields[name] = {label: _read_served(reader, label) for label in reader.keys(name, MAX_REWARDS)}
         else:
-            found[name] = reader.value(name, int)
-            if found[name] < 1:
+            fields[name] = reader.value(name, int)
+            if fields[name] < 1:
                 raise WireError(f"{name}: Input should be greater than or equal to 1")
     reader.end()
-    return ServerDescription(**found)
+    return ServerDescription(**fields)
 
 
 def _value(value: float | None, failure: str | None) -> float | Failure:
@@ -265,23 +266,23 @@ def _read_version(reader: MessageReader) -> None:
 
 
 def _read_served(reader: MessageReader, label: str) -> ServedReward:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in reader.fields(f"rewards.{label[:40]}", ("groupwise", "fingerprint")):
-        found[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
-    return ServedReward(**found)
+        fields[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
+    return ServedReward(**fields)
 
 
 def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
         at = f"{place}.{name}"
         if name == "image" and reader.is_list():
-            found[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
+            fields[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
         else:
-            found[name] = reader.value(at, *SAMPLE_FIELDS[name])
-    if (found["image"] is None) == (found["text"] is None):
+            fields[name] = reader.value(at, *SAMPLE_FIELDS[name])
+    if (fields["image"] is None) == (fields["text"] is None):
         raise WireError(f"{place}: not either an image or a text")
-    return EncodedSample(**found)
+    return EncodedSample(**fields)
 
 
 def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
