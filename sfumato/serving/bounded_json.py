@@ -33,18 +33,18 @@ def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> An
     if count_values(text) > max_values:
         raise JSONLimitError(f"more than {max_values:,} values")
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise JSONLimitError(f"nested more than {max_depth} times") from error
     brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
-    if sum(text.count(bracket) for bracket in brackets) > max_depth and _depth(found) > max_depth:  # type: ignore[arg-type]
+    if sum(text.count(bracket) for bracket in brackets) > max_depth and _depth(value) > max_depth:  # type: ignore[arg-type]
         raise JSONLimitError(f"nested more than {max_depth} times")
-    return found
+    return value
 
 
 def _depth(value: Any) -> int:
     depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
     return depth

@@ -109,14 +109,14 @@ def _connection_class() -> type[asyncio.Protocol]:
             self._make_room()
 
         def _make_room(self) -> None:
-            others = [each for each in self.connections if each is not self and each.transport is not None]
+            others = [other for other in self.connections if other is not self and other.transport is not None]
             most = max_connections()
-            of_network = [each for each in others if each.network == self.network]
+            of_network = [other for other in others if other.network == self.network]
             if len(of_network) >= max(most * 3 // 4, 8):  # other addresses find room
                 others = of_network
             elif len(others) < most:
                 return
-            oldest = min(others, key=lambda each: (each.is_trusted, each.is_busy, each.opened))
+            oldest = min(others, key=lambda other: (other.is_trusted, other.is_busy, other.opened))
             gives_way = self if oldest.is_trusted and oldest.is_busy else oldest
             gives_way.connections.discard(gives_way)  # the loop calls connection_lost later
             gives_way.transport.abort()

@@ -36,6 +36,8 @@ MAX_PIXEL_BYTES = 2**31
 """Decoded pixels of one request."""
 MAX_PICTURE_PIXELS = 2**26
 """Pixels of one picture or frame."""
+PICTURE_BYTES = 7
+"""What a pixel takes besides while its picture is decoded: four bytes in Pillow's image, three in its copy."""
 MAX_METADATA_BYTES = 2**29
 """Memory of the metadata of one request, as far as values are counted without being read."""
 MAX_METADATA_VALUES = 2**20
@@ -234,18 +236,19 @@ def encode_description(description: ServerDescription) -> bytes:
 
 def decode_description(data: bytes) -> ServerDescription:
     """What a server serves. Raises WireError."""
-    reader, found = MessageReader(data), {}
+    reader = MessageReader(data)
+    fields: dict[str, Any] = {}
     for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):
         if name == "version":
             _read_version(reader)
         elif name == "rewards":
-            found[name] = {label: _read_served(reader, label) for label in reader.keys(name, MAX_REWARDS)}
+            fields[name] = {label: _read_served(reader, label) for label in reader.keys(name, MAX_REWARDS)}
         else:
-            found[name] = reader.value(name, int)
-            if found[name] < 1:
+            fields[name] = reader.value(name, int)
+            if fields[name] < 1:
                 raise WireError(f"{name}: Input should be greater than or equal to 1")
     reader.end()
-    return ServerDescription(**found)
+    return ServerDescription(**fields)
 
 
 def _value(value: float | None, failure: str | None) -> float | Failure:
@@ -263,38 +266,39 @@ def _read_version(reader: MessageReader) -> None:
 
 
 def _read_served(reader: MessageReader, label: str) -> ServedReward:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in reader.fields(f"rewards.{label[:40]}", ("groupwise", "fingerprint")):
-        found[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
-    return ServedReward(**found)
+        fields[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
+    return ServedReward(**fields)
 
 
 def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
         at = f"{place}.{name}"
         if name == "image" and reader.is_list():
-            found[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
+            fields[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
         else:
-            found[name] = reader.value(at, *SAMPLE_FIELDS[name])
-    if (found["image"] is None) == (found["text"] is None):
+            fields[name] = reader.value(at, *SAMPLE_FIELDS[name])
+    if (fields["image"] is None) == (fields["text"] is None):
         raise WireError(f"{place}: not either an image or a text")
-    return EncodedSample(**found)
+    return EncodedSample(**fields)
 
 
 def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
     """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
-    pixel_bytes = metadata_bytes = 0
+    pixel_bytes = metadata_bytes = largest = 0
     for number, sample in enumerate(samples):
         with _place(f"samples.{number}"):
             frames = sample.image if isinstance(sample.image, list) else [sample.image]
-            pixel_bytes += sum(_size_of_png(data) for data in (*frames, sample.source) if data is not None)
+            sizes = [_size_of_png(data) for data in (*frames, sample.source) if data is not None]
+            pixel_bytes, largest = pixel_bytes + sum(sizes), max(largest, *sizes, 0)
             if pixel_bytes > MAX_PIXEL_BYTES:
                 raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
             metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)
             if metadata_bytes > MAX_METADATA_BYTES:
                 raise WireError("more metadata than a request may hold: send fewer samples")
-    return pixel_bytes + metadata_bytes
+    return pixel_bytes + metadata_bytes + largest * PICTURE_BYTES // 3
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ READ_TIMEOUT_S = 120.0
 """How long the body of a request may take to arrive, however fast."""
 RETRY_AFTER_S = 1
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-DECODED_BYTES = wire.MAX_PIXEL_BYTES + wire.MAX_METADATA_BYTES
+DECODED_BYTES = wire.MAX_PIXEL_BYTES + wire.MAX_METADATA_BYTES + wire.PICTURE_BYTES * wire.MAX_PICTURE_PIXELS
 """Memory of pictures and metadata of all requests that are decoded; others wait."""
 
 
