@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,12 +84,13 @@ def write_folder(folder: Path) -> None:
     unfinished.replace(folder)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command; ``arguments`` are those of the process by default. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model folder that is made")
-    arguments = parser.parse_args()
-    write_folder(arguments.folder)
-    print(f"SmolLM2-135M-Instruct is in {arguments.folder}")
+    folder = parser.parse_args(arguments).folder
+    write_folder(folder)
+    print(f"SmolLM2-135M-Instruct is in {folder}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from sfumato.cli import main as sfumato
 from sfumato.config.load import merge
 from sfumato.errors import DataError, UserError
+from sfumato.models.smollm2 import main as make_smollm2
 from sfumato.models.smollm2 import write_folder
 from sfumato.rewards.reasoning import ReasoningGym
 from sfumato.tracking.samples import read_samples
@@ -41,16 +43,23 @@ RELATIVE = 1e-5
 """Of the largest logit, for differences of log-probabilities in float32."""
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 LORA = {"rank": 4, "alpha": 8.0, "init_weights": "default"}
-TAUGHT = [("Name a colour.", "Vermilion."), ("Say hello.", "Ahoy, sailor!"), ("What is 2 + 2?", "It is 4, as ever.")]
+TAUGHT = [
+    ("Name a colour.", "Vermilion."),
+    ("Say hello.", "Ahoy, sailor!"),
+    ("What is 2 + 2?", "It is 4, as ever."),
+    ("Name a fish.", "A carp."),
+]
 HELD_OUT = [("Name another colour.", "Ochre."), ("What is 3 + 3?", "It is 6.")]
 STEPS = 4
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model folder."""
+    """The model folder, or one that the command made before, which SFUMATO_SMOLLM2 names."""
+    if made_before := os.environ.get("SFUMATO_SMOLLM2"):
+        return Path(made_before)
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    write_folder(folder)
+    make_smollm2([str(folder)])
     return folder
 
 

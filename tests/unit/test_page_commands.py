@@ -171,6 +171,7 @@ RULES = [
         "run by tests/faults/test_reward_server_process.py",
     ),
     Rule(r"python -m sfumato\.rewards\.server$", None, NAMED),
+    Rule(r"python -m sfumato\.models\.smollm2 ", None, "run by tests/e2e/test_smollm2.py"),
     Rule(r"python -m sfumato\.rewards\.convert", None, "run on small files by tests/unit/test_rewards_convert.py"),
     Rule(r"python -m pytest tests/", names_files, "tests themselves"),
     Rule(
