@@ -237,7 +237,7 @@ class PairDataset:
         self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
         listed = path / "metadata.jsonl"
-        rows = open_rows(listed if listed.is_file() else path, config.text_key, f"data.{option}")
+        rows = open_rows(listed if listed.is_file() else path, config.text_key, f"data.{option}", option == "eval_path")
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
         keys = (config.chosen_key, config.rejected_key)

@@ -60,7 +60,7 @@ class PromptFormat(ABC):
         """
         del seed
         option = f"{split}_path"
-        return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}")
+        return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}", split == "eval")
 
     def limited(self, reader: ImageReader) -> ImageReader:
         """The reader of a model's images with the limits of this format."""

@@ -24,7 +24,7 @@ class Prompts(PromptFormat):
     def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
         del seed
         option = f"{split}_path"
-        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}")
+        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}", split == "eval")
 
     def read(self, row: dict[str, Any], where: str) -> PromptRow:
         key = find_key(row, [self.prompt_key], where)
