@@ -29,6 +29,7 @@ from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer
@@ -175,8 +176,9 @@ def _look_at_data(found: Findings, config: Section) -> None:
         found.problems.append(str(error))
         return
     limit = getattr(config.data, "max_bad_rows", 0)
+    found.notes.extend(found.data.notes)
     for part in (found.data.training, found.data.validation):
-        lines, stops = bad_rows_of(part, limit)
+        lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
         (found.problems if stops else found.notes).extend(lines)
 
 

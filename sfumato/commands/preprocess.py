@@ -9,6 +9,7 @@ from typing import Any
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.media_cache import build_media_cache
 from sfumato.data.sources import open_sources
 from sfumato.data.text import build_transform
@@ -51,7 +52,8 @@ def preprocess(
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
     transform = build_transform(data, *build_reader(made_model(config.model), train, data.data_type))
     sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
-    store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, _watch("tokenise"))
+    limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
+    store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
     if data.cache_media:
         build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, _watch("open media"))

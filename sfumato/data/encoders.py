@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig
-from sfumato.data.bad_rows import BadRows
+from sfumato.data.bad_rows import BadRows, bad_row_limit
 from sfumato.data.buckets import Buckets, OneSize
 from sfumato.data.encoded import Dataset, EncodedBatch, LatentCache, OnlineEncoder, ReadRows, open_cache, probe_encoders
 from sfumato.data.loader import IndexBatch
@@ -67,7 +67,7 @@ def open_encoder(
     Raises:
         DataError: as ``open_cache``.
     """
-    bad_rows = BadRows(config.max_bad_rows, say)
+    bad_rows = BadRows(bad_row_limit(config.max_bad_rows, len(dataset)), say)
 
     def open_one(rows: Dataset, probe: list[torch.Tensor] | None) -> OnlineEncoder | LatentCache:
         if config.cache_dir is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,16 @@ def describe_left_out(path: str | Path | None, option: str, held_out: bool = Fal
     if path is None or Path(path).suffix.lower() in (".yaml", ".yml"):
         return []
     return [f"{option}: {note}" for found in _find_parts(path, option, held_out) for note in found.notes]
+
+
+def shared_line(shared: Sequence[str], num_rows: int) -> list[str]:
+    """The line about evaluation rows that are training rows, by their places; none where there are none."""
+    if not shared:
+        return []
+    return [
+        f"data.eval_path: {len(shared)} of the {num_rows} evaluation rows are among the training rows, the first is "
+        f"{shared[0]}: the evaluation does not say how the model does on what it has not seen"
+    ]
 
 
 def refuse_twice(files: Iterable[Path], option: str) -> None:

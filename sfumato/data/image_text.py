@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.file_rows import MAX_LINE, file_fingerprint
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
 from sfumato.data.pictures import (
@@ -195,7 +196,7 @@ class ImageTextDataset:
             try:
                 found.append(read(index))
             except DataError:
-                if index + 1 - len(found) > self.config.max_bad_rows:
+                if index + 1 - len(found) > bad_row_limit(self.config.max_bad_rows, len(self)):
                     raise
             if len(found) == count:
                 break

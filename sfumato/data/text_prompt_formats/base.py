@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.messages import Messages, read_messages
 from sfumato.data.rows import RowTable, open_rows, text_field
-from sfumato.data.text import Messages, read_messages
 
 if TYPE_CHECKING:
     from sfumato.data.media import Medium
