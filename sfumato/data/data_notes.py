@@ -1,4 +1,4 @@
-"""What is said of text data before a run: files and keys that nothing reads, and evaluation rows that are trained on."""
+"""What is said of text data before a run: files and keys that nothing reads, evaluation rows that are trained on."""
 
 from __future__ import annotations
 

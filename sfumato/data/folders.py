@@ -153,7 +153,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     for file in readable:
         by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
     notes = (
-        [f"of the folder {folder} files that hold no rows that are read: {_listed(others, folder)}"] if others else []
+        [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
     )
     wanted = ("validation", "test") if held_out else ("train", None)
     split = next((name for name in wanted if name in by_split), None)

@@ -135,7 +135,7 @@ TEMPLATE = (
 def learned(tmp_path, template, messages, **row):
     path = tmp_path / "t.jinja"
     path.write_text(template)
-    tokenizer = build_tokenizer(eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = build_tokenizer()
     transform = build_transform(TextDataConfig(train_path="x", chat_template=str(path)), tokenizer)
     (sample,) = transform({"messages": messages, **row}, WHERE)
     (document,) = sample.documents
@@ -170,7 +170,8 @@ def test_what_a_row_says_besides_is_learned_from(tmp_path):
 def test_a_named_template_begins_as_the_tokenizer_does(tmp_path):
     from tokenizers import processors
 
-    plain = build_tokenizer(bos_token="<s>", eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    plain = build_tokenizer()
+    plain.bos_token = "<s>"
     assert not build_chat_template("chatml", plain).render([ASK], WHERE).startswith("<s>")
     bos = plain.convert_tokens_to_ids("<s>")
     plain.backend_tokenizer.post_processor = processors.TemplateProcessing(
