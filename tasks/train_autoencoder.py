@@ -23,7 +23,8 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.encoded import BadRows, read_pixels, read_rows
+from sfumato.data.bad_rows import BadRows, bad_row_limit
+from sfumato.data.encoded import read_pixels, read_rows
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
@@ -48,7 +49,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
     vae = model.pipeline.vae.float().requires_grad_(True).train()
     broadcast_parameters(vae, mesh)
-    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+    bad_rows = BadRows(bad_row_limit(config.data.max_bad_rows, len(dataset)), run.say)
 
     optimizer, schedule = build_optimizer(vae, config.train, loader.total_steps)
     state = TrainState(vae, optimizer, schedule, identity=identity)

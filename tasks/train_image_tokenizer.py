@@ -21,7 +21,8 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.omni import TrainImageTokenizerConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.encoded import BadRows, read_pixels, read_rows
+from sfumato.data.bad_rows import BadRows, bad_row_limit
+from sfumato.data.encoded import read_pixels, read_rows
 from sfumato.data.identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
@@ -44,7 +45,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
     identity = identify_images(config, dataset, loader.global_batch_size)
     vq = build_vq(config.model, config.train.seed)
     vq.trained.to(mesh.device).train()
-    bad_rows = BadRows(config.data.max_bad_rows, run.say)
+    bad_rows = BadRows(bad_row_limit(config.data.max_bad_rows, len(dataset)), run.say)
     first = list(range(min(len(dataset), 256)))
     captions: list[str] = []
     examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)

@@ -31,6 +31,7 @@ from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import facts_of
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer, read_model_config
@@ -190,7 +191,7 @@ def _look_at_data(found: Findings, config: Section) -> None:
     found.notes.extend(found.data.notes)
     limit = getattr(config.data, "max_bad_rows", 0)
     for part in (found.data.training, found.data.validation):
-        lines, stops = bad_rows_of(part, limit)
+        lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
         (found.problems if stops else found.notes).extend(lines)
 
 

@@ -15,6 +15,7 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import AnswerEnd, facts_of
+from sfumato.data.data_notes import describe_text_data
 from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
@@ -28,7 +29,7 @@ from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.text import TextTransform, build_transform
 from sfumato.data.text_loader import adopt_answer_end, build_text_loader
-from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
+from sfumato.data.text_prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
 from sfumato.data.token_store import find_token_store
 from sfumato.data.vision import ImageReader
 from sfumato.errors import DataError
@@ -86,6 +87,8 @@ class DataFindings:
     """Tokens of one pass over the data."""
     tokens_are_exact: bool = False
     """Whether they are counted, which they are when the data has been tokenised before."""
+    notes: list[str] = field(default_factory=list)
+    """What is not read, and evaluation rows that are training rows."""
     tokens_per_step: int | None = None
     """Most tokens of one step."""
     images_per_step: int | None = None
@@ -111,6 +114,7 @@ def check_text_data(
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
     found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
+    found.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
     found.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
     if not isinstance(config, TrainTextRewardConfig):
         found.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
@@ -180,15 +184,18 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
     found.answers = _answers(template.answer_end, tokenizer)
     if config.rollout.stop:
         found.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
+    loaded: list[list[TextPrompt]] = []
     for split, listed in (("train", found.training), ("eval", found.validation)):
         limit = config.eval.num_prompts if split == "eval" else None
         settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
-        prompts = load_text_prompts(data, template, split, **settings, log=lambda text: None)
+        prompts = load_text_prompts(data, template, split, **settings, log=found.notes.append)
         check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         lengths = [len(prompt.token_ids) for prompt in prompts]
         path = data.train_path if split == "train" else data.eval_path
         counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
         listed.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
+        loaded.append(prompts)
+    found.notes += describe_shared_prompts(*loaded)
     return found
 
 

@@ -11,6 +11,7 @@ from sfumato.commands.find_task import load_for_task
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.data.answer_end import facts_of
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.media_cache import build_media_cache
 from sfumato.data.sources import open_sources
 from sfumato.data.text import build_transform
@@ -57,7 +58,8 @@ def preprocess(
     facts.date, facts.appends_end = run_date(train), not isinstance(config, TrainTextRewardConfig)
     transform = build_transform(data, tokenizer, reader)
     sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
-    store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, _watch("tokenise"))
+    limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
+    store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
     if data.cache_media:
         build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, _watch("open media"))

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sfumato.config.base import Section
 from sfumato.config.paths import FilePath
+from sfumato.config.row_limit import RowLimit
 from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
 
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
@@ -59,8 +60,9 @@ class ImageDataConfig(Section):
     """Frames that are taken of each video, at even distances; 1 reads images."""
     crop: Literal["center", "none"] = "center"
     """center scales the shorter side and cuts the rest; none stretches the image."""
-    max_bad_rows: int = Field(0, ge=0)
-    """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
+    max_bad_rows: RowLimit = 0
+    """Broken rows that are left out, each named in the log, before the run stops; 0 stops at the first. A number below
+    1, or `1%`, is a share of the rows."""
     cache_dir: FilePath | None = None
     """Folder for latents and text embeddings, computed once before training; null encodes online."""
 

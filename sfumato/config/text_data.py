@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath, FilePaths
+from sfumato.config.row_limit import RowLimit
 from sfumato.config.sections import EpochTrainConfig
 
 SHOWN_PROBLEMS, HEARD_PROBLEMS = ("read", "digits"), ("dial",)
@@ -73,8 +74,9 @@ class TextDataConfig(Section):
     overlong: Literal["stop", "skip", "truncate"] = "stop"
     """What happens to conversations and pairs above max_seq_len: an error, or left out (counted like broken rows, each
     named), or cut at the end."""
-    max_bad_rows: int = Field(0, ge=0)
-    """Rows that are left out, each named in the log, before the run stops; 0 stops at the first."""
+    max_bad_rows: RowLimit = 0
+    """Rows that are left out, each named in the log, before the run stops; 0 stops at the first. A number below 1, or
+    `1%`, is a share of the rows."""
     train_size: int | None = Field(None, ge=1)
     """Tokens after which the run ends, when train.max_steps is null; null runs num_train_epochs."""
     shuffle: bool = True
@@ -123,6 +125,11 @@ class TextDataConfig(Section):
         if self.datasets_type == "iterable":
             why = "with data.datasets_type iterable, which keeps no tokens: remove it, or take mapping"
             refuse_needless(self, "data", ("num_workers", "cache_dir", "cache_media"), why)
+            if isinstance(self.max_bad_rows, float):
+                raise ValueError(
+                    "data.max_bad_rows is a share of the rows, which data.datasets_type iterable does not count: give "
+                    "a number of rows"
+                )
             if not self.shuffle:
                 why = "without data.shuffle: remove it, or set shuffle to true"
                 refuse_needless(self, "data", ("shuffle_buffer",), why)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sfumato.errors import DataError
 
 MAX_DEPTH = 100
 """Most levels of lists and mappings in a row: whatever walks through it would come to Python's limit of calls."""
+
+
+MOST_KINDS, MOST_LETTERS = 5, 160
+"""Kinds of reasons that a summary lists, and the letters of each."""
 
 
 def parse_json(content: str | bytes, where: str) -> Any:
@@ -62,6 +68,25 @@ def check_value(value: Any, where: str) -> None:
             return
         level = deeper
     raise DataError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+
+
+def bad_row_limit(max_bad_rows: int | float, num_rows: int) -> int:
+    """Rows that may be left out of ``num_rows``: ``data.max_bad_rows``, or of a share the rows that it makes up."""
+    return max_bad_rows if isinstance(max_bad_rows, int) else int(max_bad_rows * num_rows)
+
+
+def describe_bad_rows(reasons: Sequence[str]) -> str:
+    """How many rows were left out for what kind of reason; ``reasons`` are the messages of their errors."""
+    kinds = Counter(_kind_of(reason) for reason in reasons)
+    listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MOST_KINDS))
+    others = "" if len(kinds) <= MOST_KINDS else f"; and {len(kinds) - MOST_KINDS} other kinds"
+    return f"{len(reasons)} rows were left out: {listed}{others}"
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without file, row and what stands in the row."""
+    without_place = re.sub(r"^.*?(line|row) \d+(, \w+)?: ", "", reason)
+    return re.sub(r"'[^']*'|\d[\d,]*", "_", without_place)[:MOST_LETTERS]
 
 
 class BadRows:

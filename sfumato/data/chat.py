@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ import numpy as np
 from sfumato.data.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
 from sfumato.data.chat_date import with_date
 from sfumato.data.generation_blocks import GENERATION, check_blocks, is_in_blocks
+from sfumato.data.messages import with_text_arguments
 from sfumato.data.rows import read_text
-from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
+from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone, begins_texts
 from sfumato.errors import ConfigError, DataError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -157,6 +158,21 @@ class ChatTemplate:
         chat.check_shown(text, {})
         return text
 
+    @cached_property
+    def joins_arguments(self) -> bool:
+        """Whether the template puts arguments of calls into a text as they are, and so takes JSON texts alone."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        def renders(messages: list[Message]) -> bool:
+            try:
+                self.tokenizer.apply_chat_template(messages, chat_template=self.tool_text, tokenize=False)
+            except Exception:  # whatever a template raises
+                return False
+            return True
+
+        return not renders(messages) and renders(with_text_arguments(messages))
+
     def _render_whole(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
         return _Chat(self, messages, tools, "").apply(len(messages))
 
@@ -241,7 +257,9 @@ class _Chat:
         where: str,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.owner, self.messages, self.tools, self.where = owner, messages, tools, where
+        self.owner, self.tools, self.where = owner, tools, where
+        has_calls = any(message.get("tool_calls") for message in messages)
+        self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
         self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
@@ -381,7 +399,8 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
         except ValueError as error:
             raise ConfigError(f"data.chat_template: {error}") from error
     else:
-        texts = [_read_template(name)] * 2
+        begins = "{{- bos_token }}" if (TEMPLATES / f"{name}.jinja").is_file() and begins_texts(tokenizer) else ""
+        texts = [begins + _read_template(name)] * 2
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
     if name in ("chatml", "hermes") and missing:
         raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
@@ -412,9 +431,7 @@ def check_messages(messages: list[Message], where: str, parts: bool = False) -> 
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
         place = f"{place} ({role})"
-        calls = role == "assistant" and message.get("tool_calls")
-        says = (isinstance(content, str) and content.strip()) or (parts and isinstance(content, list) and content)
-        if not says and not (calls and content in (None, "")):
+        if not has_content(message) and not (parts and isinstance(content, list) and content):
             raise DataError(f"{place}: content must be a non-empty text, not {content!r}")
         if mask not in (None, 0, 1):
             raise DataError(f"{place}: loss_mask must be 0 or 1, not {mask!r}")
@@ -425,6 +442,16 @@ def check_messages(messages: list[Message], where: str, parts: bool = False) -> 
     if not trained:
         raise DataError(f"{where}: the conversation has nothing to learn from: no assistant message with loss_mask 1")
     return trained
+
+
+def has_content(message: Message) -> bool:
+    """Whether a message says what one of its role must: a system message, the result of a tool, and the text beside
+    calls of tools may be empty."""
+    content = message.get("content")
+    if message.get("role") == "assistant" and message.get("tool_calls"):
+        return content is None or isinstance(content, str | list)
+    may_be_empty = message.get("role") in ("system", "developer", "tool")
+    return isinstance(content, str) and (may_be_empty or bool(content.strip()))
 
 
 def _read_template(name: str) -> str:

@@ -13,9 +13,10 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform
 from sfumato.data.media import DrawnFile, Medium
+from sfumato.data.messages import Messages, read_tools
 from sfumato.data.pictures import File, read_image
 from sfumato.data.row_samples import FiledRow
-from sfumato.data.text import Document, Messages, TextSample, TextTransform, fingerprint_of, fit, read_tools
+from sfumato.data.text import Document, TextSample, TextTransform, fingerprint_of, fit
 from sfumato.data.tokenise import Asking
 from sfumato.data.vision import ImageReader, Images, Span, Tensors
 from sfumato.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.image_data import ImageDataConfig
-from sfumato.data.bad_rows import BadRows
+from sfumato.data.bad_rows import BadRows, bad_row_limit
 from sfumato.data.buckets import Buckets, OneSize
 from sfumato.data.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
 from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
@@ -68,7 +68,7 @@ def open_encoder(
     Raises:
         DataError: as ``open_cache``.
     """
-    bad_rows = BadRows(config.max_bad_rows, say)
+    bad_rows = BadRows(bad_row_limit(config.max_bad_rows, len(dataset)), say)
     encoders: EncoderIdentity | None = None
     if config.cache_dir is not None:
         encoders = mesh.first(identify_encoders(model) if mesh.is_first else None, "world")

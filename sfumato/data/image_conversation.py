@@ -15,18 +15,16 @@ from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.file_columns import find_file
 from sfumato.data.media import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media_limits import ImageLimits, MediaLimits
+from sfumato.data.messages import Messages, read_messages, read_tools
 from sfumato.data.row_samples import FiledRow
 from sfumato.data.text import (
     Document,
-    Messages,
     TextFormat,
     TextSample,
     TextTransform,
     find_key,
     fingerprint_of,
     fit,
-    read_messages,
-    read_tools,
 )
 from sfumato.data.tokenise import Asking, Tokens, ask_alone
 from sfumato.data.vision import ImageReader, Images, Span
@@ -136,7 +134,7 @@ class ImageConversationTransform:
 
     def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """Messages whose contents are lists of parts, and the images and videos that stand in them."""
-        return self._take(read_messages(row[find_key(row, self.keys, where)], where), row, where)
+        return self._take(read_messages(row[find_key(row, self.keys, where)], where, row.get("system")), row, where)
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """As ``_read``, of these messages."""

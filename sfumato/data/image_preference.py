@@ -9,9 +9,10 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.chat import build_chat_template
 from sfumato.data.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
 from sfumato.data.media import NAMES, Medium
+from sfumato.data.messages import Messages, read_tools
 from sfumato.data.pairs import read_pair
 from sfumato.data.row_samples import FiledRow
-from sfumato.data.text import Messages, TextSample, TextTransform, fingerprint_of, read_tools
+from sfumato.data.text import TextSample, TextTransform, fingerprint_of, refuse_equal
 from sfumato.data.tokenise import Asking
 from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError, DataError
@@ -72,6 +73,7 @@ class ImagePreferenceTransform(ImageConversationTransform):
                     "answer of several assistant messages is no single text"
                 )
             documents += found
+        refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
     def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:

@@ -13,6 +13,7 @@ import torch
 
 from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
 from sfumato.config.paths import LONGEST_NAME
+from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.file_columns import find_file, find_frames, list_frames
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs
 from sfumato.data.picture_folder import FolderRows, describe_unlisted, find_metadata
@@ -217,7 +218,7 @@ class ImageTextDataset:
             try:
                 found.append(read(index))
             except DataError:
-                if index + 1 - len(found) > self.config.max_bad_rows:
+                if index + 1 - len(found) > bad_row_limit(self.config.max_bad_rows, len(self)):
                     raise
             if len(found) == count:
                 break
@@ -276,7 +277,8 @@ class PairDataset:
         self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
         tables = (find_metadata(path) if path.is_dir() else []) or [path]
-        rows = join_rows([open_rows(table, config.text_key, f"data.{option}") for table in tables])
+        is_held_out = option == "eval_path"
+        rows = join_rows([open_rows(table, config.text_key, f"data.{option}", is_held_out) for table in tables])
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
         keys = (config.chosen_key, config.rejected_key)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sfumato.data.text import Messages, find_key, read_messages
+from sfumato.data.messages import Messages, read_messages
+from sfumato.data.text import find_key
 from sfumato.errors import DataError
 
 
@@ -23,9 +24,9 @@ def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Message
     prompt_value = row.get(prompt_key[0]) if prompt_key else None
     answers = [row[find_key(row, [key], where)] for key in (chosen_key, rejected_key)]
     if prompt_value is None:
-        chosen, rejected = (read_messages(answer, where) for answer in answers)
+        chosen, rejected = (read_messages(answer, where, row.get("system")) for answer in answers)
     else:
-        prompt = as_messages(prompt_value, "user", where)
+        prompt = as_messages(prompt_value, "user", where, row.get("system"))
         chosen, rejected = (_after_prompt(prompt, as_messages(answer, "assistant", where), where) for answer in answers)
     if chosen == rejected:
         raise DataError(f"{where}: {chosen_key} and {rejected_key} are the same")
@@ -42,9 +43,9 @@ def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Message
     return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
 
 
-def as_messages(value: Any, role: str, where: str) -> Messages:
-    """A conversation as it is, a text as a message of that role."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else read_messages(value, where)
+def as_messages(value: Any, role: str, where: str, system: Any = None) -> Messages:
+    """A conversation as it is, a text as a message of that role; ``system`` as ``read_messages`` has it."""
+    return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)
 
 
 def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.answer_end import AnswerEnd, plain_answer_end
-from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast
+from sfumato.data.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast, has_content
 from sfumato.data.stop_strings import before_stop, completes_stop
-from sfumato.data.tokenise import Encoder, stay_in_one_thread
+from sfumato.data.tokenise import Encoder, begins_texts, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class PromptTemplate:
         known = [whole_characters(text) for text in texts]  # what tools and agents say may hold halves of characters
         found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(known)]
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
-        return [[self.tokenizer.bos_token_id, *ids] for ids in found] if begins else found
+        bos = self.tokenizer.bos_token_id
+        return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in found]
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
         """The text of drawn tokens.
@@ -144,12 +145,6 @@ def build_prompt_template(
     return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt, reader)
 
 
-def begins_texts(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its beginning-of-sequence token in front of a text by itself."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-
-
 def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -> None:
     """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends. Contents that
     are lists of parts, where there may be some, were checked when they were read."""
@@ -158,9 +153,7 @@ def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
-        calls = role == "assistant" and message.get("tool_calls")
-        is_said = (isinstance(content, str) and content.strip()) or (has_parts and isinstance(content, list))
-        if not is_said and not (calls and content in (None, "")):
+        if not has_content(message) and not (has_parts and isinstance(content, list)):
             raise DataError(f"{place} ({role}): content must be a non-empty text, not {content!r}")
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         last = repr(messages[-1]["role"]) if messages else "nothing"

@@ -107,7 +107,7 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
         words = training_words(config.glyphs) if split == "train" else held_out_words(config.glyphs, limit or 64)
         return [_glyph_prompt(word, config.glyphs) for word in words[:limit]]
     option = f"data.{split}_path"
-    rows = open_rows(str(getattr(config, f"{split}_path")), config.prompt_key, option)
+    rows = open_rows(str(getattr(config, f"{split}_path")), config.prompt_key, option, split == "eval")
     if limit is not None and len(rows) < limit:
         raise DataError(f"{option}: has {len(rows)} rows, but {limit} are asked for (eval.num_prompts)")
     prompts = []

@@ -9,8 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sfumato.data.arrow_values import arrow_row
 from sfumato.data.file_rows import FileRows
-from sfumato.data.rows import JoinedRows, JsonlRows, RowTable, arrow_row, empty_file, open_file
+from sfumato.data.rows import JoinedRows, JsonlRows, RowTable, empty_file, open_file
 from sfumato.errors import DataError
 
 

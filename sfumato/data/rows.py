@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import bisect
 import csv
-import difflib
 import functools
+import io
 import itertools
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from sfumato.config.paths import file_problem
+from sfumato.data.arrow_values import arrow_row
 from sfumato.data.bad_rows import MAX_DEPTH, check_value, parse_json
+from sfumato.data.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.file_rows import MAX_LINE, FileRows, no_column
+from sfumato.data.folders import data_ending, find_files
 from sfumato.data.webdataset import TarRows
 from sfumato.errors import DataError
-
-MAX_LOADED = 2 * 2**30
-"""Bytes of the largest file that is held in memory as a whole."""
-
-NOT_DATA = {"dataset_info.json", "dataset_dict.json", "state.json"}  # what datasets' save_to_disk adds
 
 
 class RowTable(Protocol):
@@ -185,6 +183,24 @@ class LoadedRows(FileRows):
         return f"{self.path}, {self._rows[index][0]}"
 
 
+class LoadedLines(FileRows):
+    """Lines of JSON that are held in memory, each of which is read when it is asked for."""
+
+    def __init__(self, path: Path, lines: list[tuple[int, bytes]]) -> None:
+        """``lines`` stand beside their numbers in the file."""
+        super().__init__(path)
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _json_object(parse_json(self._lines[index][1], self.describe(index)), self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return f"{self.path}, line {self._lines[index][0]}"
+
+
 class JoinedRows:
     """Several tables, one after the other."""
 
@@ -225,6 +241,12 @@ def read_text_rows(path: Path, column: str) -> LoadedRows:
     return LoadedRows(path, [(f"line {number}", {column: line.strip()}) for number, line in numbered if line.strip()])
 
 
+def read_jsonl_rows(path: Path) -> LoadedLines:
+    """A compressed .jsonl file, which is held in memory: one JSON object a line, blank lines skipped."""
+    lines = enumerate(read_whole(path).split(b"\n"), start=1)
+    return LoadedLines(path, [(number, line) for number, line in lines if line.strip()])
+
+
 def read_json_rows(path: Path) -> LoadedRows:
     """A .json file that holds a list of objects. Raises DataError when it holds something else."""
     text = read_text(path)
@@ -245,7 +267,7 @@ def read_csv_rows(path: Path) -> LoadedRows:
     columns: list[str] = []
     line, limit = 1, csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(io.BytesIO(read_whole(path)), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             for values in reader:
                 if values and not columns:
@@ -272,18 +294,18 @@ KINDS: dict[str, Callable[[Path], RowTable]] = {
     ".tar": TarRows,
     ".csv": read_csv_rows,
 }
-ENDINGS = [*KINDS, ".txt"]
-OPENED = {".jsonl", ".parquet", ".arrow", ".tar"}  # of which rows are read when they are asked for
 
 
-def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
+def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = False) -> FiledRows:
     """Opens files by their endings.
 
     Args:
         path: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of such files (searched with its
-            subfolders, in the order of their names), or several of these with commas between.
+            subfolders, in the order of their names; of one that holds several splits, see ``find_files``), or several
+            of these with commas between. All but .parquet, .arrow and .tar files may be compressed.
         text_column: name of the only column of a .txt file.
         option: the configuration field that holds the path, for messages.
+        held_out: whether the rows are for evaluation.
 
     Returns:
         The rows of all files, one file after the other.
@@ -291,7 +313,7 @@ def open_rows(path: str | Path, text_column: str, option: str) -> FiledRows:
     Raises:
         DataError: when a file is missing, empty, broken, or of another kind.
     """
-    return join_rows([open_file(file, text_column, option) for file in find_files(path, option)])
+    return join_rows([open_file(file, text_column, option) for file in find_files(path, option, held_out)])
 
 
 def join_rows(tables: list[RowTable]) -> RowTable:
@@ -299,25 +321,15 @@ def join_rows(tables: list[RowTable]) -> RowTable:
     return tables[0] if len(tables) == 1 else JoinedRows(tables)
 
 
-def find_files(path: str | Path, option: str) -> list[Path]:
-    """The files that ``open_rows`` opens. Raises DataError when one is missing, given twice, or of another kind."""
-    parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
-    files = [file for part in parts for file in _find_files(part, option)]
-    refuse_twice(files, option)
-    for file in files:
-        ending = file.suffix.lower()
-        if ending not in ENDINGS:
-            raise DataError(f"{option}: {file} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-        if problem := file_problem(file, None if ending in OPENED else MAX_LOADED):
-            hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
-            raise DataError(f"{option}: {file} {problem}{hint}")
-    return files
-
-
 def open_file(path: Path, text_column: str, option: str) -> RowTable:
     """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
-    ending = path.suffix.lower()
-    rows = read_text_rows(path, text_column) if ending == ".txt" else KINDS[ending](path)
+    ending = data_ending(path)
+    if ending == ".txt":
+        rows: RowTable = read_text_rows(path, text_column)
+    elif ending == ".jsonl" and is_compressed(path):
+        rows = read_jsonl_rows(path)
+    else:
+        rows = KINDS[ending](path)
     if len(rows) == 0:
         raise empty_file(path, option)
     return rows
@@ -328,25 +340,12 @@ def empty_file(path: Path, option: str) -> DataError:
     return DataError(f"{option}: {path} has no rows")
 
 
-def refuse_twice(files: Iterable[Path], option: str) -> None:
-    """Raises DataError when a file is given twice, by whatever path: its rows would count double."""
-    seen: dict[Path, Path] = {}
-    for file in files:
-        first = seen.setdefault(file.resolve(), file)
-        if first is not file:
-            also = "" if str(first) == str(file) else f" ({first})"
-            raise DataError(
-                f"{option}: {file} is given twice{also}, so that its rows would count double: give it once; the "
-                "weights of a .yaml file with sources make rows come more often"
-            )
-
-
 def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
-    """A text file. Raises DataError that names it when it is no file, too large, or not UTF-8."""
+    """A text file, perhaps compressed. Raises DataError that names it when it is no file, too large, or not UTF-8."""
     if problem := file_problem(path, most_bytes):
         raise DataError(f"{path} {problem}")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_whole(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -361,41 +360,10 @@ def text_field(row: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _find_files(part: str, option: str) -> list[Path]:
-    """The file, or those of known endings in the folder, without hidden ones."""
-    path = Path(part)
-    if not part or not path.exists():
-        near = difflib.get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
-    if not path.is_dir():
-        return [path]
-    visible = (
-        file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    inside = sorted(file for file in visible if not file.is_dir())
-    files = [path for path in inside if path.suffix.lower() in ENDINGS and path.name not in NOT_DATA]
-    if not files:
-        endings = ", ".join(sorted({path.suffix or path.name for path in inside})) or "nothing"
-        raise DataError(f"{option}: the folder {path} has no {' or '.join(ENDINGS)} file; it holds {endings}")
-    return files
-
-
 def _locate(ends: list[int], index: int) -> tuple[int, int]:
     """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
-
-
-def arrow_row(table: Any, where: str) -> dict[str, Any]:
-    """The only row of a table or batch, whose offsets are checked first: wrong ones would end the process."""
-    import pyarrow
-
-    try:
-        table.validate(full=True)
-        return table.to_pylist()[0]
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _json_object(row: Any, where: str) -> dict[str, Any]:

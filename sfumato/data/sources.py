@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.folders import find_files, refuse_twice
 from sfumato.data.row_blocks import RowFile, Table
-from sfumato.data.rows import RowTable, find_files, join_rows, refuse_twice
+from sfumato.data.rows import RowTable, join_rows
 from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.errors import DataError
 
@@ -103,17 +104,19 @@ def open_validation(config: TextDataConfig) -> Sources | None:
     """
     if config.synthetic is not None:
         return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=True)], None)
-    return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False)
+    return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False, held_out=True)
 
 
-def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool) -> Sources:
+def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
     text_column = config.text_keys[0] if config.text_keys else "text"
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
     else:
         file = load_config(SourcesFile, path)
         places = [*_places(path, file.sources)]
-    files = [[RowFile(path, text_column, entry) for path in find_files(place, entry)] for place, entry in places]
+    files = [
+        [RowFile(path, text_column, entry) for path in find_files(place, entry, held_out)] for place, entry in places
+    ]
     refuse_twice([file.path for source in files for file in source], path)
     weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
     mixture = (weights, file.level, file.stopping_strategy)

@@ -10,7 +10,8 @@ import numpy as np
 
 from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import ChatTemplate
-from sfumato.data.text import Document, Messages
+from sfumato.data.messages import Messages
+from sfumato.data.text import Document
 from sfumato.data.tokenise import Tokens
 from sfumato.errors import DataError
 

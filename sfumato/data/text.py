@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -14,17 +15,12 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.answer_end import facts_of
-from sfumato.data.bad_rows import parse_json
 from sfumato.data.chat import Encoded, check_fast
 from sfumato.data.tokenise import stay_in_one_thread
 from sfumato.data.vision import ImageReader, Images
 from sfumato.errors import ConfigError, DataError, OverlongError
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-Messages = list[dict[str, Any]]
-
-
-VERSION = 1
+VERSION = 2
 """Raise it when the same rows become other tokens, so that stored tokens are not used any more."""
 
 
@@ -161,32 +157,14 @@ def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
     raise DataError(f"{where}: no column {' or '.join(map(repr, keys))}; its columns are {', '.join(map(str, row))}")
 
 
-def read_messages(value: Any, where: str) -> Messages:
-    """Messages of a column: a list, or its JSON text; ShareGPT's from and value become role and content.
-
-    Raises DataError that names the row.
-    """
-    value = _parsed(value, where)
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise DataError(f"{where}: a conversation must be a list of messages, each with role and content")
-    return [_read_message(message) for message in value]
-
-
-def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The descriptions of tools in the column ``tools``, if there is one. Raises DataError that names the row."""
-    if row.get("tools") is None:
-        return None
-    tools = without_none(_parsed(row["tools"], where))
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
-    return tools or None
-
-
-def without_none(value: Any) -> Any:
-    """Leaves out keys without a value: tables give each row the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+def refuse_equal(documents: Sequence[Document], names: Sequence[str], where: str) -> None:
+    """Raises DataError for a better and a worse answer that have the same tokens, which teach nothing."""
+    better, worse = documents
+    if np.array_equal(better.input_ids, worse.input_ids):
+        raise DataError(
+            f"{where}: {' and '.join(names)} are the same {len(better.input_ids)} tokens, cut to data.max_seq_len "
+            "where they were longer"
+        )
 
 
 def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:
@@ -207,18 +185,3 @@ def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Docume
         if not loss_mask.any():
             raise DataError(f"{too_long}, and the first {max_seq_len} hold nothing to learn")
     return Document(input_ids, loss_mask)
-
-
-def _read_message(message: dict[str, Any]) -> dict[str, Any]:
-    message = without_none(message)
-    if "role" in message or "from" not in message:
-        return message
-    role, content = message.pop("from"), message.pop("value", None)
-    return {"role": SHAREGPT_ROLES.get(role, role), "content": content, **message}
-
-
-def _parsed(value: Any, where: str) -> Any:
-    """What JSON text stands for (tables without nested columns hold such texts); anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    return parse_json(value, f"{where}: neither a list nor its JSON text")

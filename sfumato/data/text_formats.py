@@ -14,22 +14,21 @@ from sfumato.data.chat import ChatTemplate, build_chat_template
 from sfumato.data.drawing import OmniConversation
 from sfumato.data.image_conversation import ImageConversation, MediaConversation
 from sfumato.data.image_preference import ImagePreference, MediaPreference
+from sfumato.data.messages import Messages, read_messages, read_tools
 from sfumato.data.pairs import as_messages, read_pair
 from sfumato.data.rows import text_field
 from sfumato.data.steps import SEPARATORS, place_steps, read_label, read_list, read_number, step_ends, with_last
 from sfumato.data.text import (
     Document,
-    Messages,
     TextFormat,
     TextSample,
     TextTransform,
     find_key,
     fingerprint_of,
     fit,
-    read_messages,
-    read_tools,
+    refuse_equal,
 )
-from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone
+from sfumato.data.tokenise import Asking, Encoder, Tokens, ask_alone, with_bos
 from sfumato.errors import ConfigError, DataError
 
 __all__ = [
@@ -151,7 +150,8 @@ class Process(TextFormat):
 
 @dataclass(frozen=True)
 class PlainTextTransform:
-    """A text and the end-of-sequence token, cut into pieces of at most ``max_seq_len`` tokens."""
+    """A text, with the token that begins one where the tokenizer puts it there, and the end-of-sequence token, cut into
+    pieces of at most ``max_seq_len`` tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     tokenizer: Any
@@ -173,7 +173,8 @@ class PlainTextTransform:
         (tokens,) = yield [text]
         if len(tokens.input_ids) == 0:
             raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
-        input_ids = np.append(tokens.input_ids, np.int32(self.tokenizer.eos_token_id))
+        input_ids = with_bos(tokens.input_ids, self.tokenizer)
+        input_ids = np.append(input_ids, np.int32(self.tokenizer.eos_token_id))
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn
@@ -201,7 +202,7 @@ class ConversationTransform:
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """As a call."""
-        messages = read_messages(row[find_key(row, self.keys, where)], where)
+        messages = read_messages(row[find_key(row, self.keys, where)], where, row.get("system"))
         encoded = yield from self.template.asks(messages, where, read_tools(row, where))
         return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
@@ -228,6 +229,7 @@ class PreferenceTransform(ConversationTransform):
                     "answer of several assistant messages is no single text"
                 )
             documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
+        refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
 
@@ -265,11 +267,13 @@ class UnpairedTransform(ConversationTransform):
                 )
             document = fit(encoded[0], self.max_seq_len, self.overlong, where)
             found.append(TextSample((with_last(document, label),)))
+        if len(found) == 2:
+            refuse_equal([sample.documents[0] for sample in found], ["chosen", "rejected"], where)
         return found
 
     def _answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
         prompt_key, answer_key, label_key = self.keys
-        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
         prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
         pairs = [(answer_key, None)]
         if row.get(answer_key) is None and row.get("chosen") is not None:
@@ -296,7 +300,7 @@ class ProcessTransform(ConversationTransform):
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample."""
         prompt_key, *step_keys, label_key = self.keys
-        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where)
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
         steps = read_list(row[find_key(row, step_keys, where)], "the steps", where)
         labels = read_list(row[find_key(row, [label_key], where)], "the labels", where)
         if len(steps) != len(labels):

@@ -14,8 +14,9 @@ from sfumato.checkpoint.identity import Identity
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.background import STEPS_AHEAD, in_background
-from sfumato.data.bad_rows import BadRows
+from sfumato.data.bad_rows import BadRows, bad_row_limit
 from sfumato.data.chat import ChatTemplate
+from sfumato.data.data_notes import describe_text_data
 from sfumato.data.identity import identify_text
 from sfumato.data.loader import refuse_repetition
 from sfumato.data.media_cache import MediaCache, build_media_cache
@@ -203,7 +204,8 @@ def build_text_loader(
     if data.datasets_type == "mapping":
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
         with mesh.first_rank_first():
-            store = build_token_store(sources, transform, folder, data.num_workers, data.max_bad_rows, say, watch)
+            limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
+            store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
             if data.cache_media:
                 media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
         taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
@@ -219,6 +221,7 @@ def build_text_loader(
                 "data.train_size counts tokens, but how many the samples of data.datasets_type iterable have is not "
                 "known before: set train.max_steps, or train.dyn_bsz true"
             )
+        assert isinstance(data.max_bad_rows, int)  # a share is refused by the configuration
         bad_rows = BadRows(data.max_bad_rows, say)
         stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
         sizes = [
@@ -292,6 +295,8 @@ def open_text_data(
     for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
         say(line)
     sources, held_out = open_sources(data), open_validation(data)
+    for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
+        say(line)
     identity = identify_text(config, sources, held_out, transform)
     loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision

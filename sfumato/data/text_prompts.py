@@ -15,13 +15,14 @@ import torch
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.own_functions import import_function
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.folders import describe_left_out, shared_line
 from sfumato.data.image_conversation import as_text, images_of
+from sfumato.data.messages import Messages
 from sfumato.data.prompt_template import PromptTemplate, Tools
 from sfumato.data.prompts import PromptLoader
 from sfumato.data.row_samples import FiledRow, filed_row
 from sfumato.data.rows import RowTable
 from sfumato.data.synthetic_text import SyntheticRows
-from sfumato.data.text import Messages
 from sfumato.data.text_prompt_formats.base import PromptRow
 from sfumato.data.vision import Images
 from sfumato.errors import ConfigError, DataError
@@ -75,6 +76,9 @@ def load_text_prompts(
             to be an error, or fewer than ``limit`` prompts are left.
     """
     rows, read = _open(config, split, seed)
+    if config.synthetic is None and not config.data_type.makes_rows:
+        for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
+            log(line)
     prompts, too_long, index = [], [], 0
     while index < len(rows) and (limit is None or len(prompts) < limit):
         size = min(512, len(rows) - index) if limit is None else min(limit - len(prompts), len(rows) - index)
@@ -165,6 +169,13 @@ def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | No
         f"{prompt.where}: the prompt has {len(prompt.token_ids)} tokens, more than data.max_prompt_tokens "
         f"{config.max_prompt_tokens}: raise it, or set data.overlong to drop or truncate_left"
     )
+
+
+def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequence[TextPrompt]) -> list[str]:
+    """A line about evaluation prompts whose tokens are those of training prompts; none where there are none."""
+    trained = {prompt.token_ids for prompt in prompts if prompt.images is None}
+    shared = [prompt.where for prompt in eval_prompts if prompt.images is None and prompt.token_ids in trained]
+    return shared_line(shared, len(eval_prompts))
 
 
 def check_text_prompts(prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, dict[str, Any]], Any]]) -> None:

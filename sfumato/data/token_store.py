@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from sfumato.data.bad_rows import BadRows
+from sfumato.data.bad_rows import BadRows, describe_bad_rows
 from sfumato.data.file_digests import signature_of
 from sfumato.data.media import DrawnFile, Medium
 from sfumato.data.pictures import VERSION as PICTURES
@@ -210,7 +210,10 @@ def build_token_store(
                 raise
             shutil.rmtree(place, ignore_errors=True)
             building.rename(place)
-            return TokenStore(place, sources, transform)
+            store = TokenStore(place, sources, transform)
+            if len(store.bad_rows) > 1:
+                say(describe_bad_rows(store.bad_rows))
+            return store
     store = TokenStore(place, sources, transform)
     bad = store.bad_rows
     if len(bad) > max_bad_rows:
@@ -219,7 +222,7 @@ def build_token_store(
             f"{max_bad_rows})"
         )
     if bad:
-        say(f"{len(bad)} rows are left out, the last one because: {bad[-1]}")
+        say(describe_bad_rows(bad))
     return store
 
 

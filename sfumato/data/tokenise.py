@@ -61,6 +61,20 @@ class Encoder:
         return _located(encoding["input_ids"], encoding["offset_mapping"])
 
 
+def begins_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its beginning-of-sequence token in front of a text by itself."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+
+
+def with_bos(input_ids: np.ndarray, tokenizer: Any) -> np.ndarray:
+    """Tokens of a text, int32 ``[L]``, after the token that begins a text where the tokenizer puts one there; once."""
+    bos = tokenizer.bos_token_id
+    if input_ids[:1].tolist() == [bos] or not begins_texts(tokenizer):
+        return input_ids
+    return np.concatenate([np.array([bos], np.int32), input_ids])
+
+
 def stay_in_one_thread() -> None:
     """Keeps tokenizers from starting a thread per core for a batch: more processes are ``data.num_workers``.
 

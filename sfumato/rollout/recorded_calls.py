@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.chat import Message
+from sfumato.data.messages import without_nulls
 from sfumato.data.prompt_template import PromptTemplate, Tools, check_prompt
-from sfumato.data.text import without_none
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.seams import end_token, tokens_between
@@ -215,7 +215,7 @@ def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
 
 def _plain(message: Message) -> Message:
     """A message of the protocol as chat templates take it: content a text, arguments of calls as mappings."""
-    message = without_none(message)
+    message = without_nulls(message)
     content = message.get("content", "")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):

@@ -19,7 +19,7 @@ from sfumato.data.answer_end import facts_of, tokens_without_text
 from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text import Document, TextSample
-from sfumato.data.text_prompts import TextPrompt, check_text_prompts, load_text_prompts
+from sfumato.data.text_prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
 from sfumato.data.vision import ImageReader
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.critic import Critic
@@ -357,6 +357,8 @@ def open_prompts(
     settings = {"seed": config.train.seed, "tools": config.rollout.kind.tools(), "log": say}
     train = load_text_prompts(config.data, template, "train", **settings)
     held_out = load_text_prompts(config.data, template, "eval", limit=config.eval.num_prompts, **settings)
+    for line in describe_shared_prompts(train, held_out):
+        say(line)
     check_text_prompts(train + held_out, [reward.check_row for reward in config.reward.rewards])
     return template, train, held_out
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.data.text import Messages
+from sfumato.data.messages import Messages
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.data.vision import Images
 from sfumato.rewards.base import Sample

@@ -94,7 +94,7 @@ def test_the_first_column_of_the_row_is_taken():
         ("conversation", {"messages": ["a"]}, "a conversation must be a list of messages"),
         ("conversation", {"messages": "hello"}, "neither a list nor its JSON text"),
         ("conversation", {"messages": [user("q")]}, "the conversation has nothing to learn from"),
-        ("conversation", {"conversations": [{"from": "bot", "value": "a"}]}, "message 1: unknown role 'bot'"),
+        ("conversation", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown role 'narrator'"),
         (
             "conversation",
             {"messages": [user("q"), assistant("a")], "tools": "none"},

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.messages import Messages, read_messages
 from sfumato.data.rows import RowTable, open_rows, text_field
-from sfumato.data.text import Messages, read_messages
 
 if TYPE_CHECKING:
     from sfumato.data.media import Medium
@@ -60,7 +60,7 @@ class PromptFormat(ABC):
         """
         del seed
         option = f"{split}_path"
-        return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}")
+        return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}", split == "eval")
 
     def limited(self, reader: ImageReader) -> ImageReader:
         """The reader of a model's images with the limits of this format."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.messages import read_messages, read_tools, without_absent
 from sfumato.data.rows import RowTable, open_rows, text_field
-from sfumato.data.text import find_key, read_messages, read_tools, without_none
+from sfumato.data.text import find_key
 from sfumato.data.text_prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages
 from sfumato.errors import DataError
 
@@ -24,7 +25,7 @@ class Prompts(PromptFormat):
     def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
         del seed
         option = f"{split}_path"
-        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}")
+        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}", split == "eval")
 
     def read(self, row: dict[str, Any], where: str) -> PromptRow:
         key = find_key(row, [self.prompt_key], where)
@@ -71,7 +72,7 @@ class Verl(PromptFormat):
         reward_model = row.get("reward_model")
         if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
             raise DataError(f"{where}: column 'reward_model' must hold ground_truth, not {reward_model!r}")
-        others = without_none(other_columns(row, key, "tools"))
+        others = without_absent(other_columns(row, key, "tools"))
         metadata = others | {"answer": reward_model["ground_truth"]}
         return PromptRow(text_or_messages(row[key], where, key), metadata, read_tools(row, where))
 
@@ -85,12 +86,11 @@ class ShareGPT(PromptFormat):
 
     def read(self, row: dict[str, Any], where: str) -> PromptRow:
         key = find_key(row, ["conversations", "messages"], where)
-        messages, metadata = read_messages(row[key], where), other_columns(row, key, "tools", "system")
+        messages = read_messages(row[key], where, row.get("system"))
+        metadata = other_columns(row, key, "tools", "system")
         if messages[-1].get("role") == "assistant":
             *messages, answer = messages
             metadata["answer"] = answer.get("content")
-        if not messages:
+        if all(message["role"] in ("system", "developer") for message in messages):
             raise DataError(f"{where}: the conversation is an answer without a prompt")
-        if row.get("system"):
-            messages = [{"role": "system", "content": text_field(row, "system", where)}, *messages]
         return PromptRow(messages, metadata, read_tools(row, where))

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from sfumato.data.image_conversation import COLUMNS, as_text, take_media
 from sfumato.data.media_limits import ImageLimits, MediaLimits
-from sfumato.data.text import find_key, read_tools
+from sfumato.data.messages import read_tools
+from sfumato.data.text import find_key
 from sfumato.data.text_prompt_formats.base import PromptRow, other_columns, text_or_messages
 from sfumato.data.text_prompt_formats.files import Prompts
 from sfumato.errors import DataError

@@ -1,0 +1,198 @@
+"""Files as publishers lay them: splits and subsets in a folder, compressed, with columns of JSON."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import datasets
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from sfumato.config.row_limit import RowLimit
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.bad_rows import bad_row_limit, describe_bad_rows
+from sfumato.data.data_notes import describe_text_data
+from sfumato.data.folders import describe_left_out, find_files
+from sfumato.data.messages import read_messages, read_tools
+from sfumato.data.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.rows import open_rows
+from sfumato.data.sources import open_sources, open_validation
+from sfumato.data.text import build_transform
+from sfumato.errors import DataError
+from tests.tiny_tokenizers import build_tokenizer
+
+TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
+
+
+def write_parquet(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+
+
+def questions(word, count):
+    return [{"question": f"{word} {number}", "answer": f"#### {number}"} for number in range(count)]
+
+
+@pytest.fixture
+def gsm8k(tmp_path):
+    for subset in ("main", "socratic"):
+        write_parquet(tmp_path / subset / TRAIN, questions("train", 7))
+        write_parquet(tmp_path / subset / TEST, questions("test", 3))
+    (tmp_path / "README.md").write_text("GSM8K")
+    return tmp_path
+
+
+def test_a_published_folder_gives_the_split_that_is_asked_for(gsm8k):
+    main = gsm8k / "main"
+    assert [file.name for file in find_files(main, "data.train_path")] == [TRAIN]
+    assert [file.name for file in find_files(main, "data.eval_path", held_out=True)] == [TEST]
+    assert [file.name for file in find_files(f"{main}/test-*.parquet", "data.eval_path", held_out=True)] == [TEST]
+    (line,) = describe_left_out(main, "data.train_path")
+    assert f"its train split is read ({TRAIN}); left out: {TEST}" in line
+    assert len(open_rows(gsm8k, "text", "data.train_path")) == 14
+    lines = describe_left_out(gsm8k, "data.train_path")
+    assert len(lines) == 2 and "subsets main, socratic, which are read together" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "held_out"),
+    [
+        (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["a_train.jsonl", "a_dev.jsonl"], ["a_train.jsonl"], ["a_dev.jsonl"]),
+        (["data.jsonl", "test.jsonl"], ["data.jsonl"], ["test.jsonl"]),
+        (["train/0.jsonl", "validation/0.jsonl", "test/0.jsonl"], ["train/0.jsonl"], ["validation/0.jsonl"]),
+        (["constraints.jsonl", "latest.jsonl", "trainer.jsonl"], None, None),
+        (["test-0.jsonl", "test-1.jsonl"], None, None),
+        (["train.jsonl", "more.jsonl"], None, None),
+        (["Training Set.jsonl", "eval.jsonl.gz"], ["Training Set.jsonl"], ["eval.jsonl.gz"]),
+    ],
+)
+def test_names_say_the_split(tmp_path, names, train, held_out):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for wanted, is_held_out in ((train, False), (held_out, True)):
+        found = [str(file.relative_to(tmp_path)) for file in find_files(tmp_path, "data.x", is_held_out)]
+        assert found == sorted(names if wanted is None else wanted)
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    for name in ("a.jsonl", "b.tsv", "c.parquet.gz", "README.md", ".hidden"):
+        (tmp_path / name).write_text("{}")
+    (line,) = describe_left_out(tmp_path, "data.train_path")
+    assert line.endswith(f"{tmp_path} that are not read: b.tsv, c.parquet.gz")
+
+
+@pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_compressed_files_hold_the_same_rows(tmp_path, ending, compress):
+    contents = {
+        "a.jsonl": b'{"text": "a\xe2\x80\xa8b"}\r\n\n{"text": "c"}\n',
+        "b.json": b'[{"text": "a"}, {"text": "c"}]',
+        "c.csv": b"\xef\xbb\xbftext,n\r\na,1\r\nc,2\r\n",
+        "d.txt": b"a\nc\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / f"{name}.{ending}").write_bytes(compress(content))
+        plain, packed = (
+            open_rows(tmp_path / name, "text", "data.x"),
+            open_rows(tmp_path / f"{name}.{ending}", "text", "data.x"),
+        )
+        assert [*packed] == [*plain] and len(packed) == 2
+        block = RowBlocks([(0, RowFile(tmp_path / f"{name}.{ending}", "text", "data.x"))]).read(FilePlace(), 5)
+        assert [block.rows[index] for index in range(2)] == [*plain] and block.is_last
+    broken = tmp_path / f"e.jsonl.{ending}"
+    broken.write_bytes(compress(contents["a.jsonl"])[:-9])
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        open_rows(broken, "text", "data.x")
+
+
+ROW = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"unit": None, "n": 1}}]},
+        {"role": "assistant", "content": "a"},
+    ],
+    "tools": [{"name": "f", "parameters": {"unit": {"default": None}}}],
+    "answer": {"value": [1, None]},
+}
+
+
+@pytest.mark.parametrize("how", ["parquet", "arrow", "stream"])
+def test_the_json_type_of_datasets_is_parsed(tmp_path, how):
+    features = datasets.Features(
+        {"messages": datasets.List(datasets.Json()), "tools": datasets.Json(), "answer": datasets.Json()}
+    )
+    table = datasets.Dataset.from_list([ROW, ROW], features=features)
+    if how == "arrow":
+        table.save_to_disk(str(tmp_path / "saved"))
+        rows = open_rows(tmp_path / "saved", "text", "data.x")
+    else:
+        path = tmp_path / "rows.parquet"
+        table.to_parquet(str(path))
+        rows = open_rows(path, "text", "data.x")
+        if how == "stream":
+            rows = RowBlocks([(0, RowFile(path, "text", "data.x"))]).read(FilePlace(), 5).rows
+    row = rows[1]
+    assert row == ROW == table[1]
+    assert read_tools(row, "row") == ROW["tools"]
+    (call,) = read_messages(row["messages"], "row")[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"unit": None, "n": 1}
+
+
+def test_keys_of_other_rows_of_a_table_are_left_out(tmp_path):
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]
+    rows = [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]} for call in calls]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    for row, call in zip(open_rows(tmp_path / "rows.parquet", "text", "data.x"), calls, strict=True):
+        assert read_messages(row["messages"], "row")[0]["tool_calls"][0]["function"] == call
+
+
+def test_what_nothing_reads_and_rows_of_both_sets_are_said_once(tmp_path):
+    def write(name, words):
+        lines = [
+            {"id": index, "source": "web", "messages": [{"role": "user", "content": word, "uuid": 1}, answer]}
+            for index, word in enumerate(words)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(tmp_path / name)
+
+    answer = {"role": "assistant", "content": "yes"}
+    data = TextDataConfig(
+        train_path=write("a.jsonl", "pqrs"), eval_path=write("b.jsonl", "xsq"), chat_template="chatml"
+    )
+    transform = build_transform(data, build_tokenizer())
+    lines = describe_text_data(data, open_sources(data), open_validation(data), transform, 256)
+    assert lines[0].endswith("not read: column 'id', column 'source', key 'uuid' of messages")
+    assert "2 of the 3 evaluation rows are among the training rows, the first is" in lines[1] and "line 2:" in lines[1]
+
+
+@pytest.mark.parametrize(("value", "limit"), [(3, 3), ("3", 3), (0.01, 0.01), ("1%", 0.01), ("2.5%", 0.025), (0.0, 0)])
+def test_bad_rows_are_a_number_or_a_share(value, limit):
+    found = TypeAdapter(RowLimit).validate_python(value)
+    assert found == pytest.approx(limit) and type(found) is type(limit)
+    assert bad_row_limit(found, 1000) == (limit if isinstance(limit, int) else round(limit * 1000))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "100%", "many", True, float("nan"), None, "-1%"])
+def test_other_limits_are_refused(value):
+    with pytest.raises(ValidationError, match="a share below 1"):
+        TypeAdapter(RowLimit).validate_python(value)
+
+
+def test_rows_left_out_are_summed_up_by_their_kind():
+    reasons = [f"a.jsonl, line {n}: has {n}00 tokens, more than 9" for n in (1, 2)] + ["a.jsonl, line 3: no 'x'"]
+    assert describe_bad_rows(reasons) == "3 rows were left out: 2 x has _ tokens, more than _; 1 x no _"
+
+
+@pytest.mark.parametrize("data_type", ["preference", "unpaired"])
+def test_answers_that_are_equal_once_cut_are_refused(data_type):
+    data = TextDataConfig(
+        train_path="x", data_type=data_type, chat_template="chatml", max_seq_len=40, overlong="truncate"
+    )
+    transform = build_transform(data, build_tokenizer())
+    row = {"prompt": "q", "chosen": "b " * 50 + "x", "rejected": "b " * 50 + "y"}
+    with pytest.raises(DataError, match="chosen and rejected are the same 40 tokens"):
+        transform(row, "row")
+    assert transform(row | {"rejected": "c"}, "row")
