@@ -138,31 +138,37 @@ def check_constants(text: str, environment: Environment) -> None:
         _limit_environment(environment)
     _budget.most = MAX_CONSTANT
     try:
-        _fold(environment.parse(text), nodes.EvalContext(environment))
+        _Folding(nodes.EvalContext(environment)).visit(environment.parse(text))
     finally:
         _budget.most = MAX_SIZE
 
 
-def _fold(node: nodes.Node, context: nodes.EvalContext) -> None:
-    """Refuses a constant that is too large, the innermost first, so that those around it can be computed."""
-    for child in node.iter_child_nodes():
-        _fold(child, context)
-    if not isinstance(node, (nodes.BinExpr, nodes.Concat, nodes.Filter, nodes.Getitem)):
-        return
-    try:
-        if isinstance(node, nodes.BinExpr):
-            left, right = node.left.as_const(context), node.right.as_const(context)
-            if node.operator in OPERATORS:
-                OPERATORS[node.operator](left, right)
-        elif isinstance(node, nodes.Concat):
-            concatenated([part.as_const(context) for part in node.nodes])
-        else:
-            node.as_const(context)
-    except TemplateLimitError:
-        raise
-    except Exception:  # it depends on messages, or fails, which is said when it is rendered
-        if _budget.refusal is not None:
-            raise _budget.refusal from None
+class _Folding(NodeTransformer):
+    """Computes constants as Jinja's compiler would, the innermost first, and refuses one that is too large."""
+
+    def __init__(self, context: nodes.EvalContext) -> None:
+        self._context = context
+
+    def generic_visit(self, node: nodes.Node, *_: Any, **__: Any) -> nodes.Node:
+        """The node, or the constant in its place."""
+        super().generic_visit(node)
+        if not isinstance(node, nodes.Expr) or (isinstance(node, nodes.Literal) and not hasattr(node, "items")):
+            return node
+        try:
+            return nodes.Const(measured(self._value(node)), lineno=node.lineno)
+        except TemplateLimitError:
+            raise
+        except Exception:  # it depends on messages, or fails, which is said when it is rendered
+            if _budget.refusal is not None:
+                raise _budget.refusal from None
+            return node
+
+    def _value(self, node: nodes.Expr) -> Any:
+        if isinstance(node, nodes.BinExpr) and node.operator in OPERATORS:
+            return OPERATORS[node.operator](node.left.as_const(self._context), node.right.as_const(self._context))
+        if isinstance(node, nodes.Concat):
+            return concatenated(part.as_const(self._context) for part in node.nodes)
+        return node.as_const(self._context)
 
 
 class _Counting(NodeTransformer):
