@@ -114,7 +114,7 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
         other.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
         other.set_axis_off()
     axes.set_xlabel("step", color=MUTED, fontsize=10)
-    axes.set_ylabel(unit_of(name), color=MUTED, fontsize=10, parse_math=False)
+    axes.set_ylabel(in_one_line(unit_of(name)), color=MUTED, fontsize=10, parse_math=False)
     plain_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))

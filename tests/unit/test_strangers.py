@@ -436,6 +436,7 @@ def test_videos_are_still_read_and_what_was_asked_of_ffmpeg_stays(
     assert os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] == "probesize;1000000"
 
 
+@pytest.mark.slow
 def test_a_process_that_asks_for_code_gets_no_answer_from_stdin(tmp_path: Path) -> None:
     """As a person would meet it: a folder with code, and "y" typed ahead."""
     stranger(tmp_path / "network", tmp_path / "mark")
