@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sfumato
+from sfumato.config.characters import printable
+from sfumato.config.trust import SWITCH, code_of_configurations
 from sfumato.errors import DataError, UserError
 from sfumato.kernels import choose_kernels
 
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return given.run(given)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
 
 
@@ -47,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--device-memory", type=_memory, metavar="GIB", help="memory of one GPU (default: of this one)")
     check.add_argument("--skip-data", action="store_true", help="do not look at the data")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    _add_trust(check)
     check.set_defaults(run=_check)
 
     prepare = commands.add_parser(
@@ -59,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("config", help="YAML file of a task that trains on text")
     prepare.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
+    _add_trust(prepare)
     prepare.set_defaults(run=_preprocess)
 
     doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
@@ -73,12 +77,21 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("source", type=Path, help="run folder (its newest checkpoint is taken) or checkpoint folder")
     export.add_argument("out", type=Path, help="folder to write, which must not exist")
     export.add_argument("--merge", action="store_true", help="add adapters to the weights they belong to")
+    _add_trust(export)
     export.set_defaults(run=_export)
 
     report = commands.add_parser("report", help="write report.html of a run folder anew")
     report.add_argument("run_dir", type=Path, help="run folder")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        SWITCH,
+        action="store_true",
+        help="let the code run that the configuration names: modules, functions, Python files of a model's folder",
+    )
 
 
 def _positive(text: str) -> int:
@@ -102,15 +115,23 @@ def _check(given: argparse.Namespace) -> int:
     from sfumato.config.load import parse_overrides
 
     overrides = parse_overrides(given.overrides)
-    load_for_task(given.config, overrides, given.task, given.ranks)  # before the slow imports
+    with code_of_configurations(given.trust_code):
+        load_for_task(given.config, overrides, given.task, given.ranks)  # before the slow imports
     from rich.console import Console
 
     from sfumato.commands.check import check_config
     from sfumato.commands.check_tables import show_findings
 
-    found = check_config(
-        given.config, overrides, given.task, given.ranks, given.device_memory, with_data=not given.skip_data, show=True
-    )
+    with code_of_configurations(given.trust_code):
+        found = check_config(
+            given.config,
+            overrides,
+            given.task,
+            given.ranks,
+            given.device_memory,
+            with_data=not given.skip_data,
+            show=True,
+        )
     if given.json:
         print(found.to_json())
     else:
@@ -124,7 +145,8 @@ def _preprocess(given: argparse.Namespace) -> int:
     overrides = parse_overrides(given.overrides)
     from sfumato.commands.preprocess import preprocess
 
-    preprocess(given.config, overrides, given.task)
+    with code_of_configurations(given.trust_code):
+        preprocess(given.config, overrides, given.task)
     return 0
 
 
@@ -137,7 +159,8 @@ def _doctor(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     from sfumato.checkpoint.export import export_checkpoint
 
-    print(export_checkpoint(given.source, given.out, given.merge))
+    with code_of_configurations(given.trust_code):
+        print(printable(export_checkpoint(given.source, given.out, given.merge)))
     return 0
 
 

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.characters import printable
+from sfumato.config.writing import open_to_append
+
 GRACE_S = 10.0
 """Seconds that the other ranks have when one has ended with an error; they notice by themselves, unless they hang."""
 
@@ -164,7 +167,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
             signal.signal(number, ranks.forward)
         code, text = verdict(ranks.wait())
         if text:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
             _append(folder / "log", text)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,8 +185,8 @@ def _append(pointer: Path, text: str) -> None:
     log = Path(_text(pointer))
     try:
         if log.name and log.parent.is_dir():
-            with log.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            with open_to_append(log) as file:
+                file.write(f"{printable(text)}\n".encode("utf-8", errors="replace"))
     except OSError as error:
         print(f"{log}: {error.strerror}", file=sys.stderr)
 

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import pickle
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,10 @@ PICKLED = {
 """What torch's metadata is made of, besides dtypes and paths, by module."""
 
 
+REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX)
+"""Codes of pickles that torch's metadata has no use for: what they make is hashed, or made of anything."""
+
+
 class _Unpickler(pickle._Unpickler):
     """Reads torch's metadata, and refuses a pickle that asks for anything else: it could run any program.
 
@@ -89,7 +94,61 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("it changes a class, which is no part of a checkpoint")
         super().load_build()
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def load_setitem(self) -> None:
+        _check_hashed(self.stack[-2])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_hashed(*self.stack[::2])  # those since the mark, by twos
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_hashed(*self.stack[::2])
+        super().load_dict()
+
+    def load_reduce(self) -> None:
+        self._check_arguments()
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._check_arguments()
+        super().load_newobj()
+
+    def _check_arguments(self) -> None:
+        arguments = self.stack[-1]
+        if not isinstance(arguments, tuple) or not all(map(_is_flat, arguments)):
+            raise pickle.UnpicklingError("it makes a value of nested ones, which is no part of a checkpoint")
+
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("it holds a set, or an object of an old kind, which is no part of a checkpoint")
+
+    dispatch = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        **dict.fromkeys((code[0] for code in REFUSED), refuse),
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, torch.dtype))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether that is a plain value, or a tuple of them. One that nests holds itself twice in each level, perhaps, and
+    then takes 2^levels steps to hash, to compare or to print."""
+    return _is_plain(value) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _check_hashed(*keys: Any) -> None:
+    for key in keys:
+        inside = vars(key).values() if isinstance(key, MetadataIndex) else (key,)
+        if not all(map(_is_flat, inside)):
+            raise pickle.UnpicklingError("a key of it is nested, which is no part of a checkpoint")
 
 
 def read_state_values(path: Path) -> dict[str, Any]:
@@ -139,23 +198,27 @@ def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
     """Whether a chunk lies in one of the files."""
     if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
         raise TypeError(f"a place of {type(index).__name__} is {type(info).__name__}")
-    if info.relative_path not in sizes:
-        raise ValueError(f"{index.fqn} is said to lie in {info.relative_path!r}")
+    if not isinstance(index.fqn, str) or not all(type(n) is int for n in (info.offset, info.length)):
+        raise TypeError("a place has no name, or no number for an end")
+    if not isinstance(info.relative_path, str) or info.relative_path not in sizes:
+        raise ValueError(f"{index.fqn} is said to lie in {reprlib.repr(info.relative_path)}")
     if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
         raise ValueError(f"{index.fqn} is said to lie beyond the end of {info.relative_path}")
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"{index.fqn} is packed as {info.transform_descriptors}")
+        raise ValueError(f"{index.fqn} is packed as {reprlib.repr(info.transform_descriptors)}")
 
 
 def _check_tensor(key: Any, described: Any, num_bytes: int) -> None:
     """Whether the chunks of a tensor make up the whole, and there are bytes for it."""
     if not isinstance(key, str) or not isinstance(described, TensorStorageMetadata):
-        raise TypeError(f"{key!r} is {type(described).__name__}")
+        raise TypeError(f"{reprlib.repr(key)} is {type(described).__name__}")
     size, dtype = tuple(described.size), described.properties.dtype
     if not isinstance(dtype, torch.dtype) or any(type(length) is not int or length < 0 for length in size):
-        raise TypeError(f"{key} has dtype {dtype} and shape {size}")
+        raise TypeError(f"{key} has dtype {reprlib.repr(dtype)} and shape {reprlib.repr(size)}")
     if math.prod(size) * dtype.itemsize > num_bytes:
         raise ValueError(f"{key} of shape {size} is larger than all files together")
+    if any(not _is_flat(tuple(part)) for chunk in described.chunks for part in (chunk.offsets, chunk.sizes)):
+        raise TypeError(f"a chunk of {key} is nested")
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks}
     for offsets, lengths in chunks:
         inside = zip(offsets, lengths, size, strict=True)

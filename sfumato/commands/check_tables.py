@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sfumato.commands.check import DOES_NOT_FIT, WRONG, Findings
 from sfumato.commands.check_data import DataFindings, SourceFindings
 from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
+from sfumato.config.characters import printable
 
 
 def show_findings(found: Findings, console: Console) -> None:
@@ -51,7 +53,9 @@ def _show_data(data: DataFindings, console: Console) -> None:
     for kind, sources in (("", data.training), ("validation: ", data.validation)):
         for source in sources:
             cells = [f"{source.num_rows:,}", f"{source.num_looked_at:,}", f"{len(source.bad_rows):,}"]
-            table.add_row(f"{kind}{source.name}", *cells, *(_about_tokens(source) if is_text else ()))
+            table.add_row(
+                escape(printable(f"{kind}{source.name}")), *cells, *(_about_tokens(source) if is_text else ())
+            )
     console.print(table)
     parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
     if is_text:
@@ -124,4 +128,4 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

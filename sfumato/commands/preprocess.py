@@ -8,6 +8,7 @@ from typing import Any
 
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
+from sfumato.config.characters import printable
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.data.answer_end import facts_of
@@ -27,7 +28,7 @@ def preprocess(
     path: str | Path,
     overrides: dict[str, Any] | None = None,
     task: str | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = lambda text: print(printable(text)),
 ) -> Path:
     """Tokenises the data of a configuration and, with ``data.cache_media``, opens its media; a run finds both.
 

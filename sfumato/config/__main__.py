@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.config.base import Section
+from sfumato.config.characters import printable
 from sfumato.config.load import asks_for_help, parse_config
 from sfumato.errors import UserError
 
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> int:
     try:
         parse_config(schema, rest)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     return 0
 

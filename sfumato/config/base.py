@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
+from sfumato.config.trust import refuse_code
+
 
 class Section(BaseModel):
     """A section of the configuration: typed, frozen, and strict about unknown keys and numbers that are not finite.
@@ -120,6 +122,7 @@ class Variant:
     def resolve(self, name: str) -> type:
         """The class of that ``type``. Raises PydanticCustomError when there is none."""
         if ":" in name:
+            refuse_code(f"type {name}")
             module, _, attribute = name.partition(":")
             try:
                 cls = getattr(importlib.import_module(module), attribute)

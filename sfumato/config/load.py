@@ -350,10 +350,14 @@ def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> 
     return load_config(schema, arguments[0], parse_overrides(arguments[1:]))
 
 
+def config_text(config: Section) -> str:
+    """The resolved configuration as YAML, which can be run again as it is."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
 def dump_config(config: Section, path: str | Path) -> None:
-    """Writes the resolved configuration; the file can be run again as it is."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    Path(path).write_text(text, encoding="utf-8")
+    """Writes the resolved configuration."""
+    Path(path).write_text(config_text(config), encoding="utf-8")
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:

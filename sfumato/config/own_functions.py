@@ -12,18 +12,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sfumato.config.trust import refuse_code
 from sfumato.errors import ConfigError
 
 _lock = threading.RLock()
 
 
-@functools.cache
 def import_function(path: str) -> Callable[..., Any]:
     """The function, or class, at ``my_package.my_module:my_function`` or ``folder/file.py:my_function``.
 
     Raises:
-        ConfigError: there is none; the message names the path.
+        ConfigError: there is none, or no code of a configuration may run here; the message names the path.
     """
+    refuse_code(f"function {path}")
+    return _import_function(path)
+
+
+@functools.cache
+def _import_function(path: str) -> Callable[..., Any]:
     where, colon, name = path.rpartition(":")
     if not (colon and where and name):
         raise ConfigError(f"{path!r} is no function: write my_module:my_function or folder/file.py:my_function")

@@ -80,6 +80,25 @@ def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = Fa
     return None
 
 
+def path_inside(folder: Path, name: str | Path) -> Path | None:
+    """A file of a folder that somebody else may have made; None where it lies outside, or its name is none.
+
+    Links within the folder are followed, those out of it are not. The folder itself may be reached by a link.
+    """
+    try:
+        root = folder.resolve()
+        path = (root / name).resolve()
+    except (OSError, ValueError, RuntimeError):  # a name with a zero byte, links in a circle
+        return None
+    return path if path.is_relative_to(root) else None
+
+
+def outside_problem(folder: Path, name: str | Path, most_bytes: int | None = None) -> str | None:
+    """What keeps a file of such a folder from being read, as ``file_problem`` says it; None where nothing does."""
+    path = path_inside(folder, name)
+    return "lies outside of its folder" if path is None else file_problem(path, most_bytes)
+
+
 OTHER_WEIGHTS = ("*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5")
 """Names of weights that are pickles, which may run a program, or that nothing here reads."""
 
@@ -105,7 +124,19 @@ def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
                 f"model.model_path {folder}: {code} is Python code that the pipeline would run: remove it, and name a "
                 "class of diffusers or transformers in model_index.json"
             )
+        if len(value) > 1 and str(value[1]).startswith("Auto"):
+            _refuse_automatic(folder / name, str(value[1]))
         check_weights(folder / name)
+
+
+def _refuse_automatic(folder: Path, class_name: str) -> None:
+    """Raises ConfigError when a class that looks for its code in the folder would find some."""
+    for path in sorted(folder.glob("*.json")):
+        if file_problem(path, 2**28) is None and b"auto_map" in path.read_bytes():
+            raise ConfigError(
+                f"model.model_path: {path} names Python code (auto_map) that {class_name} would run: name a class of "
+                "diffusers or transformers in model_index.json"
+            )
 
 
 def check_weights(folder: Path, option: str = "model.model_path") -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import Expression, LoraConfig
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.config.trust import check_trust
 
 
 class LanguageModelConfig(Section):
@@ -36,7 +37,7 @@ class LanguageModelConfig(Section):
     rows: Literal["auto", "packed", "documents"] = "auto"
     """How packed rows reach the model. packed: as they are. documents: a row for each document, which is right for
     every causal model, recurrent ones too. auto: packed where the model keeps documents apart, else documents."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, AfterValidator(check_trust)] = False
     """Whether Python code that lies in model_path may run."""
 
     @model_validator(mode="after")

@@ -343,9 +343,14 @@ class _Chat:
         """What ``render`` returns; when the template refuses, the message that it does not take is named."""
         import jinja2
 
+        from sfumato.data.template_limits import TemplateLimitError, limited_rendering
+
         refusals = (jinja2.TemplateError, TypeError, ValueError, LookupError)
         try:
-            return render()
+            with limited_rendering(self.template):
+                return render()
+        except TemplateLimitError as error:
+            raise DataError(f"{self.where}: the chat template {error}") from error
         except refusals as error:
             for fine in range((count or len(self.messages)) - 1, 0, -1):
                 try:
@@ -465,10 +470,13 @@ def _read_template(name: str) -> str:
 
 def _check_syntax(text: str, name: str) -> None:
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from sfumato.data.template_limits import TemplateLimitError, limit_template
 
     try:
-        render_jinja_template(conversations=[], chat_template=text)  # only compiles
+        limit_template(text)  # only compiles
+    except TemplateLimitError as error:
+        raise ConfigError(f"data.chat_template: {name} {error}") from error
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"data.chat_template: {name} is not valid Jinja: line {error.lineno}: {error}") from error
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +37,13 @@ ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
 """What Pillow reads several frames of."""
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """What OpenCV reads."""
+
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
+"""What FFmpeg may take a video for, by its own names, whatever the file's name ends in. Its other formats include
+playlists and descriptions of streams, which open other files and ports."""
+
+FFMPEG_OPTIONS = "OPENCV_FFMPEG_CAPTURE_OPTIONS"
+_OPENING = threading.Lock()  # the environment is one for all threads
 
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
@@ -423,6 +432,29 @@ def _video_opener(source: File, where: str) -> Callable[[], Any]:
             f"{where}: videos other than animated images are read by OpenCV, which is not installed: "
             "pip install 'sfumato[video]'"
         ) from error
-    if isinstance(source, Path):
-        return lambda: cv2.VideoCapture(str(source), cv2.CAP_FFMPEG)
-    return lambda: cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
+
+    def open_video() -> Any:
+        with _containers_alone():
+            if isinstance(source, Path):  # absolute, so that no name is taken for that of a protocol
+                return cv2.VideoCapture(str(source.absolute()), cv2.CAP_FFMPEG)
+            return cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
+
+    return open_video
+
+
+@contextmanager
+def _containers_alone() -> Iterator[None]:
+    """Inside, FFmpeg opens files of ``CONTAINERS`` and nothing that these name: no playlist, no description of a stream
+    that would make it listen on ports or read other files. It takes its options from the environment."""
+    with _OPENING:
+        before = os.environ.get(FFMPEG_OPTIONS)
+        asked = [before] if before else []
+        limits = (f"format_whitelist;{CONTAINERS}", "protocol_whitelist;file")
+        os.environ[FFMPEG_OPTIONS] = "|".join([*asked, *limits])  # of one that stands twice the last counts
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[FFMPEG_OPTIONS]
+            else:
+                os.environ[FFMPEG_OPTIONS] = before

@@ -18,6 +18,7 @@ from torch import nn
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
+from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.answer_end import facts_of
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.lora import refuse_adapter
@@ -194,9 +195,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             )
         check_weights(folder)
         try:
-            found = AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-            )
+            found = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
         refuse_other_head(folder, found)
@@ -258,9 +257,7 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
     if not folder.is_dir():
         raise ConfigError(f"{option}: {folder} does not exist")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -275,7 +272,9 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
 def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     try:
         by_part = attention_by_part(described, attention)
-        return auto_class.from_config(described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust)
+        return make_from_config(
+            auto_class, described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust
+        )
     except (ValueError, KeyError) as error:
         if attention == "eager":
             raise ConfigError(f"transformers cannot make this {described.model_type}: {error}") from error
@@ -296,13 +295,13 @@ def _load(
     quantization: dict[str, Any],
 ) -> nn.Module:
     try:
-        module, report = auto_class.from_pretrained(
+        module, report = load_pretrained(
+            auto_class,
             folder,
             config=copy.deepcopy(described),
             attn_implementation=attention_by_part(described, attention),
             dtype=dtype,
             trust_remote_code=trust,
-            local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with names and shapes

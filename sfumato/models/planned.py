@@ -15,6 +15,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
+from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
@@ -68,7 +69,7 @@ def language_model_on_meta(
         "trust_remote_code": config.trust_remote_code,
     }
     with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
-        module = auto_class.from_config(described, **settings)
+        module = make_from_config(auto_class, described, **settings)
         if config.lora is not None:
             module.requires_grad_(False)
         freeze(module, config.freeze)
@@ -439,7 +440,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
         elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
             given[name] = build_on_meta(make)
     try:
-        return pipeline_type.from_pretrained(folder, local_files_only=True, use_safetensors=True, **given)
+        return load_pretrained(pipeline_type, folder, use_safetensors=True, **given)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 
@@ -452,5 +453,5 @@ def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Modul
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         return None
     if issubclass(cls, transformers.PreTrainedModel):
-        return lambda: cls(cls.config_class.from_pretrained(folder))
-    return lambda: cls.from_config(cls.load_config(folder))
+        return lambda: cls(load_pretrained(cls.config_class, folder))
+    return lambda: make_from_config(cls, cls.load_config(folder))

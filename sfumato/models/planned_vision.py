@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sfumato.config.text import LanguageModelConfig
+from sfumato.config.trust import make_from_config
 from sfumato.data.sounds import Sound
 from sfumato.data.text import TextFormat
 from sfumato.data.vision import Vision
@@ -70,7 +71,7 @@ def encoder_bytes(
     from transformers import AutoModelForMultimodalLM
 
     with torch.device("meta"):
-        small = AutoModelForMultimodalLM.from_config(_shallow(read_model_config(config, sees=True)))
+        small = make_from_config(AutoModelForMultimodalLM, _shallow(read_model_config(config, sees=True)))
     if config.lora is not None:
         small.requires_grad_(False)
     freeze(small, config.freeze)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.errors import DataError, MissingDependencyError, UserError
 
 if TYPE_CHECKING:
@@ -50,15 +51,16 @@ def load_smollm2(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     options = {}
     if hasattr(transformers, "GgufConfig"):  # of versions that may keep weights packed, which no update can change
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    packed = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, **options)
+    packed = load_pretrained(AutoModelForCausalLM, folder, gguf_file=file, dtype=torch.float32, **options)
     config = packed.config
     for name in ("quantization_config", "_model_name_or_path"):  # of the file, not of the model
         config.__dict__.pop(name, None)
     # The loaded module refuses to be saved, because its file was quantised.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = make_from_config(AutoModelForCausalLM, config, dtype=torch.float32)
     model.load_state_dict(packed.state_dict())
     model.generation_config = packed.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, model_max_length=config.max_position_embeddings)
+    positions = config.max_position_embeddings
+    tokenizer = load_pretrained(AutoTokenizer, folder, gguf_file=file, model_max_length=positions)
     # transformers does not read how the file says that texts are split: as GPT-2 does, and each digit alone.
     splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sfumato.config.trust import load_pretrained
 from sfumato.data.clips import build_videos
 from sfumato.data.vision import ImageReader, Tensors, Vision
 from sfumato.errors import ConfigError, MissingDependencyError
@@ -281,7 +282,7 @@ def _build_audio(described: Any, folder: Path | None, cls: Any) -> Any:
             "correct it"
         )
     if folder is not None:
-        found = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        found = load_pretrained(WhisperFeatureExtractor, folder)
     else:
         found = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins)
     if _sees(described):
@@ -309,7 +310,7 @@ def read_image_processor(folder: Path) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        return load_pretrained(AutoImageProcessor, folder, backend="pil")
     except ImportError as error:
         raise MissingDependencyError(
             f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip "

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.characters import printable
 from sfumato.errors import DataError, UserError
 
 WRAPPERS = ("state_dict", "model")
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         convert(given.kind, given.source, given.target)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return error.exit_code
     print(f"wrote {given.target}")
     return 0

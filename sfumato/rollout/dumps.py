@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.writing import write_atomically
 from sfumato.data.image_conversation import images_of
 from sfumato.data.media import AudioFile, VideoFile
 from sfumato.data.vision import Images
@@ -39,7 +40,7 @@ from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import Part, SampleRequest
 from sfumato.rollout.tokens import FinishReason, TextRollout, TokenSequence
-from sfumato.tracking.trackers import Sparing, write_atomically
+from sfumato.tracking.trackers import Sparing
 
 FOLDER = "rollouts"
 """In the run folder."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sfumato.config.characters import printable
+from sfumato.config.writing import write_atomically
 from sfumato.rollout.dumps import RolloutDump
-from sfumato.tracking.report_answers import readable
-from sfumato.tracking.trackers import write_atomically
+from sfumato.tracking.report import POLICY
 
 MAX_TOKENS = 2_000
 """Most tokens of a sequence that a page shows; the first ones."""
@@ -85,7 +86,8 @@ def write_token_page(
                 body.append(f"<p><small>{name}{hidden}</small>\n{shown}</p>")
             place += sequence.num_drawn
     page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>sfumato rollout</title>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>sfumato rollout</title>'
         f"<style>{_CSS}</style></head>\n<body>{''.join(body)}</body></html>\n"
     )
     write_atomically(path, page.encode("utf-8"))
@@ -100,7 +102,7 @@ def _largest(values: Tensor) -> float:
 def _coloured(pieces: Sequence[str], drawn: Sequence[bool], values: Tensor, largest: float) -> str:
     left, found = iter(values.tolist()), []
     for piece, is_drawn in zip(pieces, drawn, strict=False):
-        text = escape(readable(piece))
+        text = escape(printable(piece))
         if not is_drawn:
             found.append(f'<span class="given">{text}</span>')
             continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sfumato.config.characters import in_one_line
 from sfumato.tracking.samples import choose_evenly
 from sfumato.tracking.timeline import KINDS, RUN, Event, step_windows, union_seconds
 
@@ -113,7 +114,7 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
         other.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
         other.set_axis_off()
     axes.set_xlabel("step", color=MUTED, fontsize=10)
-    axes.set_ylabel(unit_of(name), color=MUTED, fontsize=10, parse_math=False)
+    axes.set_ylabel(in_one_line(unit_of(name)), color=MUTED, fontsize=10, parse_math=False)
     plain_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
@@ -241,12 +242,14 @@ def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
     for row, ((role, rank), events) in enumerate(stretch.rows.items()):
         for (lane, lanes), members in _lanes(events).items():
             _draw_lane(axes, members, stretch, row - 0.4 + 0.8 * lane / lanes, 0.8 / lanes)
-        labels.append(f"{role} {rank}")
+        labels.append(f"{in_one_line(role)[:40]} {rank}")
         within = [(max(event.start, stretch.start), min(event.end, stretch.end)) for event in events]
         fractions.append(f"{100 * union_seconds(within) / (stretch.end - stretch.start):.0f} %")
     seconds = stretch.end - stretch.start
     axes.set(xlim=(0, seconds), ylim=(len(labels) - 0.4, -0.6))
     axes.set_yticks(range(len(labels)), labels)
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
     axes.tick_params(length=0, labelsize=9, labelcolor=MUTED)
     for row, fraction in enumerate(fractions):
         axes.text(1.006, row, fraction, transform=axes.get_yaxis_transform(), va="center", color=MUTED, fontsize=8)

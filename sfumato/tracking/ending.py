@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from sfumato.config.characters import printable
 from sfumato.errors import (
     NonFiniteError,
     PreemptedError,
@@ -54,7 +55,7 @@ class Ending:
                 path.with_suffix(".tmp").unlink(missing_ok=True)
             else:
                 return
-        print("\n".join(part for part in (self.text, self.stacks) if part), file=sys.stderr)
+        print(printable("\n".join(part for part in (self.text, self.stacks) if part)), file=sys.stderr)
 
 
 def ending_of(error: BaseException) -> Ending:

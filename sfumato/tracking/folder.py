@@ -26,11 +26,12 @@ import torch
 
 from sfumato.checkpoint.envelope import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.config.base import Section
-from sfumato.config.load import dump_config, flatten, read_yaml
+from sfumato.config.load import config_text, flatten, read_yaml
+from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.lock import FolderLock, lock_folder
-from sfumato.tracking.trackers import read_jsonl, write_atomically
+from sfumato.tracking.trackers import read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -206,10 +207,7 @@ class RunFolder:
             self._move_aside()
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
         about = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
-        building = self.path / "config.yaml.tmp"
-        dump_config(self._config, building)
-        flush(building)
-        os.replace(building, self.path / "config.yaml")
+        write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, about)
 
     def add_environment(self, values: Mapping[str, Any]) -> None:

@@ -14,16 +14,23 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
+from sfumato.config.paths import file_problem
+from sfumato.config.writing import NEW
 from sfumato.errors import FolderError
 
 NAME = "run.lock"
+
+MOST_BYTES = 2**16
+"""What is read of a lock; one has a few hundred bytes."""
 
 HEARTBEAT_S = 5.0
 """Seconds between two renewals."""
@@ -256,14 +263,40 @@ def _refusal(folder: Path, holder: Owner | None) -> FolderError:
 def _read(path: Path) -> Seen | None:
     """The lock, or None when there is none."""
     try:
-        with path.open(encoding="utf-8") as file:  # opening it has NFS look at the server
-            text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
+        with _opened(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
+            text, renewed = file.read(MOST_BYTES), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
     try:
-        return Owner(**json.loads(text)), renewed
-    except (ValueError, TypeError):
+        return Owner(**json.loads(text.decode("utf-8"))), renewed
+    except (ValueError, TypeError, RecursionError):
         return None, renewed
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
+    """The lock, opened.
+
+    Raises:
+        FileNotFoundError: there is none.
+        FolderError: it is a link, a pipe or a device, which no run has made.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if path.is_symlink() or not path.is_file():
+            raise _no_lock(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_lock(path)
+    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+
+
+def _no_lock(path: Path) -> FolderError:
+    kind = "is a link" if path.is_symlink() else file_problem(path) or "is no file"
+    return FolderError(f"{path} {kind}, which no run has made: remove it")
 
 
 def _link(path: Path, owner: Owner) -> bool:
@@ -289,7 +322,8 @@ def _link(path: Path, owner: Owner) -> bool:
 
 def _write_beside(path: Path, owner: Owner) -> Path:
     mine = path.with_name(f"{path.name}.{owner.token}")
-    mine.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    with os.fdopen(os.open(mine, NEW, 0o666), "wb") as file:
+        file.write(json.dumps(asdict(owner)).encode())
     return mine
 
 
@@ -297,7 +331,7 @@ def _write_beside(path: Path, owner: Owner) -> Path:
 def _exclusively(path: Path) -> Iterator[Seen | None]:
     """One process at a time is inside; gives the lock, or None when it has been replaced or removed meanwhile."""
     try:
-        file = path.open("r+")
+        file = _opened(path, os.O_RDWR)
     except FileNotFoundError:
         yield None
         return

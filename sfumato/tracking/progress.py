@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from sfumato.config.characters import printable
+
 
 class Progress:
     """Shows steps, a few values and the time that is left, on stderr.
@@ -85,6 +87,7 @@ class Progress:
         """Shows a line of text at once, above the bar if there is one."""
         if not self.enabled:
             return
+        text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

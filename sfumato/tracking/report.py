@@ -10,20 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from sfumato.config.characters import printable
+from sfumato.config.load import parse_yaml
+from sfumato.config.paths import outside_problem
+from sfumato.config.writing import write_atomically
+from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import ANSWERS_CSS, answers, folded, in_html
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
-from sfumato.tracking.samples import choose_evenly, read_samples, step_folder, thumbnail_data_uri
+from sfumato.tracking.samples import choose_evenly, embedded_picture, read_samples
 from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.timeline import read_events
-from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of, write_atomically
+from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_jsonl, series_of
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
 NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""What a browser lets the page do, whatever stands in it: no script, nothing from elsewhere."""
+MOST_BYTES = 2**28
+"""Size of the largest text of a run that is read."""
+MOST_FACTS = 60
+"""Most facts about the environment that are shown."""
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
@@ -59,11 +69,11 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
     metrics = series_of(read_jsonl(output_dir / "metrics.jsonl"))
     timings = series_of(read_jsonl(output_dir / "timings.jsonl"))
     samples = read_samples(output_dir)
-    config = _read_text(output_dir / "config.yaml")
+    config = _read_text(output_dir, "config.yaml")
     parts = [
         _header(output_dir, metrics, samples, config, ending),
         _headline(metrics, _weights(config)),
-        failed_rewards(_read_text(output_dir / "log.txt")),
+        failed_rewards(_read_text(output_dir, "log.txt")),
         _idle(metrics),
         _signs(metrics),
         _eval_grid(output_dir, samples),
@@ -78,18 +88,33 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
     name = escape(output_dir.resolve().name)
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name} · sfumato</title>\n<style>{_CSS}</style></head>\n<body><main>\n"
         + "\n".join(part for part in parts if part)
         + "\n</main></body></html>\n"
     )
     path = output_dir / "report.html"
-    write_atomically(path, page.encode("utf-8"))
+    write_atomically(path, printable(page).encode("utf-8"))
     return path
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _read_text(folder: Path, name: str) -> str:
+    """The text of a file of a run folder; empty where there is none. Raises DataError for what no run has written."""
+    problem = outside_problem(folder, name, MOST_BYTES)
+    if problem == "does not exist":
+        return ""
+    if problem is not None:
+        raise DataError(f"{folder / name} {problem}; remove it, or restore the file")
+    return (folder / name).read_text(encoding="utf-8", errors="replace")
+
+
+def _parsed(config: str) -> Any:
+    """A configuration as it was read, or None; the report also serves configurations of other shapes."""
+    try:
+        return parse_yaml(config, "config.yaml")
+    except ConfigError:
+        return None
 
 
 def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str, ending: str) -> str:
@@ -113,20 +138,22 @@ def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: 
 
 def _planned_steps(config: str) -> int | None:
     try:
-        steps = yaml.safe_load(config)["train"]["max_steps"]
-    except (yaml.YAMLError, TypeError, KeyError):  # the report also serves configs of other shapes
+        steps = _parsed(config)["train"]["max_steps"]
+    except (TypeError, KeyError, IndexError):
         return None
-    return steps if isinstance(steps, int) and steps > 0 else None
+    return steps if is_step(steps) and steps > 0 else None
 
 
 def _environment(output_dir: Path) -> dict[str, str]:
     """The scalars of environment.json, nested names cut to their last part."""
     try:
-        pending = [("", json.loads(_read_text(output_dir / "environment.json")))]
-    except ValueError:  # absent, or being written at this moment
+        pending = [("", json.loads(_read_text(output_dir, "environment.json")))]
+    except DataError:
+        raise
+    except (ValueError, RecursionError):  # absent, or being written at this moment
         return {}
     found: dict[str, str] = {}
-    while pending:
+    while pending and len(found) < MOST_FACTS:
         name, value = pending.pop(0)
         if isinstance(value, dict):
             pending.extend((f"{name} {key}" if key in found else key, item) for key, item in value.items())
@@ -138,12 +165,13 @@ def _environment(output_dir: Path) -> dict[str, str]:
 def _weights(config: str) -> dict[str, float]:
     """Weights of the rewards in a configuration, by name."""
     try:
-        rewards = yaml.safe_load(config)["reward"]["rewards"]
+        rewards = _parsed(config)["reward"]["rewards"]
         found = {}
         for reward in rewards:
             called = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
-            found[called.rpartition(":")[2]] = reward.get("weight", 1.0)
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):  # a task without rewards
+            weight = reward.get("weight", 1.0)
+            found[called.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
+    except (TypeError, KeyError, IndexError, AttributeError):  # a task without rewards
         return {}
     return found
 
@@ -268,8 +296,8 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
         images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
         source = _source(output_dir, *next(iter(cells[key].items())))
         body.append(
-            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{sample_id}"><span>{in_html(prompt)} '
-            f"<small>seed {seed}</small>{source}</span></th></tr><tr>{images}</tr>"
+            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{escape(str(sample_id))}"><span>'
+            f"{in_html(prompt)} <small>seed {escape(str(seed))}</small>{source}</span></th></tr><tr>{images}</tr>"
         )
     hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
     width = max(104, min(MAX_PIXELS, 1080 // len(steps) - 10))
@@ -336,16 +364,17 @@ def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips
     if "text" in row:
         image = f'<div class="text">{folded(row["text"])}</div>'
     else:
-        image = _picture(step_folder(output_dir, step) / str(row.get("file", "")), row.get("prompt", ""))
+        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", ""))
     advantage = row.get("advantage")
     note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
     return f"{image}<small>{label}</small>{chips.render(row)}{note}"
 
 
-def _picture(path: Path, alt: str) -> str:
-    if path.suffix not in (".png", ".webp") or not path.is_file():
-        return f'<span class="gap">{escape(path.name)}</span><br>'
-    uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
+def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
+    shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
+    if isinstance(shown, str):
+        return f'<span class="gap">{escape(Path(name).name)}{shown}</span><br>'
+    uri, width, height = shown
     kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
 
@@ -354,7 +383,7 @@ def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
     """The image that a sample was made from; nothing where there is none."""
     if "source" not in row:
         return ""
-    picture = _picture(step_folder(output_dir, step) / row["source"], f"source: {row.get('prompt', '')}")
+    picture = _picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")
     return f'<div class="source">{picture}<small>source</small></div>'
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.characters import printable
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_tables import section
-from sfumato.tracking.samples import step_folder, thumbnail_data_uri
+from sfumato.tracking.samples import embedded_picture
 
 MAX_ANSWERS = 8
 """Best answers of a kind that are shown, and as many of the worst."""
@@ -22,9 +22,6 @@ MAX_PIXELS = 256
 """Width and height of the images of a prompt, at most."""
 MAX_SUMMARY = 140
 """Characters of it that show before it is opened."""
-
-_DIRECTIONS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the direction in which a page is read."""
 
 Row = Mapping[str, Any]
 
@@ -40,16 +37,6 @@ def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
     return "".join(_table(samples, kind, name, output_dir) for kind, name in kinds)
 
 
-def readable(text: str) -> str:
-    """A text as it can be shown: what is no character, or changes how its neighbours are shown, by its number."""
-    return "".join(f"⟨U+{ord(letter):04X}⟩" if _is_hidden(letter) else letter for letter in text)
-
-
-def _is_hidden(letter: str) -> bool:
-    is_control = unicodedata.category(letter) in ("Cc", "Cs") and letter not in "\n\t"
-    return is_control or letter in _DIRECTIONS
-
-
 def shortened(text: str, limit: int) -> str:
     """A text of at most ``limit`` characters, or the first and last of it and how many are left out between them."""
     if len(text) <= limit:
@@ -60,7 +47,7 @@ def shortened(text: str, limit: int) -> str:
 
 def in_html(text: str, limit: int = MAX_GRID_TEXT) -> str:
     """A text as HTML, of which nothing runs; of long ones ``shortened``."""
-    return escape(readable(shortened(text, limit)))
+    return escape(printable(shortened(text, limit)))
 
 
 def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
@@ -68,7 +55,7 @@ def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
     if not text:
         return '<span class="gap">empty</span>'
     whole = in_html(text, limit)
-    line = " ".join(readable(text[: 2 * MAX_SUMMARY]).split())
+    line = " ".join(printable(text[: 2 * MAX_SUMMARY]).split())
     if len(text) <= MAX_SUMMARY and "\n" not in text.strip():
         return f'<div class="text">{whole}</div>'
     return (
@@ -95,9 +82,9 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_di
     columns = ("", "reward", "answer", "prompt")
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     body = "".join(
-        f"<tr><td>{label}<br><small>sample {int(row.get('sample_id', 0))}</small></td><td>{_rewards(row)}</td>"
+        f"<tr><td>{label}<br><small>sample {row.get('sample_id', 0)}</small></td><td>{_rewards(row)}</td>"
         f"<td>{folded(row['text'], MAX_TEXT)}</td>"
-        f"<td>{_images(step_folder(output_dir, step), row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
+        f"<td>{_images(output_dir, step, row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
         for label, row in shown
     )
     failed = f" · {len(kept) - len(scored)} without a reward" if len(scored) < len(kept) else ""
@@ -106,11 +93,12 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_di
     return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
 
 
-def _images(folder: Path, row: Row) -> str:
+def _images(output_dir: Path, step: int, row: Row) -> str:
     """The images that stand in the prompt, one beside the other, where there are some."""
-    if "source" not in row or not (folder / str(row["source"])).is_file():
+    shown = embedded_picture(output_dir, step, row["source"], MAX_PIXELS) if "source" in row else ""
+    if isinstance(shown, str):
         return ""
-    uri, width, height = thumbnail_data_uri(folder / str(row["source"]), MAX_PIXELS)
+    uri, width, height = shown
     return f'<img src="{uri}" width="{width}" height="{height}" alt="the images of the prompt">'
 
 
@@ -119,7 +107,7 @@ def _rewards(row: Row) -> str:
     if row.get("advantage") is not None:
         parts.append(("advantage", row["advantage"]))
     lines = [
-        f"<small>{escape(readable(name))}</small> {'failed' if value is None else format_value(value)}"
+        f"<small>{escape(printable(name))}</small> {'failed' if value is None else format_value(value)}"
         for name, value in parts
     ]
     return "<br>".join(lines)

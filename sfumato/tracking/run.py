@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sfumato.config.base import Section
-from sfumato.config.characters import whole_characters
+from sfumato.config.characters import printable
 from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
@@ -332,7 +332,7 @@ class Run:
         """A line for the person who watches, and for ``log.txt``."""
         if not self.mesh.is_first:
             return
-        text = whole_characters(text)
+        text = printable(text)
         if self.is_open:
             self._progress.message(text)
         else:
@@ -343,7 +343,7 @@ class Run:
             self._write_log([text])
 
     def _write_log(self, texts: Iterable[str]) -> None:
-        self._files.append(self.output_dir / "log.txt", texts)
+        self._files.append(self.output_dir / "log.txt", map(printable, texts))
 
     def __enter__(self) -> Run:
         return self

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import math
 import re
 import shutil
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
-from sfumato.tracking.trackers import read_jsonl, strict_json
+from sfumato.config.paths import file_problem, path_inside
+from sfumato.errors import DataError
+from sfumato.tracking.trackers import is_number, read_jsonl, strict_json
 
 FRAME_MS = 1000 // 16
 """Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
@@ -25,6 +29,12 @@ WEBP = {"quality": 90, "method": 0}
 
 FORMATS = ("PNG", "WEBP")
 """What samples are written as, and all that is read."""
+
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+"""What Pillow raises for files that are damaged, or made to break it."""
+
+MOST_BYTES, MOST_PIXELS = 2**28, 2**30
+"""Of a file that a page shows, and of all of its frames."""
 
 EMBEDDED_BYTES = 600_000
 """Most bytes of one animation in a page; larger ones are made smaller."""
@@ -186,8 +196,34 @@ def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
     The image of a row is ``step_folder(output_dir, step) / row["file"]``; one of a text has ``text`` instead.
     Unfinished folders are not looked at.
     """
-    folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").is_file()]
-    return {step: read_jsonl(path / "samples.jsonl") for step, path in sorted(folders)}
+    folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists()]
+    return {step: _checked(path / "samples.jsonl") for step, path in sorted(folders)}
+
+
+_TEXTS, _WHOLE = ("kind", "prompt", "text", "file", "source", "damage"), ("seed", "sample_id", "policy_version")
+
+
+def _checked(path: Path) -> list[dict[str, Any]]:
+    """Rows whose values are of the types that a run writes. Raises DataError that names file, row and value."""
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, start=1):
+        rewards = row.get("rewards")
+        wrong = [name for name in _TEXTS if name in row and not isinstance(row[name], str)]
+        wrong += [name for name in _WHOLE if name in row and not (type(row[name]) is int and abs(row[name]) < 2**64)]
+        wrong += [name for name in ("total", "advantage") if not _is_value(row.get(name))]
+        if rewards is not None and not (isinstance(rewards, dict) and all(map(_is_value, rewards.values()))):
+            wrong.append("rewards")
+        if wrong:
+            raise DataError(
+                f"{path}, row {number}: {wrong[0]} is {str(row[wrong[0]])[:60]!r}, which no run has written; remove "
+                "the row, or restore the file"
+            )
+    return rows
+
+
+def _is_value(value: Any) -> bool:
+    """Whether that is a number or null, as which a value that is not finite is written."""
+    return value is None or (is_number(value) and math.isfinite(value))
 
 
 def drop_samples_after(output_dir: Path, step: int) -> None:
@@ -200,7 +236,8 @@ def drop_samples_after(output_dir: Path, step: int) -> None:
 def _step_folders(output_dir: Path) -> list[tuple[int, Path]]:
     """Steps and folders of finished samples."""
     paths = (Path(output_dir) / "samples").glob("step_*")
-    return [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_\d+", path.name)]
+    found = [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_[0-9]{1,15}", path.name)]
+    return [(step, path) for step, path in found if path_inside(Path(output_dir), path.absolute()) == path.resolve()]
 
 
 def image_grid(
@@ -253,6 +290,24 @@ def choose_evenly(items: list[int], count: int) -> list[int]:
     return [items[i] for i in sorted({round(i) for i in np.linspace(0, len(items) - 1, count)})]
 
 
+def embedded_picture(output_dir: Path, step: int, name: str, max_pixels: int) -> tuple[str, int, int] | str:
+    """As ``thumbnail_data_uri`` of a picture of a step, or why it is not shown, to be said after its name.
+
+    A row names its file; one outside of the step's folder is not read.
+    """
+    path = path_inside(step_folder(output_dir, step), name)
+    if path is None:
+        return " lies outside of the samples"
+    if path.suffix not in (".png", ".webp") or not path.is_file():
+        return ""
+    if file_problem(path, MOST_BYTES):
+        return " is too large"
+    try:
+        return thumbnail_data_uri(path, max_pixels)
+    except (*BROKEN, Image.DecompressionBombError, MemoryError):
+        return " is broken"
+
+
 def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     """An image file as a data URI with its width and height; what is larger than ``max_pixels`` is made smaller.
 
@@ -262,6 +317,8 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     content, mime = path.read_bytes(), path.suffix.removeprefix(".")
     with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
         size, num_frames = opened.size, getattr(opened, "n_frames", 1)
+        if num_frames * math.prod(size) > MOST_PIXELS:
+            raise ValueError(f"{num_frames} frames of {size} pixels")
         if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
             scale = min(max_pixels / max(size), 1.0)
             size = (max(round(size[0] * scale), 1), max(round(size[1] * scale), 1))

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.paths import outside_problem
 from sfumato.errors import DataError
 from sfumato.tracking.trackers import JsonLines, Report
 
@@ -201,8 +202,11 @@ def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Even
         DataError: for a line that is no event, other than a last one that a crash tore.
     """
     path = Path(folder) / _FILE_NAME
-    if not path.is_file():
+    problem = outside_problem(path.parent, path.name)
+    if problem == "does not exist":
         return []
+    if problem is not None:
+        raise DataError(f"{path} {problem}; remove it, or restore the file")
     with path.open("rb") as file:
         size = file.seek(0, 2)
         from_byte = max(0, size - tail_bytes) if tail_bytes is not None else 0
@@ -216,7 +220,7 @@ def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Even
             continue
         try:
             events.append(_parse(json.loads(line.decode("utf-8"))))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             if number == len(lines):  # no newline after it: a crash tore it
                 break
             shown = line[:80].decode("utf-8", errors="replace")
@@ -235,5 +239,7 @@ def _parse(record: Any) -> Event:
         if field.name == "version" and value is None:
             continue
         if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
-            raise ValueError(f"{field.name} is {value!r}")
+            raise ValueError(f"{field.name} is {value!r}"[:200])
+        if isinstance(value, (int, float)) and not abs(value) < 2**53:
+            raise ValueError(f"{field.name} is no number that a run can have written")
     return Event(**record)

@@ -17,12 +17,18 @@ import numpy as np
 
 from sfumato.checkpoint.envelope import flush
 from sfumato.config.characters import whole_characters
+from sfumato.config.paths import outside_problem
+from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.services import SERVICES, missing
 
 KNOWN_TRACKERS = ("tensorboard", *SERVICES)
 Report = Callable[[Path, Exception | None], None]
 """Takes note of a file that cannot be written, or with None that it can."""
+MOST_BYTES = 2**32
+"""Size of the largest file of lines that is read."""
+MOST_STEPS = 2**53
+"""Steps are drawn, as floats."""
 Series = dict[str, dict[int, float | None]]
 """Metric name -> step -> value; None is a value that was not finite."""
 
@@ -174,7 +180,7 @@ class JsonLines:
                 if record["step"] <= keep_until_step:
                     kept.append(line + b"\n")
         write_atomically(self.path, b"".join(kept))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_to_append(self.path)
         self._report = report
         self._waiting: list[bytes] = []
         self._torn_at: int | None = None
@@ -259,10 +265,25 @@ def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
     series: Series = {}
     for record in records:
         for name, value in record.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name != "step" and isinstance(record.get("step"), int) and (is_number or value is None):
+            if name == "step" or not is_step(record.get("step")):
+                continue
+            if value is None or (is_number(value) and math.isfinite(value)):
                 series.setdefault(name, {})[record["step"]] = value
+            elif is_number(value):  # JSON has no NaN, but Python reads it
+                series.setdefault(name, {})[record["step"]] = None
     return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
+
+
+def is_step(value: Any) -> bool:
+    """Whether that is the number of a step."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_STEPS
+
+
+def is_number(value: Any) -> bool:
+    """Whether that is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) < 2**1000
 
 
 def finite(points: Mapping[int, float | None]) -> dict[int, float]:
@@ -276,24 +297,13 @@ def strict_json(value: Any) -> str:
     return whole_characters(_STRICT.encode(_plain(value)))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file so that a reader, or a crash, sees the old content or the new, never a part."""
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        with tmp.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(tmp, path)
-    except OSError:
-        tmp.unlink(missing_ok=True)  # a full disk needs the room
-        raise
-
-
 def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """The lines of a file as they stand and as they read, without blank lines and without a broken last line."""
-    if not path.exists():
+    problem = outside_problem(path.parent, path.name, MOST_BYTES)
+    if problem == "does not exist":
         return []
+    if problem is not None:
+        raise DataError(f"{path} {problem}; remove it, or restore the file")
     # Only "\n" ends a line: str.splitlines would also cut at U+2028 inside a prompt.
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip()]
     parsed = []
@@ -302,7 +312,7 @@ def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
             record = json.loads(line.decode("utf-8"))
             if not isinstance(record, dict):
                 raise ValueError("it is no JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == lines[-1][0]:
                 break
             raise DataError(f"{path}:{number} is broken ({error}); delete this line or restore the file") from error
@@ -354,8 +364,8 @@ class Sparing:
         if path in self._silent:
             return
         self._silent.add(path)  # what is said meanwhile comes here again
-        with self.spare(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with self.spare(path), open_to_append(path) as file:
+            file.write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="replace"))
         self._silent.discard(path)
 
     @contextmanager

@@ -218,3 +218,33 @@ def test_a_pickle_among_the_tensors_does_not_run(folder: Path, tmp_path: Path) -
     assert not mark.exists()
     pickle.loads(harm)
     assert mark.exists()
+
+
+def nested(levels: int, key: bytes) -> bytes:
+    """A pickle of a mapping with a key that holds itself twice in each level; ``key`` is what makes it of the tuple."""
+    return b"\x80\x02}(K\x01" + b"2\x86" * levels + key + b"K\x01u."
+
+
+INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+NESTED = {
+    "a key": nested(60, b""),
+    "a key by itself": b"\x80\x02}K\x01" + b"2\x86" * 60 + b"K\x01s.",
+    "a place within a place": b"\x80\x02}" + INDEX + b")\x81}X\x03\x00\x00\x00fqnK\x01" + b"2\x86" * 60 + b"sbK\x01s.",
+    "an argument": b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x01"
+    + b"2\x86" * 60
+    + b"\x85R.",
+    "an argument of a new object": b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x01"
+    + b"2\x86" * 60
+    + b"\x85\x81.",
+    "a set": b"\x80\x04\x8f(K\x01" + b"2\x86" * 60 + b"\x90.",
+    "an object of an old kind": b"(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x01"
+    + b"2\x86" * 60
+    + b"o.",
+    "a mapping of an old kind": b"\x80\x02(K\x01" + b"2\x86" * 60 + b"K\x01d.",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_would_take_two_to_the_sixty_steps_to_hash(folder: Path, name: str) -> None:
+    (folder / ".metadata").write_bytes(NESTED[name])
+    assert "was not written by torch: it " in refusal(folder) or "nested" in refusal(folder)

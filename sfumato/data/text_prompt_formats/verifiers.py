@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.config.trust import refuse_code
 from sfumato.data.rows import RowTable
 from sfumato.data.text_prompt_formats.base import PromptFormat, PromptRow
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
@@ -76,7 +77,6 @@ def load_tasks(environment: str, config: str) -> list[Any]:
     return list(load_environment(environment, config).taskset)
 
 
-@cache
 def load_environment(environment: str, config: str) -> Any:
     """An environment of verifiers.
 
@@ -88,6 +88,12 @@ def load_environment(environment: str, config: str) -> Any:
         MissingDependencyError: when verifiers is not installed.
         ConfigError: when there is no such environment, its tasks have no end, or settings are wrong.
     """
+    refuse_code(f"environment {environment} of verifiers")
+    return _load_environment(environment, config)
+
+
+@cache
+def _load_environment(environment: str, config: str) -> Any:
     try:
         import verifiers.v1 as verifiers
     except ImportError as error:

@@ -17,6 +17,7 @@ import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import check_pipeline
 from sfumato.config.sections import ModelConfig
+from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.diffusion.folder_parts import (
@@ -87,6 +88,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
 
 
 def _import_family(name: str) -> type[DiffusionModel]:
+    refuse_code(f"model.family {name}")
     module, _, attribute = name.partition(":")
     try:
         family = getattr(importlib.import_module(module), attribute)
@@ -223,9 +225,7 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     for name in denoisers if on_meta else ():
         given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
     try:
-        pipeline = pipeline_type.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=dtypes, **given
-        )
+        pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **given)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         said = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
         why = _other_shapes(folder, index) or f"diffusers cannot load it: {said}"
@@ -245,9 +245,9 @@ def _other_shapes(folder: Path, index: dict[str, Any]) -> str:
         cls = component_class(*value) if isinstance(value, list) and all(value) else None
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
-        settings = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        settings = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            _, report = cls.from_pretrained(folder / name, **settings)
+            _, report = load_pretrained(cls, folder / name, **settings)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
             continue  # what diffusers said is the reason
         for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):
@@ -259,4 +259,4 @@ def _other_shapes(folder: Path, index: dict[str, Any]) -> str:
 
 
 def _from_config(cls: Any, folder: Path) -> torch.nn.Module:
-    return cls.from_config(cls.load_config(folder))
+    return make_from_config(cls, cls.load_config(folder))

@@ -24,6 +24,7 @@ from sfumato.algorithms.solvers import Euler
 from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import check_weights
+from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
@@ -66,7 +67,7 @@ class LatentTokenizer:
 
         check_weights(folder, "model.image_tokenizer")
         try:
-            vae = AutoencoderKL.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+            vae = load_pretrained(AutoencoderKL, folder, use_safetensors=True)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"model.image_tokenizer {folder}: model.head draws latents of diffusers' AutoencoderKL, which it finds "
@@ -143,7 +144,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> n
             start_at_zero(head.proj_out, *modulations)  # as models of images alone begin
         else:
             check_weights(Path(str(config.model_path)), "model.head.model_path")
-            head = SD3Transformer2DModel.from_pretrained(source, local_files_only=True, use_safetensors=True).float()
+            head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()
             refuse_not_finite(head, Path(str(source)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model.head {source}: diffusers' SD3Transformer2DModel refuses it: {error}") from error

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import PartConfig
+from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
@@ -31,7 +32,7 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
     if config.model_path is not None:
         folder = Path(config.model_path)
         try:
-            model = VQModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+            model = load_pretrained(VQModel, folder, use_safetensors=True)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{folder}: diffusers finds no VQModel there: {error}") from error
         refuse_not_finite(model, folder)

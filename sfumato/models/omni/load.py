@@ -21,6 +21,7 @@ from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
 from sfumato.config.paths import check_weights
 from sfumato.config.text import LanguageModelConfig
+from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.drawing import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
 from sfumato.data.vision import Vision
 from sfumato.errors import ConfigError
@@ -120,13 +121,13 @@ def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:
             if kind not in CONFIG_MAPPING:
                 raise ConfigError(f"{config.config_path}: model_type{suggest(str(kind), sorted(CONFIG_MAPPING))}"[:600])
             check_keys(CONFIG_MAPPING[kind], fields, str(config.config_path))
-            return auto_class.from_config(CONFIG_MAPPING[kind](**fields), dtype=torch.float32)
+            return make_from_config(auto_class, CONFIG_MAPPING[kind](**fields), dtype=torch.float32)
         folder = Path(str(config.model_path))
         check_weights(folder)
-        described = AutoConfig.from_pretrained(folder, local_files_only=True)
-        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+        described = load_pretrained(AutoConfig, folder)
+        settings = {"use_safetensors": True, "dtype": torch.float32}
         described = described if causal else getattr(described, "vision_config", described)
-        module, report = auto_class.from_pretrained(folder, config=described, output_loading_info=True, **settings)
+        module, report = load_pretrained(auto_class, folder, config=described, output_loading_info=True, **settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{where} {config.model_path or config.config_path}: transformers refuses it: {error}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.config.paths import check_weights
+from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import CODE, ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.vision_load import read_image_processor
@@ -418,8 +419,8 @@ def read_own_codes(folder: Path, size: Sequence[int] | None = None) -> OwnCodes:
     if not family.draws:
         raise ConfigError(f"{folder}: a model of type {family.kind} cannot be trained to draw")
     try:
-        described = AutoConfig.from_pretrained(folder, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        described = load_pretrained(AutoConfig, folder)
+        tokenizer = load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: transformers cannot read it: {error}") from error
     return family(read_vq(folder, described), described, read_image_processor(folder), tokenizer, size)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.config.trust import load_pretrained
 from sfumato.data.answer_end import facts_of
 from sfumato.data.drawing import DrawingReader
 from sfumato.data.vision import ImageReader, Images, Tensors, Vision
@@ -142,8 +143,8 @@ class _OneClass:
     def from_config(self, described: Any, trust_remote_code: bool, **settings: Any) -> nn.Module:
         return self._cls._from_config(described, **settings)
 
-    def from_pretrained(self, folder: Path, trust_remote_code: bool, **settings: Any) -> nn.Module:
-        return self._cls.from_pretrained(folder, **settings)
+    def from_pretrained(self, folder: Path, local_files_only: bool, **settings: Any) -> nn.Module:
+        return load_pretrained(self._cls, folder, **settings)
 
 
 def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:

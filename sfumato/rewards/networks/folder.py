@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from sfumato.config.paths import check_weights
+from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 from sfumato.rewards import base
@@ -103,8 +104,8 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
     check_weights(folder, "model_path")
     check_folder(folder, "config.json", "*.safetensors")
     try:
-        model, report = auto_class.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        model, report = load_pretrained(
+            auto_class, folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load it: {error}") from error
@@ -119,7 +120,7 @@ def load_image_processor(folder: Path) -> Any:
 
     check_folder(folder, "preprocessor_config.json|processor_config.json")
     try:
-        return AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+        return load_pretrained(AutoImageProcessor, folder, backend="pil")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load its image processor: {error}") from error
 
@@ -130,7 +131,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     check_folder(folder, "tokenizer.json|vocab.txt|vocab.json|tokenizer.model|spiece.model")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load its tokenizer: {error}") from error
 

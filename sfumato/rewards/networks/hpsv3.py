@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.folder import (
@@ -117,7 +118,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
                 if renamed != name:
                     break
             body[renamed] = tensor.to(device, dtype)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_pretrained(AutoConfig, folder)
     embeddings = body.get("language_model.embed_tokens.weight")
     if embeddings is not None:
         config.text_config.vocab_size = len(embeddings)  # with the token for the reward, as published
@@ -126,7 +127,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
                 f"model_path {folder}: the tokenizer has {num_tokens} tokens with {REWARD_TOKEN}, the weights have "
                 f"{len(embeddings)}: take the tokenizer of Qwen2-VL-7B-Instruct"
             )
-    model = build_on_meta(lambda: AutoModel.from_config(config, attn_implementation="sdpa", dtype=dtype))
+    model = build_on_meta(lambda: make_from_config(AutoModel, config, attn_implementation="sdpa", dtype=dtype))
     model = assign_tensors(model, body, folder).to(device)
     width = config.text_config.hidden_size
     rate = nn.Sequential(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sfumato.config.trust import refuse_code
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines import owner_process
 from sfumato.rollout.engines.base import EngineError
@@ -72,6 +73,7 @@ class ServerProcess:
             ConfigError: when the program is not there.
             EngineError: when it ends, or is not ready in time; with the end of its log.
         """
+        refuse_code(f"program {self.command[0]} of {self.name}")
         self.stop()
         if not Path(self.command[0]).is_file():
             raise ConfigError(f"{self.name}: {self.command[0]} is not there, so the server cannot be started")

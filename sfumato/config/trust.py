@@ -1,0 +1,79 @@
+"""Code of strangers: who may let it run, and the one way in which folders of other people's models are loaded.
+
+A task that trains runs the code that its configuration names, as a script would. Commands that read somebody's
+configuration or run folder run none of it without ``--trust-code`` on their own command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sfumato.errors import ConfigError
+
+SWITCH = "--trust-code"
+
+_trusts_code = True  # a task's configuration is that of the person who starts it
+
+
+@contextmanager
+def code_of_configurations(trusted: bool) -> Iterator[None]:
+    """Inside, code that configurations name runs, or is refused."""
+    global _trusts_code
+    before, _trusts_code = _trusts_code, trusted
+    try:
+        yield
+    finally:
+        _trusts_code = before
+
+
+def refuse_code(what: str) -> None:
+    """Raises ConfigError where code that a configuration names must not run; ``what`` names it."""
+    if not _trusts_code:
+        raise ConfigError(
+            f"{what} is code that this command would run for whoever wrote the configuration: it runs none; if you "
+            f"have read that code and trust it, add {SWITCH} to this command"
+        )
+
+
+def check_trust(trust_remote_code: bool) -> bool:
+    """The value of a field ``trust_remote_code``. Raises ConfigError as ``refuse_code``."""
+    if trust_remote_code:
+        refuse_code("trust_remote_code: true, Python files in the model's folder,")
+    return trust_remote_code
+
+
+def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """``cls.from_pretrained`` of a local folder, whose code does not run unless a person allowed it.
+
+    Args:
+        cls: a class of transformers or diffusers.
+        folder: with its files.
+        trust_remote_code: what the configuration says of a language model; no other kind of model has such a field.
+        options: further arguments.
+    """
+    _ask_nothing()
+    return cls.from_pretrained(folder, local_files_only=True, **_trust(cls, trust_remote_code), **options)
+
+
+def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """``cls.from_config`` with random weights, where the same holds of what the configuration names."""
+    _ask_nothing()
+    return cls.from_config(described, **_trust(cls, trust_remote_code), **options)
+
+
+def _trust(cls: Any, trust_remote_code: bool) -> dict[str, bool]:
+    """The argument, for classes that know it: models of diffusers take it for a field of their configuration."""
+    bases = getattr(cls, "__mro__", ())
+    is_diffusers = any(base.__name__ == "ModelMixin" and base.__module__.startswith("diffusers.") for base in bases)
+    return {} if is_diffusers else {"trust_remote_code": trust_remote_code}
+
+
+def _ask_nothing() -> None:
+    """transformers asks on stdin whether to run code where a class within another is loaded without the argument, and
+    runs it on a yes. Without time for an answer it refuses."""
+    import transformers.dynamic_module_utils
+
+    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
