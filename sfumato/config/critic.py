@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sfumato.config.base import Section
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import ModelPath
 from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig
 
@@ -15,7 +15,7 @@ from sfumato.config.text import LanguageModelConfig
 class CriticConfig(Section):
     """The critic, a language model with a scalar head that has an optimiser of its own."""
 
-    model_path: FilePath | None = None
+    model_path: ModelPath | None = None
     """Folder of a language model, or of a reward model, whose head is kept; null begins from the policy's."""
     head: Literal["random", "zero"] = "zero"
     """Of a model without a scalar head: zero, so that all values begin at 0 and the first advantages are the returns;

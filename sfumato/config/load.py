@@ -255,9 +255,15 @@ def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
     """A file's values without the makers of folders that overrides replace: what they make would not be used."""
     sections = dict(data)
     for name, override in overrides.items():
-        if isinstance(override, Mapping) and isinstance(sections.get(name), dict):
-            replaced = {maker for folder, maker in MAKERS.items() if folder in override and maker not in override}
-            sections[name] = {key: value for key, value in sections[name].items() if key not in replaced}
+        section = sections.get(name)
+        if not isinstance(override, Mapping) or not isinstance(section, dict):
+            continue
+        replaced = {
+            maker
+            for folder, maker in MAKERS.items()
+            if folder in override and override[folder] != section.get(folder) and maker not in override
+        }
+        sections[name] = {key: value for key, value in section.items() if key not in replaced}
     return sections
 
 

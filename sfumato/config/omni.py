@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.dit import DitTrainConfig
 from sfumato.config.image_data import ImageTextDataConfig
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.sections import Expression
 from sfumato.config.text import check_text
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
@@ -18,7 +18,7 @@ from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainCo
 class PartConfig(Section):
     """A part of a model: the folder that it comes from, or its description."""
 
-    model_path: FilePath | None = None
+    model_path: ModelPath | None = None
     """Folder of the part, as transformers or diffusers wrote it."""
     config_path: FilePath | None = None
     """YAML file with the fields of its configuration: random weights; instead of model_path."""
@@ -77,7 +77,7 @@ class OmniModelConfig(Section):
     """diffusers' SD3Transformer2DModel, which draws latents by flow matching, told hidden states of the foundation."""
     image_tokenizer_made_by: FilePath | None = None
     """YAML file of tasks/train_image_tokenizer.py that makes image_tokenizer; it is run first when that is missing."""
-    tokenizer_path: FilePath | None = None
+    tokenizer_path: ModelPath | None = None
     """Folder of the tokenizer; null takes the model's. `bytes` is one of 259 tokens that needs no folder."""
     freeze: list[Expression] = []
     """Regular expressions; weights whose names contain one are not trained: `language_model|lm_head`, `vision_tower`,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,59 @@ FilePath = Annotated[str, AfterValidator(check_path)]
 
 FilePaths = Annotated[str, AfterValidator(check_paths)]
 """The type of a field that names several, with commas between them."""
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What a model is called on the hub: an owner and a name."""
+
+
+def find_model_folder(name: str) -> str:
+    """The folder of a model: the path itself, or for a name on the hub the snapshot in the local hub cache.
+
+    The snapshot's path holds its revision, so that a run's resolved configuration names it. Nothing is downloaded; a
+    name that the cache lacks stays as it is.
+    """
+    path = check_path(name)
+    if HUB_NAME.fullmatch(path) is None or Path(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return path
+
+
+ModelPath = Annotated[str, AfterValidator(find_model_folder)]
+"""The type of a field that names the folder of a model, or its name on the hub."""
+
+
+def refuse_other_layout(name: str, option: str = "model.model_path") -> None:
+    """Raises ConfigError for a path that holds a model in a form that is not read, or a name that is not cached."""
+    path = Path(name)
+    if path.is_file():
+        raise ConfigError(
+            f"{option} {path} is a file, not a model folder: give the folder that holds config.json and safetensors "
+            "files, or make one with transformers' from_pretrained (gguf_file=... for GGUF) and save_pretrained"
+        )
+    layouts = {
+        "params.json": "Mistral's or Meta's own layout",
+        "consolidated.safetensors": "Mistral's own layout",
+        "original/params.json": "Meta's own layout in original/",
+        "*.gguf": "GGUF files",
+    }
+    for pattern, layout in layouts.items():
+        if path.is_dir() and any(path.glob(pattern)):
+            raise ConfigError(
+                f"{option} {path} holds {layout}, and no config.json: take the model in transformers' layout "
+                "(config.json, model.safetensors), or convert it with transformers"
+            )
+    if not path.exists() and HUB_NAME.fullmatch(name) is not None:
+        raise ConfigError(
+            f"{option} {name} is not a model folder, and not in the local hub cache. If it is a name on the hub: "
+            f"hf download {name}"
+        )
 
 
 KINDS = {

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.parallel import ParallelConfig
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import FilePath, ModelPath
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -42,7 +42,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model: which folder or which description it comes from, and what of it is trained."""
 
-    model_path: FilePath | None = None
+    model_path: ModelPath | None = None
     """Folder of a diffusers pipeline (with model_index.json)."""
     config_path: FilePath | None = None
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""

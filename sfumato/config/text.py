@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.sections import Expression, LoraConfig
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.config.trust import check_trust
@@ -16,14 +16,15 @@ from sfumato.config.trust import check_trust
 class LanguageModelConfig(Section):
     """The model: which folder or which description it comes from, and what of it is trained."""
 
-    model_path: FilePath | None = None
-    """Folder of a transformers model (config.json, safetensors files, tokenizer)."""
+    model_path: ModelPath | None = None
+    """Folder of a transformers model (config.json, safetensors files, tokenizer), or its name on the hub when the
+    local hub cache holds it."""
     config_path: FilePath | None = None
     """YAML file with the fields of a transformers configuration (model_type, hidden_size, ...): a model made from
     scratch with random weights; instead of model_path."""
     made_by: FilePath | None = None
     """YAML file of tasks/train_text.py that makes model_path; it is run first when that folder is missing."""
-    tokenizer_path: FilePath | None = None
+    tokenizer_path: ModelPath | None = None
     """Folder of the tokenizer; null takes model_path. `bytes` is one of 259 tokens that needs no folder."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights."""

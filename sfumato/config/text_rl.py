@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Variant, refuse_needless
 from sfumato.config.critic import CriticConfig
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.rl import MAX_SAMPLES, EvalConfig, RolloutConfig
 from sfumato.config.runtime import STALENESS
@@ -155,7 +155,7 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
     reference: Annotated[Any, Variant("sfumato.algorithms.decay")] = "constant"
     """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
 
-    teacher: FilePath | None = None
+    teacher: ModelPath | None = None
     """Folder of another model, which then stands in the place of the reference: on-policy distillation."""
     value_clip_range: float | None = Field(0.5, gt=0)
     """A critic's value may move so far from the one before the update; null bounds nothing."""

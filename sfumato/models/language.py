@@ -156,7 +156,7 @@ class LanguageModel(PackedModel[TokenScores]):
         if biases:
             save_file(biases, folder / "expert_biases.safetensors")
         if self.autocast_dtype is not None:
-            stay = float32_names(plain, self.source, weights)
+            stay = float32_names(plain, self.source)
             for name in weights.keys() - stay:
                 if weights[name].dtype == torch.float32:
                     weights[name] = weights[name].to(self.autocast_dtype)

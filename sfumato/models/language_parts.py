@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from sfumato.config.load import read_yaml, suggest
-from sfumato.config.paths import check_weights
+from sfumato.config.paths import check_weights, refuse_other_layout
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.answer_end import facts_of
@@ -189,6 +189,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
             refuse_adapter(folder)
+            refuse_other_layout(str(config.model_path))
             raise ConfigError(
                 f"model.model_path {folder} is not a model folder: {folder / 'config.json'} does not exist. Give a "
                 "folder that transformers' save_pretrained wrote"
@@ -255,6 +256,7 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
     folder = Path(str(config.tokenizer_path or config.model_path))
     option = "model.tokenizer_path" if config.tokenizer_path else "model.model_path"
     if not folder.is_dir():
+        refuse_other_layout(str(folder), option)
         raise ConfigError(f"{option}: {folder} does not exist")
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)

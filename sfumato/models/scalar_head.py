@@ -32,6 +32,7 @@ from sfumato.models.lora import add_lora, language_targets, merge_adapters
 from sfumato.models.model_folder import save_tokenizer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.plain import give_weights
+from sfumato.models.source_folder import float32_names
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
@@ -132,7 +133,8 @@ class ScalarModel(PackedModel[Tensor]):
                 whole.add_adapter(adapter, name)
             weights = merge_adapters(whole, weights)
         dtype = self.autocast_dtype or torch.float32
-        for name in weights:
+        stay = float32_names(plain, self.source)
+        for name in weights.keys() - stay:
             if weights[name].dtype == torch.float32:
                 weights[name] = weights[name].to(dtype)
         save_tokenizer(self.tokenizer, folder, keeps_pad=True)

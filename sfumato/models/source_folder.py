@@ -7,7 +7,7 @@ embedding, and weights that stay float32 beside others of half precision.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.weight_files import converted, open_weights
 
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Methods of quantisation whose weights transformers turns into numbers again, on every device, and its class."""
@@ -145,39 +146,29 @@ def _ends_of(path: Path, name: str) -> Tensor:
         return torch.cat([rows[:COMPARED_ROWS], rows[-COMPARED_ROWS:]])
 
 
-def float32_names(module: nn.Module, folder: Path | None, names: Iterable[str]) -> set[str]:
-    """Names of weights that stay float32 where others have half precision.
+def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
+    """Names of weights and buffers that stay float32 in an export whose others have half precision.
 
-    Those are buffers; what transformers' class keeps so, such as the bias that chooses experts of DeepSeek-V3; and
-    what the folder holds as float32 while most of its weights are not.
+    The folder decides, where some of its tensors have half precision: those that it holds as float32. For tensors that
+    it does not hold, and without a folder, transformers' class does, which keeps for example the bias that chooses the
+    experts of DeepSeek-V3.
 
     Args:
         module: plain, on meta perhaps.
-        folder: that was trained; None where weights were drawn.
-        names: of its weights.
+        folder: that was trained, if it is still there; None where weights were drawn.
     """
-    patterns = [
-        re.compile(rf"(^|\.){re.escape(part) if '*' not in part else part}($|\.)")
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for part in getattr(module, attribute, None) or ()
-    ]
-    buffers = {name for name, _ in module.named_buffers()}
-    stored = set() if folder is None else _float32_of_mixed(folder)
-    return {
-        name for name in names if name in buffers or name in stored or any(pattern.search(name) for pattern in patterns)
-    }
-
-
-def _float32_of_mixed(folder: Path) -> set[str]:
-    """Names of float32 tensors of a folder most of whose weights are of another type; none of any other folder."""
-    sizes = {True: 0, False: 0}
-    float32 = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_slice(name)
-                is_float32 = tensor.get_dtype() == "F32"
-                sizes[is_float32] += torch.Size(tensor.get_shape()).numel()
-                if is_float32:
-                    float32.add(name)
-    return float32 if sizes[False] > sizes[True] else set()
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    patterns = {re.compile(rf"(^|\.){part}($|\.)") for kind in kinds for part in getattr(module, kind, None) or ()}
+    by_class = {name for name in tensors if any(pattern.search(name) for pattern in patterns)}
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return by_class
+    with open_weights(folder) as stored:
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        if not {torch.bfloat16, torch.float16} & {*dtypes.values()}:
+            return by_class
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        with suppress(ConfigError):  # a conversion that is not done in parts: names that are the same remain
+            dtypes |= {name: tensor.dtype for name, tensor in converted(stored, module, shapes).items()}
+    held = tensors.keys() & dtypes.keys()
+    return (by_class - held) | {name for name in held if dtypes[name] == torch.float32}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from sfumato.config.own_functions import import_function
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import ModelPath
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
 
@@ -27,7 +27,7 @@ class PretrainedReward(Reward):
     """Import path of the function that makes the network of a folder, a device and a type, one per process and
     arguments; the network has a ``lock``. It raises ConfigError for a wrong folder."""
 
-    model_path: FilePath
+    model_path: ModelPath
     """Folder of the model; docs/rewards.md says for each reward what must lie in it."""
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1 and so on; auto is this process's GPU, else the CPU."""

@@ -11,10 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from sfumato.checkpoint.export import export_checkpoint, export_model
 from sfumato.commands.check import check_config
+from sfumato.config.load import load_config
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.errors import ConfigError
-from sfumato.models.language_parts import build_byte_tokenizer
+from sfumato.models.language_load import build_language_model
+from sfumato.models.language_parts import build_byte_tokenizer, read_model_config
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from tests.survey.test_tiny_configs import NAMES
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, tiny_text_rl_config, write_config
 
 BF16: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 1, "lr": 1e-30, "lr_warmup_steps": 0}
@@ -22,7 +31,7 @@ BF16: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 1, "lr": 1e-30, 
 
 def write_model(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     """A bf16 folder as transformers writes it; weights that its class keeps in float32 are."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     described = tiny_language_description(kind) | fields
     config = CONFIG_MAPPING[described.pop("model_type")](**described)
@@ -55,8 +64,6 @@ def assert_same_weights(source: Path, export: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora merged"])
 def test_weights_that_a_class_keeps_in_float32_stay_so(tmp_path: Path, lora: dict[str, Any] | None) -> None:
-    from sfumato.checkpoint.export import export_checkpoint
-
     folder = write_model(tmp_path / "model", "deepseek_v3")
     biases = [weight for name, weight in weights(folder).items() if name.endswith("e_score_correction_bias")]
     assert biases and all(bias.dtype == torch.float32 and bias.unique().numel() == 4 for bias in biases)
@@ -110,7 +117,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 
 def test_a_quantised_base_is_trained_and_exported_as_plain_numbers_and_says_so(tmp_path: Path, capsys: Any) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import Mxfp4Config
 
     folder = write_mxfp4(tmp_path / "model")
     run = run_task_here("train_text", config_of(tmp_path, folder))
@@ -190,3 +197,89 @@ def test_an_auxiliary_loss_that_is_not_added_is_refused(tmp_path: Path, make: An
     assert any(
         "auxiliary loss" in problem for problem in check_config(write_config(config, tmp_path / "c.yaml")).problems
     )
+
+
+QUICK = ("mamba", "mixtral")
+
+
+def write_mixed(folder: Path, name: str) -> Path:
+    """A folder of any architecture in bf16, of which every second vector, and what its class keeps so, is float32."""
+    config = tiny_config(name)
+    config.get_text_config().vocab_size = 259
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for index, (key, tensor) in enumerate(sorted(tensors.items())):
+            if "e_score_correction_bias" in key or (tensor.ndim == 1 and tensor.is_floating_point() and index % 2):
+                tensor.data = tensor.data.float() + 1e-4 * torch.rand(tensor.shape)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_in_bf16(folder: Path) -> Any:
+    train = load_config(TrainTextConfig, None, tiny_text_config(folder.parent)).train
+    train = train.model_copy(update={"mixed_precision": "bf16", "init_device": "cpu"})
+    return build_language_model(LanguageModelConfig(model_path=str(folder), tokenizer_path="bytes"), train)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
+def test_an_export_without_a_step_is_the_source(name: str, tmp_path: Path) -> None:
+    """Of every architecture of transformers, tensor by tensor: dtype and bits."""
+    source = write_mixed(tmp_path / "source", name)
+    export_model(load_in_bf16(source), None, tmp_path / "out", Mesh(Layout(), torch.device("cpu")))
+    before, after = (
+        {key: weight for file in sorted(folder.glob("*.safetensors")) for key, weight in load_file(file).items()}
+        for folder in (source, tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    assert [k for k in before if before[k].dtype != after[k].dtype or not torch.equal(before[k], after[k])] == []
+
+
+def test_fp8_weights_are_exported_as_plain_numbers(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "qwen3")
+    stored, expected = weights(source), {}
+    for name, weight in [*stored.items()]:
+        if ".layers." in name and name.endswith("proj.weight"):
+            stored[name] = weight.to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.full([-(-size // 16) for size in weight.shape], 0.5)
+            expected[name] = stored[name].float() * 0.5
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    edit_config(source, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    export_model(load_in_bf16(source), None, tmp_path / "out", Mesh(Layout(), torch.device("cpu")))
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    exported = weights(tmp_path / "out")
+    assert expected
+    assert all(torch.equal(exported[name].float(), weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("params.json", "Mistral's or Meta's own layout"),
+        ("consolidated.safetensors", "Mistral's own layout"),
+        ("original/params.json", "Meta's own layout"),
+        ("model-q4.gguf", "GGUF files"),
+    ],
+)
+def test_folders_in_other_layouts_are_refused_with_the_remedy(file: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "model" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=f"holds {said}"):
+        read_model_config(LanguageModelConfig(model_path=str(tmp_path / "model")))
+    with pytest.raises(ConfigError, match="is a file, not a model folder"):
+        read_model_config(LanguageModelConfig(model_path=str(path)))
+
+
+def test_a_name_on_the_hub_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some-owner--Model-1.5"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    folder = write_model(cached / "snapshots" / ("a" * 40))
+    section = LanguageModelConfig(model_path="some-owner/Model-1.5", tokenizer_path="bytes")
+    assert section.model_path == str(folder)
+    assert read_model_config(section).model_type == "llama"
+    with pytest.raises(ConfigError, match="hf download some-owner/other"):
+        read_model_config(LanguageModelConfig(model_path="some-owner/other"))
