@@ -188,11 +188,11 @@ def _look_at_data(found: Findings, config: Section) -> None:
     except UserError as error:
         found.problems.append(str(error))
         return
-    found.notes.extend(found.data.notes)
     limit = getattr(config.data, "max_bad_rows", 0)
     for part in (found.data.training, found.data.validation):
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
         (found.problems if stops else found.notes).extend(lines)
+    found.notes.extend(found.data.notes)
 
 
 def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
