@@ -152,9 +152,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     by_split: dict[str | None, list[Path]] = {}
     for file in readable:
         by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
-    notes = (
-        [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
-    )
+    notes = [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
     wanted = ("validation", "test") if held_out else ("train", None)
     split = next((name for name in wanted if name in by_split), None)
     has_held_out = "validation" in by_split or "test" in by_split
