@@ -80,7 +80,7 @@ def describe_bad_rows(reasons: Sequence[str]) -> str:
     kinds = Counter(_kind_of(reason) for reason in reasons)
     listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MOST_KINDS))
     others = "" if len(kinds) <= MOST_KINDS else f"; and {len(kinds) - MOST_KINDS} other kinds"
-    return f"{len(reasons)} rows were left out: {listed}{others}"
+    return f"{len(reasons)} row{'s' if len(reasons) > 1 else ''} left out: {listed}{others}"
 
 
 def _kind_of(reason: str) -> str:

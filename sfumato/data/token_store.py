@@ -222,7 +222,7 @@ def build_token_store(
             f"{max_bad_rows})"
         )
     if bad:
-        say(describe_bad_rows(bad))
+        say(f"{describe_bad_rows(bad)} (the last: {bad[-1]})")
     return store
 
 

@@ -183,7 +183,7 @@ def test_other_limits_are_refused(value):
 
 def test_rows_left_out_are_summed_up_by_their_kind():
     reasons = [f"a.jsonl, line {n}: has {n}00 tokens, more than 9" for n in (1, 2)] + ["a.jsonl, line 3: no 'x'"]
-    assert describe_bad_rows(reasons) == "3 rows were left out: 2 x has _ tokens, more than _; 1 x no _"
+    assert describe_bad_rows(reasons) == "3 rows left out: 2 x has _ tokens, more than _; 1 x no _"
 
 
 @pytest.mark.parametrize("data_type", ["preference", "unpaired"])

@@ -101,6 +101,7 @@ def test_workers_make_the_same_store(tmp_path):
         == [
             "row left out (1 of at most 2): rows, row 8: first",
             "row left out (2 of at most 2): rows, row 601: second",
+            "2 rows left out: 1 x first; 1 x second",
         ]
     )
 
@@ -126,7 +127,7 @@ def test_an_unchanged_store_is_used_again(tmp_path):
     again, said = NumberTransform(), []
     reused = build(tmp_path, one_source(lengths), again, max_bad_rows=1, said=said)
     assert again.seen == [] and content(reused) == content(store) and reused.fingerprint == store.fingerprint
-    assert said == ["1 rows are left out, the last one because: rows, row 2: broken"]
+    assert said == ["1 row left out: 1 x broken (the last: rows, row 2: broken)"]
     with pytest.raises(DataError, match=r"row 2: broken.*data\.max_bad_rows is 0"):
         build(tmp_path, one_source(lengths), again)
 

@@ -299,7 +299,7 @@ def test_a_store_names_the_bad_rows_of_a_batch_and_keeps_the_others(tmp_path):
     rows = ListRows([{"text": "" if n in (3, 70) else f"text {n}"} for n in range(300)])
     transform, sources, said = transform_of("plaintext", build_tokenizer()), Sources(["rows"], [rows], None), []
     store = build_token_store(sources, transform, tmp_path / "enough", 1, 2, said.append)
-    assert len(store) == 298 and [line.split(":")[1] for line in said] == [" rows, row 4", " rows, row 71"]
+    assert len(store) == 298 and [line.split(":")[1] for line in said[:2]] == [" rows, row 4", " rows, row 71"]
     with pytest.raises(DataError, match=r"row 71.*max_bad_rows is 1"):
         build_token_store(sources, transform, tmp_path / "less", 1, 1, said.append)
 
