@@ -262,15 +262,14 @@ def test_rl_on_a_task_of_reasoning_gym(smollm2: Path, tmp_path: Path, base: PreT
         difference = (log_probs[1:] - expected)[drawn[1:]]
         assert len(difference) and difference.abs().max() <= RELATIVE * logits.abs().max()
     lines = {line["step"]: line for line in read_jsonl(run / "metrics.jsonl")}
-    assert lines[1]["ratio/mean_error"] < 1e-6 if "ratio/mean_error" in lines[1] else True
+    assert lines[1]["ratio/mean"] == pytest.approx(1.0, abs=1e-6) and lines[1]["mismatch/log_ratio_max"] < 1e-4
     assert dump["rewards"].std() > 0, "some answers are better than others"
     adapted = PeftModel.from_pretrained(base, run / "hf_ckpt").eval()
-    for shown in read_samples(run)[2]:
-        if shown["kind"] == "eval":
-            with torch.no_grad():
-                ids = tokenizer(shown["prompt"], add_special_tokens=False, return_tensors="pt")
-                drawn = adapted.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
-            assert tokenizer.decode(drawn, skip_special_tokens=True) == shown["text"].removesuffix("<|im_end|>")
+    shown = [each for each in read_samples(run)[2] if each["kind"] == "eval"]
+    assert len(shown) == 3
+    for each in shown:
+        answer = answer_of(adapted, tokenizer, each["prompt"], 6, system="Answer with one word.")
+        assert answer == each["text"].removesuffix("<|im_end|>")
 
 
 def load_plain(folder: Path) -> PreTrainedModel:
@@ -284,10 +283,13 @@ def answer_log_probs(model: Callable[..., Any], tokenizer: Any, question: str, a
     return log_probs.gather(1, ids[0, start:, None])[:, 0]
 
 
-def answer_of(model: PreTrainedModel, tokenizer: Any, question: str, max_new_tokens: int) -> str:
+def answer_of(
+    model: PreTrainedModel, tokenizer: Any, question: str, max_new_tokens: int, system: str | None = None
+) -> str:
     """The greedy answer of transformers' own loop."""
+    first = [] if system is None else [{"role": "system", "content": system}]
     ids = tokenizer.apply_chat_template(
-        _asked(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [*first, *_asked(question)], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     output = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
