@@ -152,7 +152,7 @@ def test_best_and_worst() -> None:
     assert of(BestWorst(top=4, bottom=4), [1, 2, 3], [0, 0, 0]).values.tolist() == [-1, 0, 1], "both ends shrink"
     tied = of(BestWorst(top=2, bottom=1), [1, 1, 1, 2], [0, 0, 0, 0])
     assert tied.values.tolist() == [-1, 1, 0, 1], "no sample is at both ends"
-    with pytest.raises(ValueError, match="type: best"):
+    with pytest.raises(ValueError, match="top and bottom must be at least 1"):
         BestWorst(bottom=0)
 
 

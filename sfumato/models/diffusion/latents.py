@@ -159,7 +159,9 @@ class FlowSchedule(DiffusionModel):
         return PATCH
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        settings = {"patch": self.patch, "largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        settings = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        if self.pipeline.scheduler.config.get("use_dynamic_shifting"):
+            settings["patch"] = self.patch  # by which the shift counts tokens
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape, **settings)
 
     @property
