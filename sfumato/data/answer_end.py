@@ -288,5 +288,5 @@ def _attempt(render: Render, messages: list[Message], tools: list[dict[str, Any]
 
     try:
         return render(messages, tools)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError):
         return ""

@@ -24,7 +24,7 @@ DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields that count layers for further tokens (multi-token prediction), which transformers' causal models leave out."""
 
-HEAD, EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 64
 """Rows at the beginning and at the end of two matrices by which they are told apart."""
 
@@ -119,22 +119,21 @@ def check_router_loss(config: Any, where: str) -> None:
 
 def refuse_other_head(folder: Path, config: Any) -> None:
     """Raises ConfigError when a folder is said to tie its output layer to the embedding, but holds another one."""
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
-        return
+    if config.get_text_config() is not config or not getattr(config, "tie_word_embeddings", False):
+        return  # of a model with several parts, which decides by itself what it ties
     held: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                held |= {name: path for name in file.keys() if name in (HEAD, *EMBEDDINGS)}  # noqa: SIM118
+                held |= {name: path for name in file.keys() if name in (HEAD, EMBEDDING)}  # noqa: SIM118
         except (SafetensorError, OSError):
             return  # it is said where weights are read
-    embedding = next((name for name in EMBEDDINGS if name in held), None)
-    if HEAD not in held or embedding is None:
+    if not {HEAD, EMBEDDING} <= held.keys():
         return
-    if not torch.equal(_ends_of(held[HEAD], HEAD), _ends_of(held[embedding], embedding)):
+    if not torch.equal(_ends_of(held[HEAD], HEAD), _ends_of(held[EMBEDDING], EMBEDDING)):
         raise ConfigError(
             f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {held[HEAD].name} is "
-            f"another matrix than {embedding}: set tie_word_embeddings to false if the two were trained apart, or "
+            f"another matrix than {EMBEDDING}: set tie_word_embeddings to false if the two were trained apart, or "
             f"remove {HEAD}"
         )
 

@@ -13,8 +13,9 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data import rows as rows_module
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.image_text import FolderRows
+from sfumato.data.messages import read_messages
 from sfumato.data.rows import open_rows
-from sfumato.data.text import build_transform, read_messages
+from sfumato.data.text import build_transform
 from sfumato.errors import DataError
 from sfumato.models.language_load import build_byte_tokenizer
 

