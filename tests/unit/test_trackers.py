@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import time
 from contextlib import closing
 
 import numpy as np
@@ -139,6 +140,7 @@ def test_tensorboard_hides_what_a_resumed_run_logs_again(tmp_path):
     for step in range(1, 6):
         tracker.log(step, {"loss": float(step)})
     tracker.close()
+    time.sleep(1.01)  # names of tensorboard's files hold whole seconds, then a number that is sorted as a text
     (tracker,) = build_trackers(["tensorboard"], tmp_path, purge_step=4)
     for step in range(4, 7):
         tracker.log(step, {"loss": step + 0.5})
